@@ -27,11 +27,11 @@ from benchmarks.large_worlds import World
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from benchmarks.stores import CountingStore, serve_store
-from localckpt.async_save.calls import PendingCall
-from localckpt.availability.found import Found
+from localckpt.async_save.callers import PendingCall
+from localckpt.availability.durability import Found
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.job_store import Group
+from localckpt.ranks.job_store import Members
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.watch import Watch, Watched
 
@@ -224,8 +224,8 @@ class _SimulatedRank:
     ) -> None:
         self._rank, self._world, self._report, self._job = rank, world, report, job
         self._counts: list[CountingStore] = []
-        self._watched: list[PendingCall] = []
-        self._group = Group(rank, tuple(range(world)), store)
+        self._watched: list[Watched] = []
+        self._group = Members(rank, tuple(range(world)), store)
         self._steps: dict[str, Callable[[int], object]] = {
             _BEGIN: lambda _: self._begin(),
             _DECIDE: lambda _: self._ranks.decide("finalize", lambda: _RECORD, _agree),
@@ -248,7 +248,7 @@ class _SimulatedRank:
         self._ranks = Ranks("control", timeout_s=_TIMEOUT_S, group=self._group)
         self._ranks.agree("begin", Attempt())
         self._counts = CountingStore.count(self._ranks)
-        self._watch = Watch(self._ranks, _TIMEOUT_S)
+        self._watch = Watch(_TIMEOUT_S, ranks=self._ranks)
 
     def _find(self, reports: list[Any]) -> list[Any]:
         """The root's part of ``find_latest``."""
@@ -263,15 +263,20 @@ class _SimulatedRank:
     def _poll(self, number: int) -> None:
         """Poll while a call is under way; one rank, since threads take the interpreter in turn."""
         call = PendingCall("save")
-        self._watched.append(call)
-        self._watch.follow(Watched(number, call.name, call))
+        watched = Watched(number, call.name, call)
+        self._watched.append(watched)
+        self._watch.add(watched)
+        self._watch.poll(blocking=False)
         for _ in range(_POLLS if self._rank == 0 else 0):
             self._watch.poll(blocking=False)
-            self._watch.verdict(number)
+            self._watch.verdict(watched, blocking=False, no_dist=False, await_own=_nothing)
 
     def _agree(self, number: int) -> None:
-        self._watched[number].end(None)
-        self._watch.await_verdict(number, time.monotonic())
+        watched = self._watched[number]
+        watched.ending.end(None)  # type: ignore[attr-defined]
+        verdict = self._watch.verdict(watched, blocking=True, no_dist=False, await_own=_nothing)
+        if verdict is None or verdict.failure is not None:
+            raise RuntimeError(f"the ranks did not agree: {verdict}")
 
     def _read_all(self, number: int) -> list[Any]:
         """Every rank reads the record of every rank."""
@@ -286,6 +291,10 @@ class _SimulatedRank:
         # A message with so many keys is as many operations.
         store.operations += world - 2
         return [json.loads(value) for value in values]
+
+
+def _nothing(since: float) -> None:
+    """Have nothing to wait for on this rank."""
 
 
 def _agree(records: list[Any]) -> list[Any]:

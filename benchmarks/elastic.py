@@ -27,7 +27,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from benchmarks.state import parameter_shapes
-from localckpt.managers.progress import ReadProgress
+from localckpt.managers.restoring import ReadProgress
 from localckpt.replication.progress import Progress
 
 __all__ = ["measure"]

@@ -19,10 +19,11 @@ from benchmarks.report import Report
 from benchmarks.setup import Options
 from localckpt.availability.reshard import Keys, TensorGroup
 from localckpt.ids import Checkpoint, Generation
-from localckpt.managers.elastic_judge import ElasticJudge
+from localckpt.managers.elastic_judge import ElasticJudge, ValueImages
 from localckpt.ranks.values import Message
 from localckpt.ranks.verdict import PerRank
-from localckpt.state_dict.regions import Region
+from localckpt.state_dict.boxes import Region
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import STRICT
 
 __all__ = ["measure"]
@@ -115,7 +116,8 @@ class _Job:
         held = {shard: [self.nodes[reader]] for shard, reader in self.readers.items()}
         checkpoint = Checkpoint(Generation(1234, 2**60), 10**7, self.saved_by)
         places = self.nodes, self.readers, held
-        judge = ElasticJudge(checkpoint, {}, *places, STRICT, _nothing, _nothing)
+        images = ValueImages(checkpoint.shard(0, ""), SafeGlobals())
+        judge = ElasticJudge(checkpoint, {}, *places, STRICT, images)
         asked = judge.compare([json.loads(text) for text in self.described])
         nbytes = _nbytes_of(asked)
         plan = judge.plan([Message.from_bytes(told) for told in self.told])
@@ -128,6 +130,8 @@ class _Job:
         reports: list[dict[str, Any]] = [
             {
                 "rules": [],
+                "places": [],
+                "shared": [],
                 "wanted": _groups(rank, self.wanted_by, ""),
                 "saved": [],
             }
@@ -155,7 +159,3 @@ def _rows(shape: Sequence[int], rank: int, count: int) -> Region:
 def _nbytes_of(verdict: PerRank) -> int:
     parts = (p if isinstance(p, Message) else Message(p) for p in verdict.parts.values())
     return len(json.dumps(verdict.common)) + sum(len(part.to_bytes()) for part in parts)
-
-
-def _nothing(values: Any) -> Any:
-    raise RuntimeError(f"there are no values in this job, and {values!r} is one")

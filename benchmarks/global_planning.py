@@ -179,7 +179,7 @@ def _plan_ours(state: dict[str, Any], others: Sequence[bytes]) -> list[_Planned]
     def plan() -> None:
         planner = DefaultSavePlanner()
         plan_save(
-            *(ranks, state, planner, writer),
+            *(ranks, state, planner, writer, writer.plans),
             what="a save",
             tag="benchmark",
             begin=lambda: None,
@@ -241,25 +241,26 @@ class _SimulatedRanks(Ranks):
         self.rank, self.root, self.world_size = 0, 0, 1 + len(others)
         self.global_ranks = list(range(self.world_size))
         self.local_s = 0.0
+        self.is_root = True
         self._others = others
 
-    def act(
+    def commit(
         self,
         what: str,
         work: Callable[[], Any],
-        act: Callable[[list[Any]], Any],
+        commit: Callable[[list[Any]], Any],
         *,
         kind: str = "",
         order: int | None = None,
         timeout_s: float | None = None,
-        in_vain: Callable[[], None] | None = None,
+        on_failure: Callable[[], None] | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> Any:
         began = time.perf_counter()
         said: Message = work()
         self.local_s = time.perf_counter() - began
         others = (Message(said.record, other) if said.data else said for other in self._others)
-        planned: PerRank = act([said, *others])
+        planned: PerRank = commit([said, *others])
         return planned.common, planned.parts.get(0)
 
 
@@ -271,6 +272,10 @@ class _SimulatedCollectives:
     def __init__(self, others: Sequence[bytes]) -> None:
         self.local_s = 0.0
         self._others = others
+
+    @property
+    def is_root(self) -> bool:
+        return True
 
     def reduce_scatter(
         self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]

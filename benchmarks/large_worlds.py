@@ -20,13 +20,12 @@ from typing import TypeVar
 
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from localckpt.availability.explain import explain
-from localckpt.availability.found import Found
+from localckpt.availability.durability import Found
+from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardRecord
 from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
-from localckpt.replication.exchange import ExchangePlan
-from localckpt.replication.shard_plans import missing_copies, plan_shards
+from localckpt.replication.exchange import ExchangePlan, missing_copies, plan_shards
 
 __all__ = ["World", "measure"]
 

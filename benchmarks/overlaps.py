@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
+from localckpt.global_tier.load_planner import create_read_items_for_chunk_list
 
 __all__ = ["measure"]
 

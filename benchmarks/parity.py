@@ -26,8 +26,7 @@ from localckpt.replication.parity import gf
 from localckpt.replication.parity.chains import schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
 from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.planning import Left, Want, plan_rebuild
-from localckpt.replication.parity.rebuild import rebuild
+from localckpt.replication.parity.planning import Left, plan_rebuild
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import MemorySource
 
@@ -132,7 +131,8 @@ class _Rank:
         self.layout = ParityLayout((_NBYTES,) * members, parity)
         ranks = range(members)
         self.pipeline = Pipeline(HostConnections.connect("pipeline", ranks, self.rank, _DEADLINE_S))
-        self.transport = HostTransport.connect("fetch", ranks, self.rank, _DEADLINE_S)
+        fetching = HostConnections.connect("fetch", ranks, self.rank, _DEADLINE_S)
+        self.transport = HostTransport(fetching)
         self.bare = HostConnections.connect("bare", ranks, self.rank, _DEADLINE_S)
         self.image = _buffer(_NBYTES)
         self.parity = _buffer(self.layout.parity_nbytes)
@@ -144,7 +144,7 @@ class _Rank:
         self._message_nbytes = schedule(encoding_chains(self.layout, ranks)).message_nbytes
         # Rank 0 lost its image, and has it again from the others.
         left = {member: member for member in ranks if member}
-        self._plan = plan_rebuild(self.layout, Left(left, left), [Want(0, 0)])
+        self._plan = plan_rebuild(self.layout, Left(left, left), {0: 0})
 
     def ring(self) -> None:
         """As many bytes as encoding sends, in the same messages."""
@@ -183,7 +183,7 @@ class _Rank:
             (Kind.PARITY, self.rank): MemorySource(self.parity),
         }
         sinks = {(Kind.IMAGE, 0): self.place} if self.rank == 0 else {}
-        rebuild(self.layout, self._plan, self.pipeline, sources, sinks, _DEADLINE_S)
+        self.pipeline.run("rebuilding", self._plan, sources, sinks, _DEADLINE_S)
 
     def check(self) -> None:
         """What was rebuilt last is what was lost."""

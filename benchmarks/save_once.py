@@ -40,8 +40,8 @@ _GOALS = {
     "load in place": 1.2,
     "processor time of the load": None,
 }
-# Headers and tables are not divided, and are sent.
-_WRITTEN_GOAL, _SENT_GOAL = 1.01, 0.01
+# Headers and tables are not divided. Of two ranks of a node each sends half.
+_WRITTEN_GOAL, _SENT_GOAL = 1.01, 0.51
 
 
 def measure(options: Options) -> Report:

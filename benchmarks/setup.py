@@ -88,7 +88,7 @@ def make_setting(options: Options) -> Setting:
 class Saver:
     """Saves one state again and again behind training, and waits for each save to be finished."""
 
-    def __init__(self, manager: localckpt.BaseCheckpointManager, state: dict[str, Any]) -> None:
+    def __init__(self, manager: localckpt.CheckpointManager, state: dict[str, Any]) -> None:
         self.manager = manager
         self.queue = localckpt.AsyncCallsQueue()
         self._state = state

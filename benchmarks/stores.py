@@ -46,10 +46,10 @@ class CountingStore:
         part: Any = ranks._part
         part._store = cls(part._store)
         counts = [part._store]
-        if part._is_large:
+        if part.is_large:
             # Made now; else each would be made, uncounted, by the first thread that waits.
-            part._clients, part._listener = [cls(part._own_client())], cls(part._own_client())
-            counts += [*part._clients, part._listener]
+            part._clients = [cls(part._own_client())]
+            counts += part._clients
         return counts
 
     def __getattr__(self, name: str) -> Any:

@@ -42,7 +42,7 @@ def main() -> None:
 
     # Each rank and one on the other node hold each other's shards.
     replication = localckpt.CliqueReplicationStrategy.from_replication_params(replication_factor=2)
-    manager: localckpt.BaseCheckpointManager
+    manager: localckpt.CheckpointManager
     if options.tier == "disk":
         manager = localckpt.LocalCheckpointManager(options.store, "demo", replication, timeout=30)
     else:

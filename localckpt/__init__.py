@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from localckpt.availability.retention import Retention as Retention
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
-    from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
+    from localckpt.checkpointer.resume import Elsewhere as Elsewhere
     from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
+    from localckpt.cli.survival import Scheme as Scheme
+    from localckpt.cli.survival import Survival as Survival
+    from localckpt.cli.survival import survivability as survivability
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import DivergenceError as DivergenceError
@@ -60,11 +63,13 @@ if TYPE_CHECKING:
     from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
+    from localckpt.managers.manager import CheckpointManager as CheckpointManager
     from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
-    from localckpt.managers.replicated import replicated as replicated
+    from localckpt.managers.replica_check import replicated as replicated
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
     from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
+    from localckpt.replication.loss_chances import loss_of_groups as loss_of_groups
     from localckpt.replication.parity.strategy import (
         ParityReplicationStrategy as ParityReplicationStrategy,
     )
@@ -75,10 +80,6 @@ if TYPE_CHECKING:
         LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
     )
     from localckpt.replication.strategies import ReplicationStrategy as ReplicationStrategy
-    from localckpt.replication.survival import Scheme as Scheme
-    from localckpt.replication.survival import Survival as Survival
-    from localckpt.replication.survival import loss_of_groups as loss_of_groups
-    from localckpt.replication.survival import survivability as survivability
     from localckpt.state_dict.basic import BasicTensorAwareStateDict as BasicTensorAwareStateDict
     from localckpt.state_dict.basic import TensorAwareStateDict as TensorAwareStateDict
 
@@ -89,13 +90,14 @@ _HOMES = {
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
     "Best": "availability.retention",
+    "CheckpointManager": "managers.manager",
     "CheckpointingException": "errors",
     "Checkpointer": "checkpointer.checkpointer",
     "CkptID": "ids",
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
     "DivergenceError": "errors",
-    "Elsewhere": "checkpointer.elsewhere",
+    "Elsewhere": "checkpointer.resume",
     "Every": "checkpointer.cadence",
     "Explanation": "availability.explanation",
     "FormatVersionError": "errors",
@@ -117,10 +119,10 @@ _HOMES = {
     "UnsafeGlobalError": "errors",
     "Values": "checkpointer.values",
     "WorkerDiedError": "errors",
-    "replicated": "managers.replicated",
+    "replicated": "managers.replica_check",
     "worker_init_fn": "checkpointer.workers",
 }
-# Of localckpt.megatron and localckpt.replication.survival, for code that imports them from here.
+# Of localckpt.megatron, and of the calculator of losses, for code that imports them from here.
 _HOMES_BESIDE = {
     "AsyncCaller": "async_save.callers",
     "AsyncCall": "async_save.request",
@@ -131,16 +133,16 @@ _HOMES_BESIDE = {
     "GroupWrapper": "replication.groups",
     "PersistentAsyncCaller": "async_save.callers",
     "ReshardingLoadPlanner": "global_tier.load_planner",
-    "Scheme": "replication.survival",
-    "Survival": "replication.survival",
+    "Scheme": "cli.survival",
+    "Survival": "cli.survival",
     "TemporalAsyncCaller": "async_save.callers",
     "TensorAwareStateDict": "state_dict.basic",
     "ThreadAsyncCaller": "async_save.callers",
-    "loss_of_groups": "replication.survival",
+    "loss_of_groups": "replication.loss_chances",
     "parse_group_sequence": "replication.groups",
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",
-    "survivability": "replication.survival",
+    "survivability": "cli.survival",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

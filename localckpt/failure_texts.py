@@ -51,11 +51,7 @@ class Mismatches:
             self.note(error)
 
     def raise_all(self) -> None:
-        """Raise what was noted, if anything was.
-
-        Raises:
-            MismatchError: With the texts of all.
-        """
+        """Raise a MismatchError with the texts of all that was noted, if anything was."""
         if not self._found:
             return
         first = next((error for error in self._found if error.topic), self._found[0])

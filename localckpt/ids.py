@@ -95,8 +95,7 @@ class Piece(NamedTuple):
 class ShardIdentity:
     """Identity of one piece of one checkpoint, stored in the image's header.
 
-    ``lineage`` is stored with the identity but is no part of it; files of earlier versions have
-    none.
+    ``lineage`` is stored with the identity but is no part of it.
     """
 
     session_id: str
@@ -160,15 +159,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that protect each other's shards.
+    """Ranks that protect each other's shards, in the redundancy scheme's order.
 
-    Args:
-        ranks: The members, in the redundancy scheme's order.
-        tolerated: Number of members, any of them, that may be lost.
-        kind: Kind of the pieces that protect the shards.
-
-    Raises:
-        MismatchError: The numbers are not those of a group.
+    ``tolerated`` members, any of them, may be lost. Raises MismatchError for impossible numbers.
     """
 
     ranks: tuple[int, ...]

@@ -157,11 +157,7 @@ class Lineage:
 
     @classmethod
     def from_json(cls, fields: Any) -> Lineage:
-        """Decode a list made by :meth:`to_json`.
-
-        Raises:
-            MismatchError: The value is not a lineage.
-        """
+        """Decode a list made by :meth:`to_json`; raises MismatchError for anything else."""
         try:
             number, draw, origin, resumed_at, ancestors, given_up, is_cut = fields
             if type(origin) is not int or origin < 0:
@@ -182,10 +178,8 @@ class Lineage:
 class Resumed:
     """Source of the state that an epoch begins with.
 
-    Attributes:
-        origin: Kind of the source.
-        iteration: Iteration of the state; -1 for the beginning.
-        parent: Lineage of the epoch that saved the state; ``None`` if the source carries none.
+    ``iteration`` is -1 for the beginning; ``parent`` is the lineage of the epoch that saved the
+    state, if the source carries one.
     """
 
     origin: Origin = "nothing"
@@ -196,11 +190,8 @@ class Resumed:
 def unsaid(iteration: int, seen: Collection[Point]) -> Resumed:
     """Guess the source of the state of a job that loaded nothing and declared no source.
 
-    Args:
-        iteration: First iteration that the job saves. If it is above all that could have been
-            loaded, the job continues from elsewhere; if not, it starts over, and gives up all
-            checkpoints that could have been loaded.
-        seen: Complete checkpoints on the nodes.
+    If the first iteration that it saves is above all that could have been loaded (``seen``), the
+    job continues from elsewhere; if not, it starts over, and gives up all of them.
     """
     newest = max((point.iteration for point in seen), default=-1)
     if newest == -1 or iteration <= newest:
@@ -211,16 +202,11 @@ def unsaid(iteration: int, seen: Collection[Point]) -> Resumed:
 def begin_lineage(
     epoch: EpochId, resumed: Resumed, seen: Collection[Point], known: Mapping[EpochId, Lineage]
 ) -> Lineage:
-    """Make the lineage of an epoch that is about to save for the first time.
+    """Make the lineage of an epoch that is about to save for the first time; the same on all ranks.
 
-    Every rank makes the same lineage from the same arguments.
-
-    Args:
-        epoch: Identity of the epoch. Its number is raised above those of the epochs in the lineage.
-        resumed: Source of the epoch's state.
-        seen: Complete checkpoints on the nodes. Those above the iteration of ``resumed`` could have
-            been loaded, and are given up.
-        known: Lineages of the epochs in ``seen``, as far as their checkpoints carry one.
+    The number of the epoch is raised above those of the epochs in the lineage. Of the complete
+    checkpoints that were ``seen`` on the nodes, those above the iteration of ``resumed`` could have
+    been loaded, and are given up. ``known`` has the lineages of their epochs.
     """
     parent = resumed.parent
     gone = [point for point in seen if point.iteration > resumed.iteration]

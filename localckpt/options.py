@@ -1,12 +1,12 @@
-"""Options of a manager's saves, from the arguments of its constructor."""
+"""Options of managers: their names, defaults, texts and checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from localckpt.availability.retention import Retention
+from localckpt.availability.retention import Retention, node_rules, rules
 from localckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
     from localckpt.events.stream import EventStream
 
-__all__ = ["OnBusy", "OnDivergence", "PrivateRule", "SaveOptions"]
+__all__ = [
+    "HookOptions",
+    "OnBusy",
+    "OnDivergence",
+    "Options",
+    "PrivateRule",
+    "SharedOptions",
+    "StoreOptions",
+]
 
 OnBusy = Literal["wait", "skip"]
 """Action of an asynchronous save when older ones still use all staging buffers."""
@@ -30,12 +38,111 @@ OnDivergence = Literal["error", "warn"]
 """Action when tensors differ that the ranks of a job keep equal."""
 
 
+class _CommonOptions(TypedDict, total=False):
+    timeout: float
+    process_group: dist.ProcessGroup | None
+    safe_globals: Iterable[Any]
+    events: EventStream | None
+
+
+class HookOptions(_CommonOptions, total=False):
+    """Options of a manager with hooks of its own; see :class:`Options`."""
+
+    background: bool | None
+    strict: bool
+    check_replicas: int | None
+    on_divergence: OnDivergence
+
+
+class SharedOptions(_CommonOptions, total=False):
+    """Options that a manager of shared storage has as well; see :class:`Options`."""
+
+    keep_last: int | None
+    retention: Retention | None
+    staging_threads: int | None
+    read_only: bool
+    max_attempts: int | None
+
+
+class StoreOptions(HookOptions, SharedOptions, total=False):
+    """Options of the managers on disk and in memory; see :class:`Options`."""
+
+    num_buffers: int
+    on_busy: OnBusy
+    guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    check: Callable[[Mapping[str, torch.Tensor]], str | None] | None
+    elastic: bool
+    private: Mapping[str, PrivateRule] | None
+    divide_replicated: bool
+
+
 @dataclass(frozen=True)
-class SaveOptions:
-    """Options of one manager, documented at the managers' constructors.
+class Options:
+    """Options of a manager, which takes them as keyword arguments.
+
+    ``keep_last=n`` is short for ``retention=Retention(last=n)``.
+
+    Attributes:
+        timeout: Deadline of every wait, in seconds; by default 300, and 1800 on shared storage,
+            where it is how much longer than the fastest rank the slowest one may take to write.
+        process_group: The ranks of the job; ``None`` for all.
+        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+        background: Whether replicas are made while training goes on. By default they are, unless
+            GPUs send the bytes.
+        strict: Whether a save fails when a peer is lost that was to keep a replica. Else it stands
+            with fewer copies: a warning, ``degraded_saves`` and :meth:`status` say so.
+        events: Stream that is told what happens here; it stays the caller's to close. ``None`` for
+            none.
+        check_replicas: Compare, in every save of so many, what the state says is equal on several
+            ranks: by :func:`localckpt.replicated`, as a ``DTensor`` that is replicated, or in
+            Megatron-Core. Digests of the captured tensors are computed behind training and compared
+            when the save is finalized. After a difference every save compares, until there is none.
+            ``None`` to compare nothing.
+        on_divergence: Whether a difference is an ``"error"``, with which the save is rolled back on
+            all ranks, or a ``"warn"``-ing, with which the checkpoint is marked bad as by ``check``
+            (where the storage is not a user's own).
+        retention: Rules by which complete checkpoints are kept. On the nodes: ``last``, at least 1,
+            by default 2 on disk and 1 in memory, with room for one more for each save under way,
+            and ``best``, by a metric that is given with saves. On shared storage any, by default
+            all are kept; the newest one, the one that the job resumed from, and pinned ones
+            always are.
+        num_buffers: Number of saves that can be under way at once.
+        staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
+            most 4.
+        on_busy: What an asynchronous save does when that many are under way: ``"wait"`` for the
+            oldest, or ``"skip"`` itself on all ranks (logged, counted, and noted in ``last_save``).
+        guard: Optimizers whose parameters and state, where they are on a GPU, change in their
+            ``step`` only. ``save`` returns while those are still being copied, and the next step
+            begins after the copies. Replicas in the foreground wait for them; whoever changes these
+            tensors in another way calls :meth:`wait_staged` before.
+        read_only: Only load, beside a job that may be saving in this session: nothing is made,
+            renamed, removed or claimed here.
+        max_attempts: Number of starts of the job that may resume from a checkpoint, begin a save or
+            call :meth:`count_attempt`, and end before a later one is complete (on shared storage
+            beside the nodes: before :meth:`note_progress`), in a row. Then it is quarantined, or
+            passed over on shared storage, and an older one is taken. ``None`` to count none.
+        check: Judges each captured state behind training, on each rank: it is given the rank's
+            tensors by name, in the memory that is about to be written, and returns why they are
+            bad, or ``None``. It may neither change nor keep them. A checkpoint that is bad on any
+            rank is marked so, with a warning, and is loaded only if there is no other. A check
+            that raises fails the save.
+        elastic: Whether a checkpoint is loaded, too, that another number of ranks saved, or whose
+            tensors were sharded otherwise: each tensor of ``load(into=)`` is filled from the parts
+            of it that the nodes hold.
+        private: With ``elastic``, by key prefix, what becomes of values that differ between the
+            ranks that saved them: ``"drop"`` leaves each rank what it has, ``"keep"`` gives each
+            what the rank of its number had, and a function ``f(values, rank, world_size)`` of the
+            values of all ranks that saved makes each rank's. All ranks give the same.
+        divide_replicated: Whether the ranks of a node divide what the state says is equal on them,
+            by :func:`localckpt.replicated` or as a ``DTensor``: each copies, hashes, writes and
+            sends a part of these tensors, and a load puts them together. Tensors below 64 KiB
+            stay whole on every rank. A tensor that is not equal, though the state says so, comes
+            back as a mixture of the ranks' values. A save that compares replicas divides nothing;
+            ``check`` is given what its rank saves. All ranks give the same.
 
     Raises:
         CheckpointingException: An option has an impossible value.
+        TypeError: There is no such option.
     """
 
     timeout: float = 300.0
@@ -43,20 +150,40 @@ class SaveOptions:
     safe_globals: Iterable[Any] = ()
     background: bool | None = None
     strict: bool = False
+    events: EventStream | None = None
+    check_replicas: int | None = None
+    on_divergence: OnDivergence = "error"
     retention: Retention = Retention(last=2)  # noqa: RUF009 - a frozen value
     num_buffers: int = 2
     staging_threads: int | None = None
     on_busy: OnBusy = "wait"
     guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     read_only: bool = False
-    events: EventStream | None = None
     max_attempts: int | None = None
     check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None
     elastic: bool = False
     private: Mapping[str, PrivateRule] | None = None
-    check_replicas: int | None = None
-    on_divergence: OnDivergence = "error"
     divide_replicated: bool = False
+
+    @classmethod
+    def of_hooks(cls, given: Mapping[str, Any]) -> Options:
+        """Make the options of a manager with hooks of its own."""
+        _require_known(given, HookOptions.__optional_keys__)
+        return cls(**given)
+
+    @classmethod
+    def of_store(cls, given: Mapping[str, Any], keep_last: int) -> Options:
+        """Make the options of a manager that keeps ``keep_last`` checkpoints unless told else."""
+        _require_known(given, StoreOptions.__optional_keys__)
+        kept = node_rules(given.get("keep_last"), given.get("retention"), keep_last)
+        return cls(**_without_rules(given), retention=kept)
+
+    @classmethod
+    def of_shared(cls, given: Mapping[str, Any]) -> Options:
+        """Make the options of a manager of shared storage, which is slower and keeps all."""
+        _require_known(given, SharedOptions.__optional_keys__)
+        kept = rules(given.get("keep_last"), given.get("retention"))
+        return cls(**{"timeout": 1800.0} | _without_rules(given), retention=kept)
 
     def __post_init__(self) -> None:
         for name in ("num_buffers", "staging_threads", "max_attempts"):
@@ -102,11 +229,6 @@ class SaveOptions:
         if self.timeout <= 0:
             raise CheckpointingException(f"timeout is {self.timeout} s; it must be above 0")
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
-        """Pick the options from the ``locals()`` of a constructor."""
-        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name in arguments})
-
     @property
     def rules(self) -> Mapping[str, PrivateRule]:
         """Rules of the ``private`` option."""
@@ -116,3 +238,14 @@ class SaveOptions:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers of the ``guard`` option, as a list."""
         return list(self.guard) if isinstance(self.guard, Iterable) else [self.guard]
+
+
+def _require_known(given: Mapping[str, Any], known: frozenset[str]) -> None:
+    if unknown := sorted(given.keys() - known):
+        raise TypeError(
+            f"no such option: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        )
+
+
+def _without_rules(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in ("keep_last", "retention")}

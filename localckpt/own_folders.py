@@ -36,16 +36,10 @@ def make_own_folders(
 ) -> None:
     """Make the folder that a user named, and one in the other below it, and check them all.
 
-    Args:
-        named: The folder; a symbolic link to it is followed if it is this user's, or root's.
-        below: Names of the folders below it; links in their place are refused.
-        shares: Whether members of this user's groups may write there, as to shared storage; see
-            :func:`folder_mode`.
-        may_be_sticky: Whether others may make files in the named folder, as in ``/tmp``.
-
-    Raises:
-        OSError: A folder cannot be made or opened.
-        StorageError: Another user can replace what is in one of them. Nothing was made in it.
+    A symbolic link to the named one is followed if it is this user's, or root's; below it links are
+    refused. ``shares``: members of this user's groups may write there; see :func:`folder_mode`.
+    ``may_be_sticky``: others may make files in the named folder, as in ``/tmp``. Raises OSError,
+    and StorageError if another user can replace what is in a folder; nothing was made in it.
     """
     for path in (named, *named.parents):
         if path.is_symlink() and not path.exists():
@@ -89,11 +83,9 @@ def file_mode(folder: Path) -> int:
 
 
 def open_below(folder: Path, *names: str) -> int:
-    """Open a folder below another one, of which no part may be a link; return a descriptor.
+    """Open a folder below another one; return a descriptor.
 
-    Raises:
-        OSError: It cannot be opened.
-        StorageError: A link is in the place of a folder.
+    Raises OSError, and StorageError if a link is in the place of a folder.
     """
     opened = os.open(folder, _OPEN)
     for name in names:
@@ -107,14 +99,10 @@ def open_below(folder: Path, *names: str) -> int:
 
 
 def require_own_file(path: Path) -> None:
-    """Check the owner of a file in a checked folder, if it is a regular file that is there.
+    """Raise StorageError if a file in a checked folder is another user's regular file.
 
     The owner of the folder counts as this user: root cleans up in stores of others, and some file
     systems give all files one owner. So does the group of a folder with the set-group-ID bit.
-
-    Raises:
-        OSError: The owner cannot be seen.
-        StorageError: The file is another user's.
     """
     try:
         status = path.lstat()
@@ -197,11 +185,7 @@ def _check_way_to(path: Path) -> None:
 
 
 def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_sticky: bool) -> None:
-    """Check a folder by its descriptor.
-
-    Raises:
-        StorageError: Another user can replace what is in it.
-    """
+    """Raise StorageError if another user can replace what is in a folder."""
     status, mine = os.fstat(folder), os.geteuid()
     mode, is_in_group = status.st_mode, shares and status.st_gid in (os.getegid(), *os.getgroups())
     writers = mode & (stat.S_IWOTH if is_in_group else stat.S_IWOTH | stat.S_IWGRP)

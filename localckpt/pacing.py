@@ -13,9 +13,7 @@ __all__ = ["Pacer"]
 class Pacer:
     """Token bucket: says when the next bytes may be sent or written; for one thread at a time.
 
-    Args:
-        rate_limit: How many bytes a second may be sent, each message at once; ``None`` for any
-            number.
+    ``rate_limit`` is in bytes a second, each message at once; ``None`` for no limit.
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:

@@ -7,28 +7,29 @@ checkpoints count such starts; ``trust.py`` decides which checkpoints a restart 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint
-from localckpt.trust import Resumes, Trust, resumed_in_vain
+from localckpt.trust import Trusts, resumed_in_vain
 
-__all__ = ["Notes", "Resuming"]
+__all__ = ["Resuming", "StartNotes"]
 
 logger = logging.getLogger(__name__)
 
 
-class Notes(Protocol):
+class StartNotes(Protocol):
     """Keeper of notes on starts of the job. All methods raise StorageError."""
 
-    def note_resume(self, resumes: Resumes) -> None:
-        """Note durably that the job resumes from a checkpoint."""
+    def count_start(self, checkpoint: Checkpoint, failed_starts: int, most_starts: int) -> None:
+        """Note durably that this start resumes from a checkpoint, after some that failed."""
 
-    def take_back_resume(self, resumes: Resumes) -> None:
-        """Remove one note of :meth:`note_resume`. A signal handler may call this."""
+    def take_back_start(self, checkpoint: Checkpoint) -> None:
+        """Undo :meth:`count_start`. A signal handler may call this."""
 
-    def forget_resumes(self) -> None:
-        """Remove all notes of :meth:`note_resume`."""
+    def forget_starts(self) -> None:
+        """Count no start so far any more."""
 
 
 class Resuming:
@@ -37,23 +38,19 @@ class Resuming:
     Every rank keeps its own notes, and the largest count of a checkpoint is used. So the note of a
     crashed rank remains when the other ranks, which are then ended by a signal, remove theirs.
 
-    Args:
-        notes: Keeper of this rank's notes.
-        max_attempts: Number of starts in vain at which a checkpoint is given up; ``None`` to count
-            none.
-
     Attributes:
-        max_attempts: Number of starts in vain at which a checkpoint is given up, or ``None``.
-        trust: Merged notes of all nodes, from the last inventory.
+        max_attempts: Number of failed starts at which a checkpoint is given up; ``None`` to count
+            none.
+        trusts: Merged notes of all nodes, from the last inventory.
         current: Checkpoint that this start has resumed from, until it has made progress.
     """
 
-    def __init__(self, notes: Notes, max_attempts: int | None) -> None:
+    def __init__(self, notes: StartNotes, max_attempts: int | None) -> None:
         self.max_attempts = max_attempts
-        self.trust = Trust()
+        self.trusts = Trusts()
         self.current: Checkpoint | None = None
         self._notes = notes
-        self._noted: Resumes | None = None
+        self._noted: Checkpoint | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Remember which checkpoint was loaded; nothing is counted before :meth:`count`."""
@@ -62,7 +59,7 @@ class Resuming:
         # A start that now resumes from another checkpoint has not failed with the first one.
         self.take_back()
         self.current = checkpoint
-        if before := self.trust.count(checkpoint):
+        if before := self.trusts[checkpoint].failed_starts:
             logger.warning(
                 "iteration %d: %s; it is given up after %d",
                 *(checkpoint.iteration, resumed_in_vain(before), self.max_attempts),
@@ -73,43 +70,44 @@ class Resuming:
         checkpoint = self.current
         if checkpoint is None or self.max_attempts is None or self._noted is not None:
             return
-        count = self.trust.count(checkpoint) + 1
-        noted = Resumes(checkpoint, count, self.max_attempts)
+        failed = self.trusts[checkpoint].failed_starts
         # Assigned before the note is written, so that a signal handler can remove the note.
-        self._noted = noted
+        self._noted = checkpoint
         try:
-            self._notes.note_resume(noted)
+            self._notes.count_start(checkpoint, failed, self.max_attempts)
         except StorageError as error:
             # Logged only: the other ranks' notes count, and an error would end this rank alone.
             logger.error("this start is not counted on this rank: %s", error)
-        if self._is_taken_back:
+        if self._noted is None or self.current is None:
             self._noted = None
-            self._remove(noted)
+            self._remove(checkpoint)
             return
         logger.info(
             "this start counts against iteration %d, as %d of at most %d, until a later checkpoint "
             "is complete or the job is ended in order",
-            *(checkpoint.iteration, count, self.max_attempts),
+            *(checkpoint.iteration, failed + 1, self.max_attempts),
         )
 
     def is_progress(self, iteration: int) -> bool:
         """Return whether a complete checkpoint of this iteration is progress."""
         reached = -1 if self.current is None else self.current.iteration
-        return iteration > max(reached, self.trust.frontier)
+        return iteration > max(reached, self.trusts.frontier)
 
     def note_progress(self, iteration: int) -> None:
         """Remove all counts if a checkpoint, now complete on all ranks, is progress."""
-        is_counting = self.current is not None or self.trust.resumes
+        is_counting = self.current is not None or self.trusts.most_starts
         if is_counting and self.is_progress(iteration):
             self.forget()
 
     def forget(self) -> None:
         """Count no start so far any more."""
         try:
-            self._notes.forget_resumes()
+            self._notes.forget_starts()
         except StorageError as error:
             logger.warning("starts before this one still count: %s", error)
-        self.trust = Trust(marks=self.trust.marks)
+        self.trusts = Trusts(
+            {c: replace(t, failed_starts=0, most_starts=0) for c, t in self.trusts.items()}
+        )
         self.current = self._noted = None
 
     def take_back(self) -> None:
@@ -118,12 +116,8 @@ class Resuming:
         if noted is not None:
             self._remove(noted)
 
-    @property
-    def _is_taken_back(self) -> bool:
-        return self._noted is None or self.current is None
-
-    def _remove(self, noted: Resumes) -> None:
+    def _remove(self, noted: Checkpoint) -> None:
         try:
-            self._notes.take_back_resume(noted)
+            self._notes.take_back_start(noted)
         except StorageError as error:
             logger.warning("this start counts as one in vain: %s", error)

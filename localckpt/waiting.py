@@ -20,9 +20,7 @@ def back_off(
 ) -> Iterator[float]:
     """Yield the seconds to pause before each next poll.
 
-    Args:
-        shortest_s, longest_s: Limits of a pause, in seconds.
-        share: Length of a pause between these limits, as a share of the time waited so far.
+    Between its limits a pause is a ``share`` of the time waited so far.
     """
     start = time.monotonic()
     while True:
@@ -37,16 +35,7 @@ def wait_until(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> bool:
-    """Poll a condition until it holds.
-
-    Args:
-        has_happened: The condition; called at least once.
-        timeout_s: Deadline in seconds.
-        shortest_s, longest_s: Limits of a pause, as for :func:`back_off`.
-
-    Returns:
-        True if the condition holds; False if the deadline passed first.
-    """
+    """Poll a condition until it holds; return False if the deadline passed first."""
     until = time.monotonic() + timeout_s
     pauses = back_off(shortest_s, longest_s)
     while not has_happened():

@@ -202,6 +202,24 @@ def pytest_terminal_summary(
         terminalreporter.section("the tests left behind", red=True)
         for told in left:
             terminalreporter.write_line(told)
+    _say_budgets(terminalreporter)
+
+
+def _say_budgets(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what ``test_architecture.py`` has counted."""
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+    ]
+    rows = [told for report in reports for name, told in report.user_properties if name == "budget"]
+    if not rows:
+        return
+    terminalreporter.section("budgets of the rooms")
+    terminalreporter.write_line(f"{'room':20}{'lines':>8}{'goal':>8}{'modules':>9}{'goal':>6}")
+    for room, lines, goal, modules, modules_goal in sorted(rows):
+        terminalreporter.write_line(f"{room:20}{lines:8}{goal:8}{modules:9}{modules_goal or '':>6}")
 
 
 @pytest.fixture

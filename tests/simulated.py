@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.stores import CountingStore, serve_store
 from localckpt.errors import CheckpointingException
-from localckpt.ranks.job_store import Group
+from localckpt.ranks.job_store import Members
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Task
 
@@ -31,7 +31,7 @@ class World:
         members = tuple(range(world_size))
 
         def join(rank: int) -> Ranks:
-            group = Group(rank, members, self._client.clone())
+            group = Members(rank, members, self._client.clone())
             ranks = Ranks("many", timeout_s=PATIENCE_S, group=group)
             ranks.gather("begin", None)
             ranks.timeout_s = timeout_s
@@ -51,17 +51,17 @@ class World:
         outcomes = together([lambda ranks=ranks: outcome_of(ranks, act) for ranks in acting])
         return {ranks.rank: out for ranks, out in zip(acting, outcomes, strict=True)}
 
-    def listen(self) -> None:
-        """Have a connection of their own for the threads that listen, as in large worlds."""
+    def wait_on_clients(self) -> None:
+        """Have the ranks wait on connections kept for that, as in large worlds."""
 
-        def listen(ranks: Ranks) -> None:
+        def connect(ranks: Ranks) -> None:
             part: Any = ranks._part
-            part._listener = CountingStore(part._own_client())
+            part.is_large, part._clients = True, [CountingStore(part._own_client())]
 
-        self.all_do(listen)
+        self.all_do(connect)
         for ranks, counts in zip(self.ranks, self.counts, strict=True):
             part: Any = ranks._part
-            counts.append(part._listener)
+            counts += part._clients
 
     def operations(self) -> list[int]:
         """How often each rank has asked the store."""

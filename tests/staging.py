@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.disk import PooledStore
 from localckpt.storage.memory import MemoryStore
 
 __all__ = ["staging_nbytes"]
@@ -11,8 +10,7 @@ __all__ = ["staging_nbytes"]
 
 def staging_nbytes(store: DirectoryStore) -> int:
     """Bytes of all buffers, or of all files that are mapped."""
-    if isinstance(store, PooledStore):
+    if not isinstance(store, MemoryStore):
         return store._pool.nbytes
-    assert isinstance(store, MemoryStore)
     mapped = (*store._staged.values(), *store._recycled.values())
-    return sum(len(buffer.view) for buffer in mapped)
+    return store._pool.nbytes + sum(len(buffer.view) for buffer in mapped)

@@ -29,6 +29,7 @@ _ARROWS = {
     "trust": {"errors", "ids"},
     "resuming": {"errors", "ids", "trust"},
     "options": {"errors", "events", "availability"},
+    "interrupted": {"errors"},
     "threads": set[str](),
     "waiting": set[str](),
     "pacing": {"threads"},
@@ -48,27 +49,29 @@ _ARROWS = {
         *("errors", "failure_texts", "ids", "threads", "waiting", "pacing", "ranks"),
         *("memory", "state_dict", "storage", "availability"),
     },
-    "async_save": {"errors", "failure_texts", "ids", "threads", "waiting", "ranks"},
+    "async_save": {
+        *("errors", "failure_texts", "ids", "interrupted", "threads", "waiting", "ranks"),
+    },
     "managers": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "options"),
-        *("threads", "events", "ranks"),
+        *("threads", "events", "ranks", "interrupted"),
         *("memory", "state_dict", "storage", "replication", "availability", "async_save"),
     },
     "checkpointer": {
-        *("errors", "failure_texts", "ids", "trust", "options", "threads", "waiting"),
-        *("events", "ranks", "memory", "state_dict", "availability"),
+        *("errors", "failure_texts", "ids", "interrupted", "trust", "options", "threads"),
+        *("waiting", "events", "ranks", "memory", "state_dict", "availability"),
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "pacing"),
         *("events", "ranks", "memory", "state_dict", "storage", "async_save", "own_folders"),
-        "availability",
+        *("availability", "interrupted", "options"),
     },
     "cli": {
         *("errors", "ids", "lineage", "trust", "state_dict", "storage", "replication"),
-        *("own_folders", "availability", "global_tier", "events", "report", "failure_texts"),
+        *("own_folders", "availability", "global_tier", "events", "exporters", "failure_texts"),
     },
-    "report": {"events"},
+    "exporters": {"errors", "events"},
     "megatron": {
         *("errors", "ids", "state_dict", "replication", "async_save", "managers", "global_tier"),
     },
@@ -79,26 +82,33 @@ _ARROWS = {
 }
 
 
-# Lines of each room today, which a change may only lower, and the goal. "top" is the modules beside
-# the rooms; parity is a room of its own in the goals.
+# Lines of each room today, which a change may only lower, the goal, and modules today, of which the
+# same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2366, 1300),
-    "async_save": (2169, 1400),
-    "availability": (3474, 2000),
-    "checkpointer": (6370, 1800),
-    "cli": (2683, 2200),
-    "events": (1396, 1200),
-    "global_tier": (8280, 4900),
-    "integrations": (2925, 2900),
-    "managers": (7146, 3600),
-    "memory": (915, 700),
-    "ranks": (3598, 1600),
-    "replication": (5223, 2900),
-    "replication/parity": (2814, 1700),
-    "report": (812, 800),
-    "state_dict": (10036, 5000),
-    "storage": (4478, 3100),
+    "top": (2217, 1300, 14),
+    "async_save": (1834, 1400, 7),
+    "availability": (2992, 2000, 12),
+    "checkpointer": (5583, 1800, 22),
+    "cli": (3716, 3000, 18),
+    "events": (800, 700, 7),
+    "exporters": (531, 500, 4),
+    "global_tier": (6938, 4900, 22),
+    "integrations": (2866, 2900, 22),
+    "managers": (5879, 3600, 22),
+    "memory": (857, 700, 7),
+    "ranks": (3372, 1600, 16),
+    "replication": (3748, 2900, 18),
+    "replication/parity": (2123, 1700, 13),
+    "state_dict": (8230, 5000, 31),
+    "storage": (3888, 3100, 18),
 }
+
+# Rooms around the core, which the goals count by themselves.
+_ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
+_CORE_MODULES = (196, 150)
+
+# Modules of which each leads to all others by imports: what is to go, of which no more may come.
+_CIRCLES: tuple[tuple[str, str], ...] = ()
 
 
 def _module_name(path: Path) -> str:
@@ -141,17 +151,64 @@ def _room(path: Path) -> str:
 def test_no_room_grows_beyond_its_budget(
     room: str, record_property: Callable[[str, object], None]
 ) -> None:
-    today, goal = _BUDGETS[room]
+    most_lines, goal, most_modules = _BUDGETS[room]
 
     files = [path for path in _MODULES.values() if _room(path) == room]
     lines = sum(len(path.read_text().splitlines()) for path in files)
 
-    record_property("lines", f"{lines} of {today}, goal {goal}, in {len(files)} modules")
-    assert lines <= today, f"{room} has {lines} lines; take out as many as you put in"
+    record_property("budget", (room, lines, goal, len(files), None))
+    assert lines <= most_lines, f"{room} has {lines} lines; take out as many as you put in"
+    assert len(files) <= most_modules, f"{room} has {len(files)} modules; do without one"
+
+
+def test_the_core_has_no_more_modules(record_property: Callable[[str, object], None]) -> None:
+    most, goal = _CORE_MODULES
+
+    files = [path for path in _MODULES.values() if _room(path) not in _ROOMS_AROUND]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+
+    goals = (goal for room, (_, goal, _) in _BUDGETS.items() if room not in _ROOMS_AROUND)
+    record_property("budget", ("core", lines, sum(goals), len(files), goal))
+    assert len(files) <= most, f"the core has {len(files)} modules; do without one"
 
 
 def test_every_room_has_a_budget() -> None:
     assert {_room(path) for path in _MODULES.values()} == {*_BUDGETS}
+
+
+def test_no_more_modules_import_each_other_in_a_circle() -> None:
+    known = [{f"localckpt.{room}.{name}" for name in names.split()} for room, names in _CIRCLES]
+    direct = {module: {*_imported_modules(module)} - {module} for module in _MODULES}
+
+    reached = {module: _reached(module, direct) for module in _MODULES}
+    circles = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in _MODULES
+        if module in reached[module]
+    }
+
+    new = [sorted(circle) for circle in circles if not any(circle <= old for old in known)]
+    assert not new, f"these modules import each other in a circle: {new}"
+
+
+def _imported_modules(module: str) -> Iterator[str]:
+    """Modules of ours that a module imports, under TYPE_CHECKING and in functions, too."""
+    for name in _imports(module):
+        # The package itself imports all under TYPE_CHECKING, for its public names.
+        while name not in _MODULES and name != "localckpt" and "." in name:
+            name = name.rpartition(".")[0]
+        if name in _MODULES and module != "localckpt" != name:
+            yield name
+
+
+def _reached(module: str, direct: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = direct[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _run_python(code: str) -> str:
@@ -194,7 +251,7 @@ def test_only_its_own_modules_know_that_there_is_parity() -> None:
     may = {
         # The name of the strategy, the table of schemes, and what compares them before a job.
         *("localckpt", "localckpt.replication.schemes", "localckpt.replication.redundancy"),
-        *("localckpt.replication.survival", "localckpt.cli.surviving"),
+        *("localckpt.cli.survival", "localckpt.cli.surviving"),
     }
 
     naming = {name for name, path in _MODULES.items() if "parity" in path.read_text().lower()}
@@ -220,9 +277,10 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
-        *("localckpt.storage.catalog", "localckpt.availability.explain", "localckpt.cli"),
-        *("localckpt.replication.survival", "localckpt.integrations.nvrx"),
+        *("localckpt", "localckpt.ids", "localckpt.async_save.worker", "localckpt.cli"),
+        *("localckpt.storage.directory", "localckpt.storage.catalog"),
+        *("localckpt.availability.explanation",),
+        *("localckpt.cli.survival", "localckpt.integrations.nvrx"),
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
@@ -261,11 +319,11 @@ def test_type_checkers_see_the_names_that_are_importable() -> None:
     assert seen == _ALL_HOMES
 
 
-def test_names_that_the_package_does_not_list_are_those_of_two_modules() -> None:
+def test_names_that_the_package_does_not_list_are_those_beside_it() -> None:
     megatron = importlib.import_module("localckpt.megatron")
-    survival = importlib.import_module("localckpt.replication.survival")
+    survival = importlib.import_module("localckpt.cli.survival")
 
-    beside = set(megatron.__all__) - set(localckpt._HOMES) | set(survival.__all__)
+    beside = {*megatron.__all__, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
 
     assert beside >= set(localckpt._HOMES_BESIDE)
     for name in megatron.__all__:

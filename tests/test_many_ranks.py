@@ -92,7 +92,7 @@ def test_acting_takes_few_operations_a_rank_also_with_bytes_of_each(world: World
             assert [message.data for message in said] == [bytes([r]) for r in range(_WORLD)]
             return PerRank(len(said), {r: Message(r) for r in range(_WORLD)})
 
-        return ranks.act("commit", lambda: Message(0, bytes([ranks.rank])), judge)
+        return ranks.commit("commit", lambda: Message(0, bytes([ranks.rank])), judge)
 
     before = world.operations()
 
@@ -168,7 +168,7 @@ def test_a_rank_that_stops_waiting_returns_before_its_deadline_and_the_others_he
     time.sleep(0.3)
 
     began = time.monotonic()
-    world.ranks[1].stop_waiting()
+    world.ranks[1].abort()
     stopped = waiting[0].result(PATIENCE_S)
 
     assert time.monotonic() - began < _PATIENT_S / 2

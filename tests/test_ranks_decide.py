@@ -126,10 +126,10 @@ def _ask_alone(rank: int, world_size: int, asking: int) -> list[Any]:
     dist.barrier()
     told.append(ranks.gather("look at all", rank))
     if rank == asking:
-        ask = partial(ranks.act, "act alone", lambda: rank, list, timeout_s=0.2)
+        ask = partial(ranks.commit, "act alone", lambda: rank, list, timeout_s=0.2)
         told.append(error_of(ask, PeerLostError))
     dist.barrier()
-    told.append(ranks.act("act", lambda: rank, list, in_vain=lambda: None))
+    told.append(ranks.commit("act", lambda: rank, list, on_failure=lambda: None))
     return told
 
 

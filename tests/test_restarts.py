@@ -67,10 +67,10 @@ def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list
         coordinator = Ranks("test", timeout_s=timeout_s)
         point("opening")
         said = [coordinator.gather("meet", [rank, number]) for number in range(3)]
-        assert coordinator.attend("agree behind training", rank, len) == world_size
+        assert coordinator.await_all("agree behind training", rank, len) == world_size
         point("gathering")
         behind = Ranks("behind", timeout_s=timeout_s)
-        said.append(behind.act("act", lambda: rank, lambda all_: all_))
+        said.append(behind.commit("act", lambda: rank, lambda all_: all_))
         point("acting")
         coordinator.gather("end", None)
         return said
@@ -159,7 +159,7 @@ def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
 
     for call in (
         lambda: coordinator.gather("meet in another group", None),
-        lambda: coordinator.act("act in another group", list, list),
+        lambda: coordinator.commit("act in another group", list, list),
     ):
         assert "torch.distributed was initialised anew after" in error_of(call, MismatchError)
 

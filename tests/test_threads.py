@@ -5,15 +5,12 @@ from __future__ import annotations
 import _weakrefset
 import dis
 import gc
-import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,16 +18,8 @@ import pytest
 
 from localckpt import PeerLostError
 from localckpt.ranks.asking import StoreThreads, StoreWait
-from localckpt.storage.open_file import open_owned
-from localckpt.threads import (
-    KeptThread,
-    Latch,
-    SerialThread,
-    Task,
-    end_all,
-    interrupt_behind,
-    run_interruptibly,
-)
+from localckpt.ranks.deadline import interruptible
+from localckpt.threads import Latch, SerialThread, Task, end_all
 from tests.interrupts import Interrupter, slow_to_begin_tasks
 
 _PATIENCE_S = 20.0
@@ -155,91 +144,37 @@ def test_an_interrupt_at_any_moment_of_starting_a_thread_leaves_none_that_does_n
     assert begun == number
 
 
-def test_an_interrupt_at_any_moment_of_submitting_harms_no_later_task() -> None:
+def test_an_interrupt_at_any_moment_of_submitting_leaves_a_thread_that_can_be_closed() -> None:
     number, is_interrupted = 0, True
     while is_interrupted:
         number += 1
-        thread, first, later = SerialThread("serial"), Task(lambda: 1), Task(lambda: 2)
+        thread, first = SerialThread("serial"), Task(lambda: 1)
 
         is_interrupted = _interrupted_at(number, lambda t=thread, f=first: t.submit(f))
 
-        thread.submit(later)
-        assert later.result(_PATIENCE_S) == 2
         thread.close()
         assert first.done() or first.call_off()
     assert not _running("serial")
     assert number > 20
 
 
-def test_a_thread_is_kept_for_later_tasks_and_ends_when_it_is_closed_or_dropped() -> None:
-    def fail() -> int:
-        raise ValueError("bad")
+def test_a_call_that_is_stopped_is_abandoned_and_its_thread_ends_with_it() -> None:
+    stopped, over = Latch(), Latch()
 
-    thread = KeptThread("kept")
-    tasks = [Task(threading.get_ident), Task(fail), Task(threading.get_ident), Task(_Data)]
-    for task in tasks:
-        thread.run(task)
+    def wait_on(wait: StoreWait) -> bool:
+        wait.begun.set()
+        return over.wait(_PATIENCE_S)
 
-    assert tasks[0].result(_PATIENCE_S) == tasks[2].result(_PATIENCE_S)
-    assert str(tasks[1].error) == "bad"
-    kept = weakref.ref(tasks[3].result(_PATIENCE_S))
-    del task, tasks
-    deadline = time.monotonic() + _PATIENCE_S
-    while kept() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert kept() is None
-    assert [t.name for t in threading.enumerate()].count("kept") == 1
-    thread.close(_PATIENCE_S)
-    assert not _running("kept")
-    thread = KeptThread("kept")
-    del thread
-    assert not _running("kept")
+    threads = StoreThreads()
+    ask = partial(threads.ask_until_stopped, "ask", 60.0, answer_s=60.0)
+    call = Task(partial(ask, wait_on, stopped))
+    call.start("asks", daemon=True)
+    stopped.set()
 
-
-def test_an_interrupt_at_any_moment_of_a_call_in_a_kept_thread_leaves_no_thread() -> None:
-    number, is_interrupted = 0, True
-    while is_interrupted:
-        number += 1
-        threads, waits = StoreThreads(), list[StoreWait]()
-
-        def ask(threads: StoreThreads = threads, waits: list[StoreWait] = waits) -> bool | None:
-            def wait_shortly(wait: StoreWait) -> bool:
-                waits.append(wait)
-                return not wait.abandoned.wait(0.001)
-
-            return threads.ask_until_stopped(
-                "ask", _PATIENCE_S, wait_shortly, Latch(), answer_s=_PATIENCE_S
-            )
-
-        is_interrupted = _interrupted_at(number, lambda ask=ask: (ask(), ask()))
-
-        assert ask()
-        threads.close()
-    assert not _running("localckpt-ranks")
-    assert number > 100
-
-
-def test_a_thread_of_a_call_that_is_stopped_ends_with_the_call_also_after_the_close() -> None:
-    for closed_first in (False, True):
-        threads, stopped, over = StoreThreads(), Latch(), Latch()
-
-        def wait_on(wait: StoreWait, over: Latch = over) -> bool:
-            wait.begun.set()
-            return over.wait(_PATIENCE_S)
-
-        ask = partial(threads.ask_until_stopped, "ask", 60.0, answer_s=60.0)
-        call = Task(partial(ask, wait_on, stopped))
-        call.start("asks", daemon=True)
-        if closed_first:
-            threads.close()
-            over.set()
-        else:
-            stopped.set()
-
-        assert call.result(_PATIENCE_S) is (True if closed_first else None)
-        assert ask(lambda _: 1, Latch()) == 1
-        threads.close()
-        over.set()
+    assert call.result(_PATIENCE_S) is None
+    assert ask(lambda _: 1, Latch()) == 1
+    over.set()
+    threads.close()
     assert not _running("localckpt-ranks")
 
 
@@ -247,7 +182,7 @@ def test_a_thread_of_a_call_that_is_stopped_ends_with_the_call_also_after_the_cl
 def test_a_store_that_is_silent_ends_a_call_long_before_other_ranks_are_given_up(
     in_its_wait: bool,
 ) -> None:
-    threads, over = StoreThreads(), Latch()
+    over = Latch()
 
     def ask_in_vain(wait: StoreWait) -> None:
         if in_its_wait:
@@ -257,16 +192,17 @@ def test_a_store_that_is_silent_ends_a_call_long_before_other_ranks_are_given_up
 
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="key-value store does not answer") as raised:
-        threads.ask_until_stopped("save", 100 * _PATIENCE_S, ask_in_vain, Latch(), answer_s=0.1)
+        StoreThreads().ask_until_stopped(
+            "save", 100 * _PATIENCE_S, ask_in_vain, Latch(), answer_s=0.1
+        )
 
     assert raised.value.outcome_unknown
     assert time.monotonic() - began < _PATIENCE_S / 2
     over.set()
-    threads.close()
 
 
 def test_a_store_that_answers_is_asked_until_the_other_ranks_are_given_up() -> None:
-    threads, answers = StoreThreads(), 30
+    answers = 30
 
     def ask(wait: StoreWait) -> int:
         for _ in range(answers):
@@ -275,8 +211,9 @@ def test_a_store_that_answers_is_asked_until_the_other_ranks_are_given_up() -> N
         return answers
 
     # Longer than it takes to see that a store is silent.
-    assert threads.ask_until_stopped("save", _PATIENCE_S, ask, Latch(), answer_s=0.2) == answers
-    threads.close()
+    assert (
+        StoreThreads().ask_until_stopped("save", _PATIENCE_S, ask, Latch(), answer_s=0.2) == answers
+    )
 
 
 def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never_begins() -> None:
@@ -316,31 +253,12 @@ def test_a_task_whose_thread_is_slow_to_begin_it_is_not_taken_for_one_that_was_n
             task.start("slow", daemon=True)
 
             assert not task.done()
-            assert task.begins()
             assert task.result(_PATIENCE_S) is outcome
-            assert task.begins()
     task = Task(lambda: True)
 
-    assert not task.begins()
+    assert task.call_off()
     task.run()
     assert task.result(0.0) is None
-
-
-def test_a_thread_for_one_task_after_another_survives_interrupts_of_those_who_submit() -> None:
-    interrupter, thread, done = Interrupter(9), SerialThread("tasks"), list[int]()
-    for number in range(300):
-        task = Task(lambda number=number: done.append(number))
-        interrupter.call("submit", lambda task=task: (thread.submit(task), task.wait()))
-        last = Task(lambda: done.append(-1))
-        thread.submit(last)
-        assert last.wait(_PATIENCE_S)
-
-    thread.close()
-
-    numbers = [number for number in done if number >= 0]
-    assert numbers == sorted(set(numbers))
-    assert done.count(-1) == 300
-    assert not _running("tasks")
 
 
 def test_a_task_raises_its_error_once_or_every_time_and_keeps_nothing_of_its_work() -> None:
@@ -386,47 +304,9 @@ def test_work_that_hangs_in_a_library_is_stopped_by_the_first_interrupt() -> Non
             return hang.wait(_PATIENCE_S)
 
         began = time.monotonic()
-        interrupter.call("hang", lambda w=work, h=hang: run_interruptibly(w, h.set))
+        interrupter.call("hang", lambda w=work, h=hang: interruptible(w, h.set))
         stops += hang.is_set()
 
         assert time.monotonic() - began < _PATIENCE_S / 2
     assert interrupter.interrupts == 20
     assert stops > 10
-
-
-def _opened(path: Path) -> list[str]:
-    """What this process has open at a path."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [link for link in links if link.startswith(str(path))]
-
-
-def test_a_file_that_is_opened_when_an_interrupt_comes_is_closed(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x")
-    interrupter = Interrupter(2)
-    # Libraries have some, and an interrupt can come while one runs.
-    sys.addaudithook(lambda event, args: None)
-
-    def open_many() -> None:
-        for _ in range(50):
-            open_owned(path, os.O_RDONLY).close()
-
-    for _ in range(200):
-        interrupter.call("open", open_many)
-
-    gc.collect()
-    for _ in range(3):
-        with pytest.raises(IsADirectoryError):
-            open_owned(tmp_path, os.O_RDONLY)
-    assert _opened(tmp_path) == []
-    assert interrupter.interrupts > 30
-
-
-def test_errors_that_cause_each_other_are_looked_at_once() -> None:
-    one, other = ValueError(), ValueError()
-    one.__cause__, other.__cause__ = other, one
-
-    assert interrupt_behind(one, None) is None

@@ -6,17 +6,19 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.async_save.calls import PendingCall
+from localckpt.async_save.callers import PendingCall
 from localckpt.errors import PeerLostError, StorageError
 from localckpt.ranks.failure import Failure
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.watch import Verdict, Watch, Watched
+from localckpt.ranks.watch import CallVerdict, Watch, Watched
 from tests.simulated import PATIENCE_S, World
 
 _WORLD = 20
@@ -29,7 +31,7 @@ def world() -> Iterator[World]:
     before = threading.stack_size(512 << 10)
     try:
         world = World(_WORLD, 0.5)
-        world.listen()
+        world.wait_on_clients()
         yield world
     finally:
         threading.stack_size(before)
@@ -48,7 +50,7 @@ def _call(number: int, *, ends_after_s: float = 0.0, error: Exception | None = N
 
 def _train(ranks: Ranks, seed: int) -> list[tuple[int, int, Failure | None]]:
     """Poll now and then, and say in which poll this rank acted on which call, and how it ended."""
-    watch = Watch(ranks, PATIENCE_S)
+    watch = Watch(PATIENCE_S, ranks=ranks)
     # What the ranks have in common, and what each of them has alone.
     plan, own = random.Random(seed), random.Random(seed * 1000 + ranks.rank)
     acted: list[tuple[int, int, Failure | None]] = []
@@ -60,15 +62,15 @@ def _train(ranks: Ranks, seed: int) -> list[tuple[int, int, Failure | None]]:
             if scheduled < _CALLS:
                 fails = scheduled == 5 and ranks.rank == 3
                 error = StorageError("no space") if fails else None
-                watch.follow(_call(scheduled, ends_after_s=own.uniform(0.0, 0.05), error=error))
+                watch._follow(_call(scheduled, ends_after_s=own.uniform(0.0, 0.05), error=error))
                 scheduled += 1
         blocking = plan.random() < 0.05
         watch.poll(blocking)
         while len(acted) < scheduled:
             oldest = len(acted)
             if blocking:
-                verdict = watch.await_verdict(oldest, time.monotonic())
-            elif (found := watch.verdict(oldest)) is None:
+                verdict = watch._await_verdict(oldest, time.monotonic())
+            elif (found := watch._due_verdict(oldest)) is None:
                 break
             else:
                 verdict = found
@@ -77,10 +79,21 @@ def _train(ranks: Ranks, seed: int) -> list[tuple[int, int, Failure | None]]:
     return acted
 
 
-class _Alone:
-    """Ranks that are asked nothing."""
+class _Silent:
+    """Ranks that are asked nothing but whom they wait for."""
 
     is_root = True
+    world_size = 2
+
+    def require_same_world(self) -> None: ...
+
+    def prepare(self) -> None: ...
+
+    def patience(self, what: str) -> Patience:
+        return Patience(0, what)
+
+    def awaits(self) -> str:
+        return ""
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,29 +113,29 @@ def test_all_ranks_act_on_each_call_in_the_same_poll_however_fast_they_poll(
 
 def test_a_poll_asks_the_store_nothing(world: World) -> None:
     over = [PendingCall("save") for _ in range(_WORLD)]
-    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+    watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
     for watch, call in zip(watches, over, strict=True):
-        watch.follow(Watched(0, call.name, call))
+        watch._follow(Watched(0, call.name, call))
     before = world.operations()
 
     for watch in watches:
         for _ in range(100):
             watch.poll(blocking=False)
-            assert watch.verdict(0) is None
+            assert watch._due_verdict(0) is None
 
     assert world.operations() == before
     for call in over:
         call.end(None)
-    world.all_do(lambda ranks: watches[ranks.rank].await_verdict(0, time.monotonic()))
+    world.all_do(lambda ranks: watches[ranks.rank]._await_verdict(0, time.monotonic()))
 
 
 def test_a_rank_asks_the_store_as_often_in_a_large_world(world: World) -> None:
-    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+    watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
     before = world.operations()
 
     def agree(ranks: Ranks) -> Any:
-        watches[ranks.rank].follow(_call(0))
-        return watches[ranks.rank].await_verdict(0, time.monotonic())
+        watches[ranks.rank]._follow(_call(0))
+        return watches[ranks.rank]._await_verdict(0, time.monotonic())
 
     world.all_do(agree)
 
@@ -136,7 +149,7 @@ def test_a_rank_asks_the_store_as_often_in_a_large_world(world: World) -> None:
 def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
     steps: list[tuple[int, bool]],
 ) -> None:
-    watches = [Watch(_Alone(), PATIENCE_S) for _ in range(3)]  # type: ignore[arg-type]
+    watches = [Watch(PATIENCE_S, ranks=_Silent()) for _ in range(3)]  # type: ignore[arg-type]
     limits: dict[int, int] = {}
     heard: set[int] = set()
     acted: dict[int, int] = {}
@@ -146,7 +159,7 @@ def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
         # Else it waits until it has heard.
         if watch._polls < watch._limit and rank not in acted:
             watch.poll(blocking=False)
-            if watch.verdict(0) is not None:
+            if watch._due_verdict(0) is not None:
                 acted[rank] = watch._polls
 
     def promise_or_hear(rank: int) -> None:
@@ -155,7 +168,7 @@ def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
         elif len(limits) == len(watches) and rank not in heard:
             heard.add(rank)
             watches[rank]._calls.append(_call(0))
-            watches[rank]._publish([Verdict(0, due=1 + max(limits.values()))])
+            watches[rank]._publish([CallVerdict(0, due=1 + max(limits.values()))])
 
     for rank, is_poll in steps:
         (poll if is_poll else promise_or_hear)(rank)
@@ -169,15 +182,15 @@ def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
 
 def test_the_trainer_never_passes_the_poll_that_its_thread_has_promised() -> None:
     for _ in range(300):
-        watch = Watch(_Alone(), PATIENCE_S)  # type: ignore[arg-type]
-        polling = threading.Thread(target=lambda w=watch: [w.poll(False) for _ in range(2000)])
-        polling.start()
+        watch = Watch(PATIENCE_S, ranks=_Silent())  # type: ignore[arg-type]
+        with ThreadPoolExecutor(1) as thread:
+            polling = thread.submit(lambda w=watch: [w.poll(False) for _ in range(2000)])
 
-        limit = watch._promise()
-        time.sleep(0.0005)
-        polls = watch._polls
-        watch._publish([])
-        polling.join(PATIENCE_S)
+            limit = watch._promise()
+            time.sleep(0.0005)
+            polls = watch._polls
+            watch._publish([])
+            polling.result(PATIENCE_S)
 
         # The poll that it waits in is counted.
         assert polls <= max(limit + 1, 2000 if limit >= 2000 else 0)
@@ -188,9 +201,9 @@ class _DiedError(Exception):
 
 
 class _Dying:
-    """A connection of a rank that dies after some messages."""
+    """A connection of a rank that dies after some messages, over all of its connections."""
 
-    def __init__(self, store: Any, left: int) -> None:
+    def __init__(self, store: Any, left: list[int]) -> None:
         self.store = store
         self.left = left
 
@@ -198,8 +211,8 @@ class _Dying:
         method = getattr(self.store, name)
 
         def asked(*args: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
+            self.left[0] -= 1
+            if self.left[0] < 0:
                 raise _DiedError
             return method(*args)
 
@@ -219,26 +232,29 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
     # How long a rank is waited for that may be about to say what it has found.
     monkeypatch.setattr("localckpt.ranks.deciding._AFTER_FIRST_S", 0.3)
     part: Any = world.ranks[dying]._part
-    listener, survived, messages, cases, disturbed = part._listener, False, 0, 0, 0
+    store, clients = part._store, part._clients
+    survived, messages, cases, disturbed = False, 0, 0, 0
 
     def agree(ranks: Ranks) -> Any:
-        watch = Watch(ranks, ranks.timeout_s)
-        watch.follow(_call(0))
+        watch = Watch(ranks.timeout_s, ranks=ranks)
+        watch._follow(_call(0))
         began = time.monotonic()
         if ranks.rank == dying:
             assert watch._thread is not None
             watch._thread.wait(PATIENCE_S)
             return None
-        verdict = watch.await_verdict(0, began)
+        verdict = watch._await_verdict(0, began)
         return verdict.failure, time.monotonic() - began
 
     while not survived:
-        part._listener = _Dying(listener, messages)
+        left = [messages]
+        part._store = _Dying(store, left)
+        part._clients = [_Dying(client, left) for client in clients]
         outcomes = world.all_do(agree)
-        survived = part._listener.left >= 0
+        survived = left[0] >= 0
         rounds = max(ranks.rounds for ranks in world.ranks)
         for ranks in world.ranks:
-            ranks.rounds = ranks._deciding._forgotten = rounds
+            ranks.rounds = ranks._forgotten = rounds
         others = [outcome for rank, outcome in outcomes.items() if rank != dying]
         errors = [outcome for outcome in others if isinstance(outcome, Exception)]
         failures = [failure for failure, _ in others] if not errors else []
@@ -255,7 +271,7 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
         assert max(took_s for _, took_s in others) < PATIENCE_S / 2
         assert not survived or texts == {None}
         cases, messages = cases + 1, messages + (1 if long_form else 2)
-    part._listener = listener
+    part._store, part._clients = store, clients
     assert messages > 6
     record_property("cases", cases)
 
@@ -264,20 +280,22 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
 def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(when: str, world: World) -> None:
     rounds = max(ranks.rounds for ranks in world.ranks)
     for ranks in world.ranks:
-        ranks.rounds = ranks._deciding._forgotten = rounds
-    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+        ranks.rounds = ranks._forgotten = rounds
+    watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
     leaving = watches[7]
     call = _call(0, ends_after_s=0.0 if when == "it waits for others" else 2 * PATIENCE_S)
-    if when != "not followed":
-        leaving.follow(call)
+    if when == "not followed":
+        leaving.add(call)
+    else:
+        leaving._follow(call)
     time.sleep(0.2)
 
-    leaving.leave([call] if when == "not followed" else [])
+    leaving.leave()
     began = time.monotonic()
 
     def agree(ranks: Ranks) -> Any:
-        watches[ranks.rank].follow(_call(0))
-        return watches[ranks.rank].await_verdict(0, began).failure
+        watches[ranks.rank]._follow(_call(0))
+        return watches[ranks.rank]._await_verdict(0, began).failure
 
     outcomes = world.all_do(agree, without=(7,))
     assert time.monotonic() - began < 10.0

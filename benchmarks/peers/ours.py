@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import localckpt
 from benchmarks.peers.base import Peer
-from localckpt.global_tier.folders import folders_in
-from localckpt.global_tier.removal import remove
+from localckpt.global_tier.folders import folders_in, remove
 
 __all__ = ["OursDrain", "OursGlobal", "OursPacedDrain", "OursThread"]
 

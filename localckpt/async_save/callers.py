@@ -14,15 +14,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from localckpt.async_save.calls import ForkedCall, PendingCall, ThreadCall, WarmUp, WorkerCall
-from localckpt.async_save.processes import Priority, WorkerProcess
+from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProcess, pack_call
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
 from localckpt.ranks.ends import CallEnd, raise_failure
-from localckpt.threads import Task
+from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN_WORK",
     "AsyncCaller",
+    "PendingCall",
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
     "ThreadAsyncCaller",
@@ -39,6 +40,63 @@ logger = logging.getLogger(__name__)
 
 # The share of a deadline in which a rank waits for its own work; the rest is for the agreement.
 OWN_WORK = 0.7
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class PendingCall:
+    """Call on this rank, and its end.
+
+    Args:
+        name: What it does, for messages.
+        run: Carries it out, in the caller's thread; raises what it fails with.
+        stop: Ends it from another thread; returns whether nothing of it runs any more.
+        release: Gives back what it holds, once nothing of it runs any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[], object] = _nothing,
+        stop: Callable[[], bool] = lambda: True,
+        release: Callable[[], object] = _nothing,
+    ) -> None:
+        self.name = name
+        self.then_fn: Callable[[], None] | None = None
+        """Runs after it, in the trainer; see :class:`AsyncCall`."""
+        self.then_runs = False
+        self.run, self.stop, self._release = run, stop, release
+        self._over = Latch()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether it is over, well or badly."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end; whether it came in time."""
+        return self._over.wait(timeout_s)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it failed with; ``None`` also while it is not over."""
+        return self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """Note how it ended; ``None`` for well. Only the first time counts."""
+        with self._lock:
+            if not self._over.is_set():
+                self._error = error
+                self._over.set()
+
+    def release(self) -> None:
+        """Give back what it holds; nothing runs any more."""
+        self._release()
+        # They hold the function and its arguments.
+        self.run, self.stop, self._release = _nothing, lambda: True, _nothing
 
 
 class AsyncCaller(ABC):
@@ -70,15 +128,8 @@ class AsyncCaller(ABC):
     def _close(self) -> None:  # noqa: B027 - most callers hold nothing between calls
         """Give back what is held between calls."""
 
-    def schedule_async_call(
-        self, request: AsyncRequest, note: Callable[[PendingCall], None] = lambda call: None
-    ) -> PendingCall:
+    def schedule_async_call(self, request: AsyncRequest) -> PendingCall:
         """Begin a call, or put it after those that are not over. Its ``preload_fn`` runs first.
-
-        Args:
-            request: What to call.
-            note: Called with the call right before it can begin, so that an interrupt never leaves
-                one that nobody knows of.
 
         Raises:
             CheckpointingException: This caller is closed, was made by another process, or cannot
@@ -92,12 +143,10 @@ class AsyncCaller(ABC):
         if function is None:
             call = PendingCall(function_name(None))
             call.end(None)
-            note(call)
         else:
             call = self._make_call(request, function)
             call.then_fn = request.call.then_fn
             try:
-                note(call)
                 self._enqueue(call)
             except BaseException as error:
                 self._end_unless_begun(call, error)
@@ -224,11 +273,6 @@ class AsyncCaller(ABC):
                 self._waiting.remove(call)
                 raise
 
-    def look_after(self, call: PendingCall) -> None:
-        """See to it that a call comes to an end, whatever moment of scheduling was interrupted."""
-        if not call.done():
-            self._end_unless_begun(call, KeyboardInterrupt())
-
     def _end_unless_begun(self, call: PendingCall, error: BaseException) -> None:
         """Count a call as failed that nobody is going to carry out."""
         with self._lock:
@@ -243,8 +287,7 @@ class AsyncCaller(ABC):
         call.release()
 
     def _have_runner(self) -> None:
-        # One whose start was interrupted is called off: it may never begin.
-        if self._runner is not None and not self._runner.call_off():
+        if self._runner is not None and not self._runner.done():
             return
         runner = self._runner = Task(lambda: self._run_waiting(runner))
         # Not a daemon: the interpreter must not take the memory away that a call writes from.
@@ -300,7 +343,9 @@ class ThreadAsyncCaller(AsyncCaller):
     """
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return ThreadCall(request, function)
+        work = partial(function, *request.async_fn_args, **request.async_fn_kwargs)
+        # A thread cannot be ended from outside.
+        return PendingCall(function_name(request.async_fn), work, stop=lambda: False)
 
 
 class PersistentAsyncCaller(AsyncCaller):
@@ -323,7 +368,7 @@ class PersistentAsyncCaller(AsyncCaller):
 
     def warm_up(self) -> None:
         """Start the worker in the background, so that the first call finds it ready."""
-        self._enqueue(WarmUp(self._ready_worker))
+        self._enqueue(PendingCall("warm-up", self._start_worker))
 
     @property
     def worker_pid(self) -> int | None:
@@ -332,12 +377,32 @@ class PersistentAsyncCaller(AsyncCaller):
         return worker.pid if worker is not None and worker.usable() else None
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return WorkerCall(request, function, self._ready_worker)
+        packed = pack_call(function, request.async_fn_args, request.async_fn_kwargs)
+
+        def run() -> None:
+            worker = self._ready_worker()
+            # It may have been given up while the worker was started.
+            if not call.done():
+                worker.call(call.name, packed)
+
+        def stop() -> bool:
+            # A call that waits for another has no worker yet.
+            worker = self._worker if call is self._running else None
+            return worker is None or worker.kill()
+
+        call = PendingCall(function_name(request.async_fn), run, stop)
+        return call
 
     def _close(self) -> None:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+    def _start_worker(self) -> None:
+        try:
+            self._ready_worker()
+        except OSError:
+            logger.warning("the worker process could not be started yet", exc_info=True)
 
     def _ready_worker(self) -> WorkerProcess:
         if self._worker is None or not self._worker.usable():
@@ -359,4 +424,9 @@ class TemporalAsyncCaller(AsyncCaller):
         self._priority = Priority(nice, idle_io)
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return ForkedCall(request, function, self._timeout_s, self._priority)
+        process = ForkedProcess(
+            *(function, request.async_fn_args, request.async_fn_kwargs),
+            *(self._timeout_s, self._priority),
+        )
+        name = function_name(request.async_fn)
+        return PendingCall(name, partial(process.call, name), process.kill, process.release)

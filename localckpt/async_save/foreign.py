@@ -1,85 +1,27 @@
 """Calls that a queue of another library has a process of its own for, and a thread here makes.
 
 Such a queue loses what its process raises, and its persistent worker ends with it. So the function
-that it is given raises nothing: it waits until the trainer has written the outcome to a few bytes
-of memory. The function is plain data. It finds the memory by the trainer's pid and the number of a
-descriptor.
+that it is given raises nothing: it waits until the trainer has closed some memory. The function is
+plain data. It finds the memory by the trainer's pid and the number of a descriptor.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
-import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from localckpt.async_save.callers import OWN_WORK
+from localckpt.errors import CheckpointingException
+from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
-__all__ = ["ForeignOutcome", "WaitForTrainer"]
+__all__ = ["HandedOver", "WaitForTrainer"]
 
-_LONGEST_TEXT = 4000
 _LONGEST_PAUSE_S = 0.01
-_GOOD = b"+"
-
-
-class ForeignOutcome:
-    """Outcome of one call, written by the trainer, which closes it.
-
-    A process that comes later finds nothing and does nothing.
-    """
-
-    def __init__(self) -> None:
-        name = f"localckpt-outcome-{uuid.uuid4().hex}"
-        self._lock = threading.Lock()
-        self._fd = os.memfd_create(name)
-        self.place = _Place(os.getpid(), self._fd, name)
-
-    def report(self, error: str | None) -> None:
-        """Write the outcome: an error's text, or ``None`` for success."""
-        with self._lock:
-            if self._fd >= 0:
-                text = _GOOD if error is None else b"-" + error.encode()[:_LONGEST_TEXT]
-                # One write of less than a page: the reader finds all of it, or nothing.
-                os.pwrite(self._fd, text, 0)
-
-    @property
-    def error(self) -> str | None:
-        """Text of the error that the call failed with; ``None`` while none is reported."""
-        reported = os.pread(self._fd, 1 + _LONGEST_TEXT, 0)
-        return None if reported in (b"", _GOOD) else reported[1:].decode(errors="replace")
-
-    def close(self) -> None:
-        """Free the memory. May be called twice."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Address of the memory for another process."""
-
-    pid: int
-    fd: int
-    name: str
-
-    def open(self) -> int | None:
-        """A descriptor; ``None`` once the trainer has closed the memory, or has ended."""
-        with contextlib.suppress(OSError):
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-            # The trainer may have given the number to another file since.
-            if self.name in os.readlink(f"/proc/self/fd/{fd}"):
-                return fd
-            os.close(fd)
-        return None
-
-    def is_there(self) -> bool:
-        """Return whether the trainer still has the memory."""
-        with contextlib.suppress(OSError):
-            return self.name in os.readlink(f"/proc/{self.pid}/fd/{self.fd}")
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +29,70 @@ class WaitForTrainer:
     """Waits in another process while a thread of the trainer does the work.
 
     A foreign queue finalizes a call, which training waits for, once its process has returned.
+
+    Attributes:
+        pid, fd: The trainer, and its descriptor of the memory.
+        name: Name of the memory: the trainer may give the number to another file.
     """
 
-    place: _Place
+    pid: int
+    fd: int
+    name: str
     timeout_s: float
 
     def __call__(self) -> None:
-        fd = self.place.open()
-        if fd is None:
-            return
+        wait_until(lambda: not self._is_open(), self.timeout_s, longest_s=_LONGEST_PAUSE_S)
+
+    def _is_open(self) -> bool:
         try:
-            # The trainer closes the memory of a call that nobody finalizes.
-            wait_until(
-                lambda: bool(os.pread(fd, 1, 0)) or not self.place.is_there(),
-                self.timeout_s,
-                longest_s=_LONGEST_PAUSE_S,
-            )
+            return self.name in os.readlink(f"/proc/{self.pid}/fd/{self.fd}")
+        except OSError:
+            return False
+
+
+class HandedOver:
+    """Work that a foreign queue's process waits for, and a thread of the trainer does.
+
+    ``work`` returns what went wrong.
+
+    Attributes:
+        function: What the queue's process is to call.
+        task: What the thread of the trainer is to run.
+    """
+
+    def __init__(self, work: Callable[[], str | None], timeout_s: float) -> None:
+        name = f"localckpt-outcome-{uuid.uuid4().hex}"
+        self._memory = io.FileIO(os.memfd_create(name))
+        self._error: str | None = "it was interrupted"
+        self._timeout_s = timeout_s
+        self.function: Callable[[], None] = WaitForTrainer(
+            os.getpid(), self._memory.fileno(), name, timeout_s
+        )
+        self.task: Task[None] = Task(partial(self._run, work))
+
+    def _run(self, work: Callable[[], str | None]) -> None:
+        try:
+            self._error = work()
         finally:
-            os.close(fd)
+            self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True once no process waits any more."""
+        return self._memory.closed
+
+    def await_error(self) -> str | None:
+        """Wait until the work is over; returns what went wrong."""
+        # Less than the other ranks wait for this one, so that this one reports the reason.
+        patience_s = OWN_WORK * self._timeout_s
+        is_over = self.task.wait(patience_s)
+        self.close()
+        if not is_over:
+            raise CheckpointingException(
+                f"it was not written {patience_s:g} s after the queue had finished it"
+            )
+        return self._error
+
+    def close(self) -> None:
+        """End the wait of the queue's process. May be called twice."""
+        self._memory.close()

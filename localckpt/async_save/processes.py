@@ -62,11 +62,7 @@ class _CallPickler(pickle.Pickler):
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bytes:
-    """A call as bytes for the worker; its arguments are as they are now.
-
-    Raises:
-        NotSendableError: It says what stands in the way.
-    """
+    """A call as bytes for the worker; its arguments are as they are now."""
     call = io.BytesIO()
     try:
         _CallPickler(call, pickle.HIGHEST_PROTOCOL).dump((function, args, dict(kwargs)))
@@ -99,9 +95,7 @@ class Priority:
 class WorkerProcess:
     """One interpreter that takes calls until it is stopped, killed, or its trainer ends.
 
-    Args:
-        exit_patience_s: How long a call may still take once the trainer's main thread has ended.
-        priority: The process's from its start.
+    A call may take ``exit_patience_s`` more seconds once the trainer's main thread has ended.
     """
 
     def __init__(self, exit_patience_s: float, priority: Priority) -> None:
@@ -146,9 +140,7 @@ class WorkerProcess:
     def call(self, name: str, packed: bytes) -> None:
         """Have a call made, and return when it is over.
 
-        Raises:
-            BaseException: What the call raised there, caused by the traceback over there.
-            WorkerDiedError: The process ended without an answer.
+        An error of the call is raised here, caused by the traceback over there.
         """
         try:
             worker.write_frame(self._requests, packed)
@@ -167,8 +159,7 @@ class WorkerProcess:
     def kill(self) -> bool:
         """End it now, from any thread; a wait in :meth:`call` ends.
 
-        Returns:
-            Whether it has ended. One that is deep in the kernel may take longer.
+        Returns whether it has ended. One that is deep in the kernel may take longer.
         """
         self._killed = True
         self._process.kill()

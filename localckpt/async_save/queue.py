@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from localckpt.async_save.agreement import Agreement
 from localckpt.async_save.callers import (
     OWN_WORK,
     AsyncCaller,
+    PendingCall,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.calls import PendingCall
 from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import (
     AsyncRequest,
@@ -34,8 +33,9 @@ from localckpt.async_save.request import (
     run_stop_fns,
 )
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.interrupted import closed_by_interrupts, was_interrupted
 from localckpt.ranks.asking import store_errors
-from localckpt.ranks.watch import Verdict, Watched
+from localckpt.ranks.watch import CallVerdict, Watch, Watched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,8 +51,6 @@ class _Entry:
     call: PendingCall
     caller: AsyncCaller | None
     watched: Watched
-    finalize_fns: deque[Callable[[], Any]] | None = None
-    """Finalize functions that have not run yet; ``None`` before the verdict of all ranks."""
 
     @property
     def name(self) -> str:
@@ -97,9 +95,9 @@ class AsyncCallsQueue:
         self._entries: deque[_Entry] = deque()
         self._scheduled = 0
         self._closed = False
-        self._agreement = Agreement(process_group, timeout_s)
-        # Stays so when an interrupt comes before a call is scheduled.
-        self._is_scheduling = False
+        self._watch = Watch(timeout_s, process_group)
+        # Name of the call that was interrupted, which closed the queue.
+        self._interrupted = ""
 
     def __enter__(self) -> Self:
         return self
@@ -116,6 +114,7 @@ class AsyncCallsQueue:
         if self._persistent:
             self._worker.warm_up()
 
+    @closed_by_interrupts
     def schedule_async_request(self, request: AsyncRequest | tuple[Any, ...]) -> int:
         """Begin a call behind training.
 
@@ -133,7 +132,7 @@ class AsyncCallsQueue:
             MismatchError: The process group, or its members, are not those of the first call.
         """
         self._check_usable()
-        self._agreement.join()
+        self._watch.join()
         request = AsyncRequest.of(request).scheduled(self._scheduled)
         # What the call works on is not kept until it is finalized.
         rest = request._replace(
@@ -143,34 +142,32 @@ class AsyncCallsQueue:
             preload_fn=None,
         )
 
-        self._is_scheduling = True
-
-        def note(call: PendingCall, caller: AsyncCaller | None) -> None:
+        caller: AsyncCaller | None = None
+        try:
+            try:
+                caller, call = self._begin(request.preload())
+            except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+                call = PendingCall(function_name(request.async_fn))
+                call.end(error)
             own, number = rest.call, rest.call_idx
             watched = Watched(
                 *(number, call.name, call, own.report_fn, own.judge_fn, own.iteration),
                 is_urgent=own.is_urgent_fn,
             )
             self._entries.append(_Entry(rest, call, caller, watched))
-            self._agreement.add(watched)
+            self._watch.add(watched)
             self._scheduled += 1
-
-        try:
-            self._begin(request.preload(), note)
-        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
-            # For one that a caller could not begin this is done already.
-            if self._scheduled == request.call_idx:
-                call = PendingCall(function_name(request.async_fn))
-                call.end(error)
-                note(call, None)
-        number = request.call_idx
+        except BaseException:
+            # An interrupt closes the queue: a call that has begun is to wait for no other rank.
+            run_stop_fns(rest)
+            raise
         if (scheduled_fn := request.call.scheduled_fn) is not None:
             scheduled_fn(
                 Ticket(lambda: self._are_over(number), lambda: self._finalize_until(number))
             )
-        self._is_scheduling = False
         return number
 
+    @closed_by_interrupts
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
@@ -188,12 +185,12 @@ class AsyncCallsQueue:
                 of the queue, and the calls after it can be finalized.
             PeerLostError: Some rank did not come in time.
         """
+        self._check_not_interrupted()
         if not self._entries:
             return []
         self._check_fork()
         if not no_dist:
-            self._check_in_step()
-            self._agreement.poll(blocking)
+            self._watch.poll(blocking)
         finalized = []
         while self._entries:
             number = self._entries[0].watched.number
@@ -207,7 +204,7 @@ class AsyncCallsQueue:
 
         Ranks then finalize in the same step, also if one of them has polled alone.
         """
-        self._agreement.step = step
+        self._watch.step = step
 
     def get_num_unfinalized_calls(self) -> int:
         """Number of calls that were scheduled and are not finalized."""
@@ -223,12 +220,12 @@ class AsyncCallsQueue:
         """True if all calls are over on this rank; asks no other rank."""
         return self._are_over(self._scheduled)
 
-    def coming(self) -> Verdict | None:
+    def coming(self) -> CallVerdict | None:
         """Return the verdict on the oldest call as soon as it is known, before it takes effect.
 
         Waits for nothing and asks no other rank. ``None`` if it is not known, or there is no call.
         """
-        return self._agreement.coming(self._entries[0].watched) if self._entries else None
+        return self._watch.coming(self._entries[0].watched) if self._entries else None
 
     def check_for_errors(self) -> None:
         """Raise if a call has failed on this rank. Waits for nothing and asks no other rank.
@@ -259,9 +256,6 @@ class AsyncCallsQueue:
         """
         if self._closed or os.getpid() != self._owner:
             return
-        if self._agreement.is_under_way and not abort:
-            self._leave()
-            self._check_in_step()
         self._closed = True
         raised: Exception | None = None
         while self._entries and not abort:
@@ -271,12 +265,12 @@ class AsyncCallsQueue:
                 if raised is not None:
                     logger.error("a further call failed at close: %s", error)
                 # A rank that did not come for one call will not come for the next.
-                raised, abort = raised or error, self._agreement.has_lost_ranks
+                raised, abort = raised or error, self._watch.has_lost_ranks
         if abort:
             self._stop_waiting()
         for caller in self._callers:
             caller.close(abort)
-        self._agreement.close()
+        self._watch.close()
         for entry in tuple(self._entries):
             if not self._take_out(entry):
                 continue
@@ -301,7 +295,7 @@ class AsyncCallsQueue:
         self._stop_waiting()
         for caller in self._callers:
             caller.close()
-        self._agreement.close()
+        self._watch.close()
         if self._entries:
             logger.warning(
                 "%s: not finalized, because the queue was left with an error",
@@ -310,12 +304,21 @@ class AsyncCallsQueue:
             self._entries.clear()
 
     def _stop_waiting(self) -> None:
-        self._agreement.leave()
+        self._watch.leave()
         for entry in self._entries:
             run_stop_fns(entry.request)
 
+    def _close_interrupted(self, call: str) -> None:
+        self._interrupted = self._interrupted or call
+        self._leave()
+
+    def _check_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise was_interrupted("queue", self._interrupted)
+
     def _check_usable(self) -> None:
         self._check_fork()
+        self._check_not_interrupted()
         if self._closed:
             raise CheckpointingException("this queue is closed; make another")
 
@@ -326,24 +329,16 @@ class AsyncCallsQueue:
                 f"make one here"
             )
 
-    def _begin(
-        self, request: AsyncRequest, note: Callable[[PendingCall, AsyncCaller | None], None]
-    ) -> None:
-        def schedule(caller: AsyncCaller) -> None:
-            caller.schedule_async_call(request, lambda call: note(call, caller))
-
+    def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
         function = request.call.function
         if function is None or must_run_in_trainer(function):
-            schedule(self._thread)
-            return
+            return self._thread, self._thread.schedule_async_call(request)
         if self._persistent:
             try:
-                schedule(self._worker)
+                return self._worker, self._worker.schedule_async_call(request)
             except NotSendableError as reason:
                 logger.debug("a process is forked for call %d: %s", request.call_idx, reason)
-            else:
-                return
-        schedule(self._forker)
+        return self._forker, self._forker.schedule_async_call(request)
 
     def _are_over(self, last: int) -> bool:
         """Return whether all calls up to this number are over on this rank."""
@@ -358,59 +353,33 @@ class AsyncCallsQueue:
 
     def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:
         """Finalize the oldest call if it is over on all ranks; whether it was."""
-        if self._is_scheduling:
-            for entry in self._entries:
-                if entry.caller is not None:
-                    entry.caller.look_after(entry.call)
-            self._is_scheduling = False
         entry = self._entries[0]
-        if entry.finalize_fns is None:
-            if not no_dist:
-                self._check_in_step()
-            verdict = self._agreement.verdict(
-                entry.watched, blocking, no_dist, partial(self._wait_for_own_work, entry)
-            )
-            if verdict is None:
-                return False
-            if verdict.is_mismatched:
-                self._drop_all_behind(entry)
-            self._raise_failure(entry, verdict)
-            entry.finalize_fns = deque(entry.request.finalize_fns)
-            verdict_fn = entry.request.call.verdict_fn
-            if verdict_fn is not None and not verdict.is_own:
-                take = partial(_take, verdict_fn, entry.name, verdict.value)
-                entry.finalize_fns.appendleft(take)
+        verdict = self._watch.verdict(
+            entry.watched, blocking, no_dist, partial(self._wait_for_own_work, entry)
+        )
+        if verdict is None:
+            return False
+        if verdict.is_mismatched:
+            self._drop_all_behind(entry)
+        self._raise_failure(entry, verdict)
+        verdict_fn = entry.request.call.verdict_fn
         try:
-            while entry.finalize_fns:
-                # Each is taken out once it has run: after an interrupt the next poll goes on here.
-                entry.finalize_fns[0]()
-                entry.finalize_fns.popleft()
-        except Exception:
+            if verdict_fn is not None and not verdict.is_own:
+                _take(verdict_fn, entry.name, verdict.value)
+            for finalize_fn in entry.request.finalize_fns:
+                finalize_fn()
+        finally:
             # One that raises stops no later call.
             self._take_out(entry)
-            raise
-        self._take_out(entry)
         return True
 
-    def _check_in_step(self) -> None:
-        if self._agreement.is_under_way:
-            raise CheckpointingException(
-                "a poll of this queue was interrupted on this rank while the ranks agreed, and the "
-                "others may wait for it: make a new queue, and new managers, on every rank. "
-                f"{self._unfinalized()} not finalized. Checkpoints saved before are as they were"
-            )
-
-    def _unfinalized(self) -> str:
-        names = [entry.name for entry in self._entries]
-        return f"{', '.join(names)} {'were' if len(names) > 1 else 'was'}"
-
-    def _raise_failure(self, entry: _Entry, verdict: Verdict) -> None:
+    def _raise_failure(self, entry: _Entry, verdict: CallVerdict) -> None:
         if verdict.failure is None:
             return
         failed = verdict.failure.error()
         # A rank that is ahead keeps its call: the others drop the one that it does not have.
         if verdict.is_ahead or self._take_out(entry):
-            self._agreement.has_lost_ranks = verdict.is_lost
+            self._watch.has_lost_ranks = verdict.is_lost
             if not verdict.is_ahead:
                 run_failure_fns(entry.request, failed)
         try:
@@ -422,7 +391,7 @@ class AsyncCallsQueue:
     def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
         patience_s = OWN_WORK * self._timeout_s
         left_s = start + patience_s - time.monotonic()
-        patience = self._agreement.patience(f"finish {entry.name}")
+        patience = self._watch.patience(f"finish {entry.name}")
         if patience.wait(entry.call.wait, left_s, self.waits_for) or entry.caller is None:
             return
         text = (
@@ -442,7 +411,7 @@ class AsyncCallsQueue:
         """Drop all calls but the oldest, after a mismatch: other ranks have dropped theirs."""
         self._entries.remove(oldest)
         dropped, self._entries = self._entries, deque([oldest])
-        self._agreement.begin_anew(self._scheduled)
+        self._watch.begin_anew(self._scheduled)
         why = f"{oldest.name} was made on some ranks alone, and the calls after it failed with it"
         for entry in dropped:
             run_stop_fns(entry.request)

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt.errors import CheckpointingException
@@ -60,12 +60,13 @@ class Ticket:
     finalize: Callable[[], None]
 
 
+@dataclass(eq=False, repr=False)
 class AsyncCall:
     """A function to carry out behind training, and what else an :class:`AsyncCallsQueue` runs.
 
     Called, it calls the function; pickled, it is the function alone.
 
-    Args:
+    Attributes:
         function: Runs behind training; ``None`` for nothing.
         failure_fns: Run in place of the request's ``finalize_fns``, on every rank, with the error
             that every rank is about to raise.
@@ -93,36 +94,20 @@ class AsyncCall:
             the rank that is ahead, so that polls may wait a moment; by default they act one later.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any] | None,
-        *,
-        failure_fns: Sequence[Callable[[BaseException], None]] = (),
-        stop_fns: Sequence[Callable[[], None]] = (),
-        waits_for_fn: Callable[[], str] = str,
-        then_fn: Callable[[], None] | None = None,
-        scheduled_fn: Callable[[Ticket], None] | None = None,
-        hand_over: Callable[[], Callable[[], None]] | None = None,
-        report_fn: Callable[[], Any] | None = None,
-        judge_fn: Callable[[list[Any]], Any] | None = None,
-        verdict_fn: Callable[[Any], None] | None = None,
-        iteration: int | None = None,
-        name: str = "",
-        is_urgent_fn: Callable[[Any], bool] | None = None,
-    ) -> None:
-        self.name = name
-        self.function = function
-        self.failure_fns = tuple(failure_fns)
-        self.stop_fns = tuple(stop_fns)
-        self.waits_for_fn = waits_for_fn
-        self.then_fn = then_fn
-        self.scheduled_fn = scheduled_fn
-        self.hand_over = hand_over
-        self.report_fn = report_fn
-        self.judge_fn = judge_fn
-        self.verdict_fn = verdict_fn
-        self.iteration = iteration
-        self.is_urgent_fn = is_urgent_fn
+    function: Callable[..., Any] | None
+    _: KW_ONLY
+    failure_fns: Sequence[Callable[[BaseException], None]] = ()
+    stop_fns: Sequence[Callable[[], None]] = ()
+    waits_for_fn: Callable[[], str] = str
+    then_fn: Callable[[], None] | None = None
+    scheduled_fn: Callable[[Ticket], None] | None = None
+    hand_over: Callable[[], Callable[[], None]] | None = None
+    report_fn: Callable[[], Any] | None = None
+    judge_fn: Callable[[list[Any]], Any] | None = None
+    verdict_fn: Callable[[Any], None] | None = None
+    iteration: int | None = None
+    name: str = ""
+    is_urgent_fn: Callable[[Any], bool] | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
@@ -131,17 +116,7 @@ class AsyncCall:
 
     def without_work(self) -> AsyncCall:
         """Return a call without the function, for what follows once that function has begun."""
-        return AsyncCall(
-            None,
-            failure_fns=self.failure_fns,
-            stop_fns=self.stop_fns,
-            waits_for_fn=self.waits_for_fn,
-            report_fn=self.report_fn,
-            judge_fn=self.judge_fn,
-            verdict_fn=self.verdict_fn,
-            iteration=self.iteration,
-            is_urgent_fn=self.is_urgent_fn,
-        )
+        return replace(self, function=None, then_fn=None, scheduled_fn=None, hand_over=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if self.function is None else self.function(*args, **kwargs)

@@ -22,8 +22,8 @@ from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import with_class
 
 __all__ = [
-    "Failure",
     "RemoteTraceback",
+    "WorkerFailure",
     "carry_out",
     "carry_out_packed",
     "is_readable",
@@ -76,16 +76,16 @@ def leave_ctrl_c_to_trainer() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def carry_out(function: Any, args: Any, kwargs: Any) -> Failure | None:
+def carry_out(function: Any, args: Any, kwargs: Any) -> WorkerFailure | None:
     """Call, and give what went wrong in a form that can be sent."""
     try:
         function(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - sent to the trainer, which raises it
-        return Failure.of(error)
+        return WorkerFailure.of(error)
     return None
 
 
-def carry_out_packed(request: bytes) -> Failure | None:
+def carry_out_packed(request: bytes) -> WorkerFailure | None:
     """Carry out what ``pack_call`` packed."""
     try:
         sys_path, call = pickle.loads(request)
@@ -93,7 +93,7 @@ def carry_out_packed(request: bytes) -> Failure | None:
         sys.path[:] = sys_path
         function, args, kwargs = pickle.loads(call)
     except BaseException as error:  # noqa: BLE001 - sent to the trainer, which raises it
-        return Failure.of(error)
+        return WorkerFailure.of(error)
     return carry_out(function, args, kwargs)
 
 
@@ -105,7 +105,7 @@ class RemoteTraceback(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class WorkerFailure:
     """An exception on its way to the trainer: its text always, itself where it can be pickled."""
 
     summary: str
@@ -113,7 +113,7 @@ class Failure:
     pickled: bytes | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> WorkerFailure:
         pickled: bytes | None = None
         try:
             whole = pickle.dumps(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from localckpt.availability.inventory import Inventory
@@ -98,24 +98,11 @@ class JoinRecord:
     """Whether the rank loads what another number of ranks saved."""
 
     def to_json(self) -> list[Any]:
-        return [
-            self.session_id,
-            self.world_size,
-            self.format_version,
-            self.failure_domain,
-            self.newest_epoch,
-            self.owner,
-            self.draw,
-            self.is_elastic,
-        ]
+        return list(astuple(self))
 
 
 def judge_join(records: Sequence[JoinRecord]) -> None:
-    """Check that all ranks have the same session, world size, format version and ``elastic``.
-
-    Raises:
-        MismatchError: The ranks differ; the error names the ranks with each value.
-    """
+    """Raise MismatchError, with the ranks of each value, if the ranks were started differently."""
     for what, values in (
         ("session_id", [r.session_id for r in records]),
         ("world size", [r.world_size for r in records]),
@@ -130,11 +117,7 @@ def judge_join(records: Sequence[JoinRecord]) -> None:
 
 
 def judge_resumed(reports: Sequence[Any]) -> None:
-    """Check that all ranks resume from the same iteration and lineage.
-
-    Raises:
-        MismatchError: The ranks differ; the error names the ranks with each value.
-    """
+    """Raise MismatchError unless all ranks resume from the same iteration and lineage."""
     points = [iteration for iteration, _ in reports]
     if any(other != reports[0] for other in reports):
         raise MismatchError(
@@ -146,16 +129,7 @@ def judge_resumed(reports: Sequence[Any]) -> None:
 def judge_newest(
     complete: Sequence[Checkpoint], world_size: int, *, is_elastic: bool = False
 ) -> None:
-    """Check that the newest complete checkpoint can be loaded by as many ranks as there are now.
-
-    Args:
-        complete: The complete checkpoints, the newest first.
-        world_size: Number of ranks of the job.
-        is_elastic: Whether the job loads what another number of ranks saved.
-
-    Raises:
-        MismatchError: Another number of ranks saved it; the message says what can be done.
-    """
+    """Raise MismatchError if another number of ranks saved the first complete checkpoint."""
     if complete and complete[0].world_size != world_size and not is_elastic:
         raise MismatchError(
             f"the newest checkpoint, iteration {complete[0].iteration}, was saved by "
@@ -166,11 +140,7 @@ def judge_newest(
 
 
 def judge_nodes(newest: Checkpoint, world_size: int, least_nodes: int) -> None:
-    """Check that as many ranks can be on all nodes that a checkpoint needs.
-
-    Raises:
-        MismatchError: They cannot.
-    """
+    """Raise MismatchError if as many ranks cannot be on all nodes that a checkpoint needs."""
     if world_size < least_nodes:
         raise MismatchError(
             f"the shards of iteration {newest.iteration} are spread over {least_nodes} nodes at "
@@ -204,19 +174,7 @@ class SaveOutcome:
     """Value of the metric of the retention; ``None`` for none. That of the first rank counts."""
 
     def to_json(self) -> list[Any]:
-        return [
-            self.iteration,
-            self.generation,
-            self.error,
-            self.missing,
-            self.kept,
-            self.wanted,
-            self.group and [self.group.ranks, self.group.tolerated, self.group.kind],
-            self.bad,
-            self.replicas,
-            self.divided,
-            self.metric,
-        ]
+        return list(astuple(self))
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
@@ -238,11 +196,7 @@ class SaveOutcome:
 
 
 def division_problem(divided: Sequence[Division]) -> str | None:
-    """Return why the parts of ranks do not fit together; ``None`` if they do.
-
-    Args:
-        divided: For each rank, what it divides with others.
-    """
+    """Return why the parts that ranks divide do not fit together; ``None`` if they do."""
     told = [{tuple(ranks): digest for ranks, digest in of_rank} for of_rank in divided]
     for rank, of_rank in enumerate(told):
         for ranks, digest in of_rank.items():

@@ -31,7 +31,6 @@ class Diverged:
     """Set of ranks that do not all have the same in common.
 
     Attributes:
-        set_id: The set.
         groups: Ranks with equal digests, the largest group first.
         others: Ranks of more groups, which are not told apart.
     """
@@ -86,13 +85,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas of one save that differ.
+    """Replicas of one save that differ; the sets and tensors beyond a limit are only counted.
 
     Attributes:
-        sets: Sets of ranks that differ, as far as they are told.
-        more_sets: Number of further sets.
-        differences: Tensors that differ, as far as they are told; empty while nobody has asked.
-        more_tensors: Number of further tensors.
+        differences: Tensors that differ; empty while nobody has asked.
         nodes: The nodes of the first of :attr:`suspects`, in their order.
     """
 
@@ -137,14 +133,9 @@ class Divergence:
 
 
 def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence | None:
-    """Compare what ranks have in common with each other.
+    """Compare what ranks have in common; return the sets that differ, ``None`` if there are none.
 
-    Args:
-        reports: For each rank its sets of ranks, each with the digest of what the set has in
-            common.
-
-    Returns:
-        The sets whose digests differ; ``None`` if there are none.
+    Each rank reports its sets of ranks, each with the digest of what the set has in common.
     """
     ranks: dict[int, dict[int, list[int]]] = {}
     for rank, report in enumerate(reports):
@@ -166,10 +157,8 @@ def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
 def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Divergence:
     """Find the tensors that differ.
 
-    Args:
-        divergence: Result of :func:`compare_replicas`.
-        reports: For each rank that may be named its node and, by the number of the set as a text,
-            the digest of each tensor, if the rank is asked; ``None`` for the others.
+    Each rank that may be named reports its node and, if it is asked, the digest of each tensor by
+    the number of the set as a text; the others report ``None``.
     """
     differences: list[Difference] = []
     for of in divergence.sets:

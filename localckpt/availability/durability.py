@@ -1,17 +1,20 @@
 """Durability of each checkpoint: its level, and the number of nodes that hold each shard.
 
-Pure functions of the ranks' reports when a save is finalized, and of the nodes' inventory.
+Pure functions of the ranks' reports when a save is finalized, and of the nodes' inventory, of which
+the root sends every rank a summary.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from localckpt.availability.coverage import (
     SaveOutcome,
+    complete_checkpoints,
+    describe_incomplete,
     division_problem,
     save_problems,
     why_bad,
@@ -20,9 +23,12 @@ from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, Generation, Group
+from localckpt.lineage import Lineage
+from localckpt.trust import Trusts, choose
 
 __all__ = [
     "Durability",
+    "Found",
     "SaveVerdict",
     "durability_found",
     "durability_saved",
@@ -79,12 +85,11 @@ class SaveVerdict:
         problems: Reasons why the save is not complete; empty if it is complete.
         generation: Highest generation that any rank has used.
         reached: Durability of the checkpoint; ``None`` if it is not complete.
-        bad: Why its state is bad, according to its check; ``None`` if it is not, or has no check.
-        divergence: Sets of ranks whose replicas differ; ``None`` if there are none, or the save did
-            not compare them.
+        bad: Why its state is bad, according to its check.
+        divergence: Sets of ranks whose replicas differ, if the save compared them.
         parts_fit: Whether the ranks that divide tensors have them alike.
         is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
-        metric: Value of the metric of the retention; ``None`` for none.
+        metric: Value of the metric of the retention.
     """
 
     problems: tuple[str, ...]
@@ -163,10 +168,7 @@ def durability_found(
 ) -> Durability:
     """Compute the durability of a complete checkpoint from the inventory.
 
-    Args:
-        checkpoint: The checkpoint.
-        inventory: Pieces on all nodes.
-        protection: For each rank the group that is to protect its shard, if there is one.
+    ``protection`` has for each rank the group that is to protect its shard, if there is one.
     """
     ranks = range(checkpoint.world_size)
     # A shard counts as many copies as nodes must be lost to lose it.
@@ -185,14 +187,8 @@ def spared(
 ) -> list[Checkpoint]:
     """Choose the older checkpoint to keep so that at least one survives the loss of a node.
 
-    Args:
-        kept: The newest checkpoints, which are kept anyway.
-        older: The checkpoints that would be pruned, the newest first.
-        standing: Durability of the checkpoints, as far as known.
-
-    Returns:
-        The newest of the older checkpoints that survives the loss of a node; empty if a kept one
-        does, or if no older one does.
+    Returns the newest of ``older``, which is newest first, that survives it; empty if a kept one
+    does, or no older one.
     """
 
     def survives(checkpoint: Checkpoint) -> bool:
@@ -207,3 +203,71 @@ def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Dur
     fewest, of = min(pairs, key=lambda pair: (pair[0], -pair[1]))
     lacking = sum(has < wants for has, wants in pairs)
     return Durability(iteration, "replicated" if fewest > 1 else "local", fewest, of, lacking)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Summary of the checkpoints on all nodes, for every rank.
+
+    Attributes:
+        complete: The complete checkpoints that a restart tries, in that order.
+        incomplete: If checkpoints exist but none is complete, a text that says why; else empty.
+        quarantined, exhausted: Other complete checkpoints; see :class:`localckpt.trust.Choice`.
+    """
+
+    complete: Mapping[Checkpoint, Durability]
+    lineages: Sequence[Lineage]
+    incomplete: str
+    trusts: Trusts = field(default_factory=Trusts)
+    quarantined: Mapping[Checkpoint, str] = field(default_factory=dict)
+    exhausted: Mapping[Checkpoint, str] = field(default_factory=dict)
+
+    def to_json(self) -> list[Any]:
+        return [
+            [[*_fields(c), astuple(reached)] for c, reached in self.complete.items()],
+            [lineage.to_json() for lineage in self.lineages],
+            self.incomplete,
+            self.trusts.to_json(),
+            [[*_fields(c), why] for c, why in self.quarantined.items()],
+            [[*_fields(c), why] for c, why in self.exhausted.items()],
+        ]
+
+    @classmethod
+    def among(
+        cls,
+        inventory: Inventory,
+        protection: Mapping[int, Group],
+        max_attempts: int | None = None,
+    ) -> Found:
+        """Find the complete checkpoints, and choose those that a restart may take."""
+        complete = complete_checkpoints(inventory)
+        choice = choose(complete, inventory.trusts, max_attempts)
+        lacking = bool(inventory.checkpoints) and not complete
+        return cls(
+            {c: durability_found(c, inventory, protection) for c in choice.usable},
+            [*inventory.lineages.values()],
+            describe_incomplete(inventory) if lacking else "",
+            inventory.trusts,
+            choice.quarantined,
+            choice.exhausted,
+        )
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Found:
+        complete, lineages, incomplete, trusts, quarantined, exhausted = fields
+        return cls(
+            {_checkpoint(*of): Durability(*reached) for *of, reached in complete},
+            [Lineage.from_json(lineage) for lineage in lineages],
+            incomplete,
+            Trusts.from_json(trusts),
+            {_checkpoint(*of): why for *of, why in quarantined},
+            {_checkpoint(*of): why for *of, why in exhausted},
+        )
+
+
+def _fields(checkpoint: Checkpoint) -> list[Any]:
+    return [checkpoint.generation, checkpoint.iteration, checkpoint.world_size]
+
+
+def _checkpoint(generation: Sequence[int], iteration: int, world_size: int) -> Checkpoint:
+    return Checkpoint(Generation(*generation), iteration, world_size)

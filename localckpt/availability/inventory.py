@@ -11,9 +11,8 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from localckpt.availability.recoverable import Codes
 from localckpt.errors import MismatchError
 from localckpt.ids import (
     MOST_DIGITS,
@@ -25,9 +24,19 @@ from localckpt.ids import (
     ShardRecord,
 )
 from localckpt.lineage import EpochId, Lineage
-from localckpt.trust import Trust
+from localckpt.trust import Trusts
 
-__all__ = ["Inventory", "NodeShards", "node_report", "packed", "ranks_by_node", "unpacked"]
+__all__ = [
+    "Code",
+    "Codes",
+    "Inventory",
+    "NodeShards",
+    "Nodes",
+    "node_report",
+    "packed",
+    "ranks_by_node",
+    "unpacked",
+]
 
 NodeT = TypeVar("NodeT", str, int)
 KeyT = TypeVar("KeyT", int, Piece)
@@ -43,23 +52,57 @@ _TELLING_RANKS = 64
 _NOTHING: Mapping[int, int] = {}
 
 
+Nodes: TypeAlias = frozenset[str]
+
+
+class Code(Protocol):
+    """Redundancy of one kind of piece within one group, as pure functions.
+
+    Every member of a group keeps one piece of the kind, which may be lost.
+    """
+
+    def __hash__(self) -> int:
+        """Hash an instance, which is a key in caches."""
+        ...
+
+    def fits(self, group: Group) -> bool:
+        """Return whether a group is possible; inventories leave out pieces of impossible ones."""
+        ...
+
+    def rebuilds(
+        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
+    ) -> bool:
+        """Return whether a member's shard can be computed from shards and pieces of some ranks."""
+        ...
+
+    def losses(
+        self,
+        group: Group,
+        rank: int,
+        holders: Mapping[int, Collection[str]],
+        pieces: Mapping[int, Collection[str]],
+    ) -> Iterable[Nodes]:
+        """Return sets of nodes whose loss loses a member's shard, including all its copies.
+
+        Every set of nodes whose loss loses the shard contains one of them. ``holders`` and
+        ``pieces`` have for each rank the nodes that hold its shard, and its piece.
+        """
+        ...
+
+
+Codes: TypeAlias = Mapping[str, Code]
+"""The code of each kind of piece."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeShards:
     """Pieces of one checkpoint on one node, as the node leader reports them.
 
     In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
     bytes, and 30 more for each shard. If there are pieces of other kinds, an object follows, with a
-    list of ``[rank, tolerated, first, step, count]`` for each kind, at most 40 bytes a piece. If
-    a group's ranks are not evenly spaced, a list of the ranks replaces the last three numbers. The
-    session is left out, since all ranks of a job share it.
-
-    Attributes:
-        checkpoint: The checkpoint.
-        nbytes: Size of each shard's image in bytes, by the rank of the shard.
-        groups: Group of each piece of another kind.
-
-    Raises:
-        MismatchError: The numbers are impossible.
+    list of ``[rank, tolerated, first, step, count]`` for each kind, at most 40 bytes a piece. If a
+    group's ranks are not evenly spaced, a list of the ranks replaces the last three numbers. The
+    session is left out, since all ranks of a job share it. Impossible numbers raise MismatchError.
     """
 
     checkpoint: Checkpoint
@@ -128,28 +171,18 @@ class NodeShards:
 
 
 def node_report(
-    records: Collection[ShardRecord], noted: Iterable[Lineage] = (), trust: Trust | None = None
+    records: Collection[ShardRecord], noted: Iterable[Lineage] = (), trusts: Trusts | None = None
 ) -> list[list[Any]]:
-    """Make the report of one node, in JSON, for :meth:`Inventory.merge`.
+    """Make the report of one node, in JSON, for :meth:`Inventory.merge`; raises MismatchError.
 
-    Args:
-        records: The pieces on the node.
-        noted: Lineages of epochs that began on the node, even if no shard of them is left.
-        trust: Notes of the node on trust in checkpoints.
-
-    Returns:
-        The pieces of each checkpoint, the lineages of their epochs, and the notes on trust, if
-        there are any. In a large job, some nodes leave a lineage out, since other nodes report the
-        same one.
-
-    Raises:
-        MismatchError: A record has impossible numbers.
+    ``noted`` has the lineages of epochs that began on the node, even if no shard of them is left.
+    In a large job, some nodes leave a lineage out, since other nodes report the same one.
     """
     lineages = _lineages_in(filter(_tells_lineage, records), _noted_alone(records, noted)).values()
     return [
         [held.to_json() for held in _grouped(records)],
         [lineage.to_json() for lineage in lineages],
-        *([trust.to_json()] if trust is not None and trust.notes else ()),
+        *([trusts.to_json()] if trusts else ()),
     ]
 
 
@@ -159,11 +192,7 @@ def packed(reports: Sequence[Any]) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Undo :func:`packed`.
-
-    Raises:
-        MismatchError: It is no such text, or would take more memory than any has.
-    """
+    """Undo :func:`packed`; raises MismatchError for other texts, and for what is too large."""
     inflater = zlib.decompressobj()
     try:
         reports = inflater.decompress(base64.b85decode(text), _MOST_NBYTES)
@@ -188,10 +217,7 @@ def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:
 class Inventory:
     """Pieces on all nodes of a job.
 
-    Args:
-        ranks_on: The nodes, with the ranks of the job on each.
-        codes: The code of each kind of piece other than shards. Pieces of kinds without a code, and
-            of groups that do not fit their code, are left out.
+    Pieces of kinds without a code, and of groups that do not fit their code, are left out.
     """
 
     def __init__(self, ranks_on: Mapping[str, Sequence[int]], codes: Codes | None = None) -> None:
@@ -202,8 +228,8 @@ class Inventory:
         self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
         self._others: dict[Checkpoint, dict[str, dict[Piece, Group]]] = {}
         self.lineages: dict[EpochId, Lineage] = {}
-        """Lineages of the epochs; epochs of earlier versions have none."""
-        self.trust = Trust()
+        """Lineages of the epochs, as far as any shard or note tells them."""
+        self.trusts = Trusts()
         """Notes of all nodes on trust in checkpoints."""
 
     @classmethod
@@ -212,39 +238,26 @@ class Inventory:
         records: Mapping[str, Collection[ShardRecord]],
         noted: Iterable[Lineage] = (),
         codes: Codes | None = None,
-        trust: Trust | None = None,
+        trusts: Trusts | None = None,
     ) -> Inventory:
-        """Make the inventory of stores that are read from outside of a job.
-
-        Args:
-            records: The pieces of each node.
-            noted: Lineages of epochs that began on the nodes.
-            codes: As for the class.
-            trust: The nodes' notes on trust in checkpoints.
-        """
+        """Make the inventory of stores that are read from outside of a job."""
         inventory = cls(dict.fromkeys(records, ()), codes)
-        inventory.trust = trust or inventory.trust
+        inventory.trusts = trusts or inventory.trusts
         for node, there in records.items():
             inventory._put(node, _grouped(there), _lineages_in(there, noted).values())
         return inventory
 
     def merge(self, node: str, report: Any) -> None:
-        """Add the report of one node.
+        """Add the report of a node that has none so far, after JSON.
 
-        Args:
-            node: A node without a report so far.
-            report: Result of :func:`node_report`, after JSON.
-
-        Raises:
-            MismatchError: The report has another form; the message names the rank. Nothing is
-                added.
+        Raises MismatchError, and adds nothing, if it has another form; the message names the rank.
         """
         try:
             if not (isinstance(report, list) and len(report) in (2, 3)):
                 raise MismatchError(f"{type(report).__name__} is told")
             if not all(isinstance(part, list) for part in report):
                 raise MismatchError("no lists are told")
-            trust = [Trust.from_json(fields) for fields in report[2:]]
+            trusts = [Trusts.from_json(fields) for fields in report[2:]]
             shards = [NodeShards.from_json(fields) for fields in report[0]]
             lineages = [Lineage.from_json(fields) for fields in report[1]]
             if len({held.checkpoint for held in shards}) != len(shards):
@@ -255,8 +268,7 @@ class Inventory:
                 f"{error}. Start all ranks with the same version of localckpt; nothing was changed"
             ) from error
         self._put(node, shards, lineages)
-        for noted in trust:
-            self.trust = Trust.of([*self.trust.notes, *noted.notes])
+        self.trusts = Trusts.of([self.trusts, *trusts])
 
     def merge_all(self, reports: Sequence[Any]) -> None:
         """Add the reports of all nodes, each at the index of the node leader's rank."""
@@ -332,13 +344,7 @@ class Inventory:
         return of_rank
 
     def reader(self, nodes: Sequence[str], owner: int) -> int:
-        """Return the rank of the job that reads a piece on some of ``nodes``.
-
-        Args:
-            nodes: The nodes that hold the piece.
-            owner: The rank that saved the piece; it reads the piece if the job has such a rank on
-                one of the nodes.
-        """
+        """Return the rank that reads a piece on ``nodes``: its owner, if it is on one of them."""
         if self._node_of.get(owner) in nodes:
             return owner
         ranks = self.ranks_on[nodes[0]]
@@ -429,11 +435,7 @@ def _packed(ranks: Sequence[int]) -> list[Any]:
 
 
 def _unpacked(packed: Sequence[Any]) -> tuple[int, ...]:
-    """Undo :func:`_packed`.
-
-    Raises:
-        TypeError, ValueError: ``packed`` has another form.
-    """
+    """Undo :func:`_packed`; raises TypeError or ValueError for another form."""
     if len(packed) == 1 and isinstance(packed[0], list):
         return tuple(packed[0])
     first, step, count = packed

@@ -15,19 +15,15 @@ from localckpt.lineage import EpochId, Lineage
 __all__ = ["Lineages", "newest_first", "overruled", "unrelated"]
 
 Lineages = Mapping[EpochId, Lineage]
-"""Lineages of epochs; without the epochs whose files were written by earlier versions."""
+"""Lineages of epochs, as far as a shard or a note tells them."""
 
 
 def newest_first(checkpoints: Iterable[Checkpoint], lineages: Lineages) -> list[Checkpoint]:
     """Sort checkpoints in the order in which a restart tries them; a total order.
 
     The checkpoints that no other overrules come first, by descending iteration. The remaining ones
-    follow, sorted among themselves in the same way.
-
-    Args:
-        checkpoints: Checkpoints of one session. One that lacks shards still overrules those that
-            its epoch gave up.
-        lineages: Lineages of their epochs.
+    follow, sorted among themselves in the same way. One that lacks shards still overrules those
+    that its epoch gave up.
     """
     left, ordered = set(checkpoints), list[Checkpoint]()
     while left:
@@ -63,8 +59,8 @@ def unrelated(
     """Return the newest checkpoint of each epoch whose lineage is unrelated to ``newest``.
 
     Two checkpoints are unrelated if neither is an ancestor of the other, and neither's epoch gave
-    the other up. Epochs of earlier versions are left out, and so are epochs that may be ancestors
-    of ``newest`` beyond the end of its cut lineage.
+    the other up. Epochs without a lineage are left out, and so are epochs that may be ancestors of
+    ``newest`` beyond the end of its cut lineage.
     """
     epoch = newest.generation.epoch_id
     mine = lineages.get(epoch)
@@ -91,10 +87,7 @@ def _gives_up(later: EpochId, checkpoint: Checkpoint, lineages: Lineages) -> boo
     if epoch.number >= later.number:
         return False
     lineage = lineages.get(later)
-    if lineage is None:
-        # Earlier versions recorded no lineage: there, every later epoch overruled.
-        return epoch not in lineages
-    return lineage.gives_up(epoch, checkpoint.iteration)
+    return lineage is not None and lineage.gives_up(epoch, checkpoint.iteration)
 
 
 def _key(checkpoint: Checkpoint) -> tuple[int, int, int, int]:

@@ -27,26 +27,14 @@ _MOST_TELLERS = 64
 
 @dataclass(frozen=True, slots=True)
 class RuledValues:
-    """Values that a rule is for.
-
-    Attributes:
-        equal: Keys of values that all ranks saved equal, with a rank that tells each.
-        unequal: Keys of the others.
-    """
+    """Values that a rule is for: those that all ranks saved equal, with a rank that tells each."""
 
     equal: Mapping[str, int]
     unequal: Sequence[str]
 
 
 def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Check that all ranks have the same rules.
-
-    Args:
-        rules: For each rank its rules, as pairs of a key prefix and the kind of the rule.
-
-    Raises:
-        MismatchError: They differ.
-    """
+    """Raise MismatchError unless all ranks have the same pairs of key prefix and kind of rule."""
     for rank, those in enumerate(rules):
         if list(map(list, those)) != list(map(list, rules[0])):
             raise MismatchError(
@@ -60,13 +48,11 @@ def judge_values(
     is_kept: Callable[[str], bool],
     places: Container[str] = (),
 ) -> RuledValues:
-    """Divide values that a rule is for into equal and unequal ones.
+    """Divide values that a rule is for into equal and unequal ones, by the digests of each rank.
 
-    Args:
-        ruled: For each rank that saved the digests of its values by key.
-        is_kept: Whether the rule for a key gives each rank its own. What one rank alone has saved
-            is then that rank's; else it counts as equal.
-        places: Key prefixes of places in the data, which never count as equal.
+    If the rule for a key keeps each rank's own (``is_kept``), what one rank alone has saved is then
+    that rank's; else it counts as equal. ``places`` are key prefixes of places in the data, which
+    never count as equal.
     """
     digests: dict[str, list[str]] = {}
     tellers: dict[str, int] = {}
@@ -87,11 +73,7 @@ def judge_values(
 
 
 def tellers_of(sections: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
-    """Choose which ranks tell which sections: one for each different one.
-
-    Args:
-        sections: For each rank that saved the digests of its sections by name.
-    """
+    """Choose which ranks tell which sections, by their digests: one for each different one."""
     known: dict[str, dict[str, int]] = {}
     tellers: dict[int, list[str]] = {}
     for shard, of_shard in sections.items():
@@ -111,14 +93,7 @@ def judge_tables(
 ) -> None:
     """Check that values which no rule is for are equal on all ranks that saved them.
 
-    Args:
-        about: Name of the checkpoint, and the number of ranks that saved it, in words.
-        tables: For each rank that tells some, the digests of values by key.
-        sections: As for :func:`tellers_of`.
-        places: As for :func:`judge_values`.
-
-    Raises:
-        MismatchError: Some are not, or are places in the data; the error names them.
+    Raises MismatchError, which names the values that are not, or are places in the data.
     """
 
     def is_place(key: str) -> bool:

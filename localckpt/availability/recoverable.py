@@ -1,7 +1,7 @@
 """Shards that can be computed from pieces of other kinds, and sets of nodes whose loss loses data.
 
-Pure functions of an inventory. Each kind of piece has a :class:`Code`, which decides about one
-group at a time; this module combines several groups, and groups with copies of shards.
+Pure functions of an inventory. The :class:`Code` of each kind of piece decides about one group at a
+time; this module combines several groups, and groups with copies of shards.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
+from localckpt.availability.inventory import Code, Codes, Inventory, Nodes
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Group
 
-if TYPE_CHECKING:
-    from localckpt.availability.inventory import Inventory
-
 __all__ = [
-    "Code",
-    "Codes",
-    "Nodes",
     "breaking_sets",
     "computable",
     "group_for",
@@ -28,59 +23,6 @@ __all__ = [
     "least_losses",
     "minimal",
 ]
-
-Nodes: TypeAlias = frozenset[str]
-
-
-class Code(Protocol):
-    """Redundancy of one kind of piece within one group, as pure functions.
-
-    Every member of a group keeps one piece of the kind, which may be lost.
-    """
-
-    def __hash__(self) -> int:
-        """Hash an instance, which is a key in caches."""
-        ...
-
-    def fits(self, group: Group) -> bool:
-        """Return whether a group is possible; inventories leave out pieces of impossible ones."""
-        ...
-
-    def rebuilds(
-        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
-    ) -> bool:
-        """Return whether a member's shard can be computed.
-
-        Args:
-            group: The group.
-            rank: The member.
-            images: Ranks whose shards can be read.
-            pieces: Ranks whose pieces can be read.
-        """
-        ...
-
-    def losses(
-        self,
-        group: Group,
-        rank: int,
-        holders: Mapping[int, Collection[str]],
-        pieces: Mapping[int, Collection[str]],
-    ) -> Iterable[Nodes]:
-        """Return sets of nodes whose loss loses a member's shard, including all its copies.
-
-        Every set of nodes whose loss loses the shard contains one of the returned sets.
-
-        Args:
-            group: The group.
-            rank: The member.
-            holders: For each rank the nodes that hold its shard.
-            pieces: For each rank the nodes that hold its piece.
-        """
-        ...
-
-
-Codes: TypeAlias = Mapping[str, Code]
-"""The code of each kind of piece."""
 
 
 def group_for(
@@ -91,11 +33,8 @@ def group_for(
 ) -> Group | None:
     """Choose a group from which a rank's shard can be computed, deterministically.
 
-    Args:
-        rank: Owner of the shard.
-        images: Ranks whose shards can be read.
-        groups: Groups of the rank; for each the nodes that hold each member's piece.
-        codes: The code of each kind.
+    ``images`` are the ranks whose shards can be read; ``groups`` has the nodes of each member's
+    piece.
     """
     for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.tolerated)):
         if codes[group.kind].rebuilds(group, rank, images, groups[group]):
@@ -117,29 +56,20 @@ def computable(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, str]:
 def groups_to_compute(
     checkpoint: Checkpoint,
     inventory: Inventory,
-    damaged: Mapping[int, Collection[str]],
-    hopeless: Collection[int],
+    unrecoverable: Collection[int],
 ) -> dict[int, Group]:
     """Choose a group to compute each shard that no node holds.
 
-    Args:
-        checkpoint: The checkpoint that is loaded.
-        inventory: Pieces on all nodes.
-        damaged: For each rank the nodes with a damaged copy of its shard, parts of which may be
-            good.
-        hopeless: Ranks whose shards could not be computed in an earlier attempt.
-
-    Raises:
-        NoReplicasAvailableError: No node holds a shard, and it cannot be computed.
+    ``unrecoverable`` are ranks whose shards could not be computed before. Raises
+    NoReplicasAvailableError.
     """
     holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
-    images = holders.keys() | {rank for rank, nodes in damaged.items() if nodes}
     wanted: dict[int, Group] = {}
     for rank in range(checkpoint.world_size):
         if rank in holders:
             continue
-        group = group_for(rank, images, groups.get(rank, {}), inventory.codes)
-        if group is None or rank in hopeless:
+        group = group_for(rank, holders, groups.get(rank, {}), inventory.codes)
+        if group is None or rank in unrecoverable:
             raise NoReplicasAvailableError(
                 f"no node holds the shard of rank {rank} of iteration {checkpoint.iteration}, and "
                 f"it cannot be computed from what is left"
@@ -197,12 +127,6 @@ def _breaking(
     """Return the smallest sets of nodes whose loss loses one rank's shard.
 
     If the shard is lost already, the only set is empty.
-
-    Args:
-        rank: Owner of the shard.
-        holders: For each rank the nodes that hold its shard.
-        groups: For each group of the rank, the nodes that hold each member's piece.
-        codes: The code of each kind.
     """
     own = frozenset(holders.get(rank, ()))
     of_groups = [

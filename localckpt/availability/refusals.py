@@ -31,11 +31,7 @@ def why_nothing_loads(
 ) -> str:
     """Return the text of the error that no checkpoint can be loaded.
 
-    Args:
-        inventory: Pieces on all nodes.
-        explanation: Explanation of all nodes, with their files in quarantine.
-        unreadable: Copies that the load found to be bad.
-        nodes: For each rank the name of its node in the explanation.
+    ``nodes`` has for each rank the name of its node in the explanation.
     """
     bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
     quarantined = {
@@ -57,9 +53,7 @@ def why_nothing_loads(
 def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
     """Return the text of the error that all checkpoints were resumed from in vain too often.
 
-    Args:
-        left: Complete checkpoints that were given up but not put in quarantine, with the reasons.
-        quarantined: Checkpoints in quarantine, complete or not, with the reasons.
+    Those that are left are complete, and not in quarantine; each comes with the reason.
     """
     told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
     told += [
@@ -79,13 +73,7 @@ def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint
 
 
 def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[BadCopy]) -> str:
-    """Return the text of the error that a requested checkpoint cannot be loaded.
-
-    Args:
-        iteration: Iteration of the requested checkpoint.
-        others: Iterations that can be loaded.
-        unreadable: Copies that the load found to be bad.
-    """
+    """Return the text of the error that a requested checkpoint cannot be loaded."""
     bad = [f"{shard}, from the node of rank {holder}: {why}" for shard, holder, why in unreadable]
     return (
         f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."

@@ -1,4 +1,4 @@
-"""Plan of a load on other ranks, or into another sharding: who takes what from whose shard.
+"""Plan of a load on other ranks, or into another sharding: who takes what, and who reads it.
 
 Tensors are described in groups: keys whose global tensors have one dtype and one shape, and of
 which a shard has the same elements. All ranks of a job have few different groups, so a description
@@ -9,40 +9,86 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 
-from localckpt.errors import MismatchError
+from localckpt.availability.inventory import Inventory
+from localckpt.errors import MismatchError, NoReplicasAvailableError
+from localckpt.ids import Checkpoint
+from localckpt.state_dict.boxes import Region, bounds_of, common, volume, without
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
-from localckpt.state_dict.regions import Region, bounds_of, common, volume, without
-from localckpt.state_dict.targets import FIT, STRICT, TargetRules
+from localckpt.state_dict.runs import run_in
+from localckpt.state_dict.saved_shard import PRIVATE
+from localckpt.state_dict.targets import STRICT, TargetRules, listed, mismatch
 
 __all__ = [
+    "LONG_RUN_NBYTES",
     "Keys",
     "ReshardPlan",
     "Take",
     "TensorGroup",
     "Unsettled",
+    "assign_readers",
     "group_tensors",
     "plan_reshard",
     "require_equal",
 ]
 
-_SHOWN = 10
+LONG_RUN_NBYTES = 8 << 20
+"""Size of the runs of rows that a rank reads by itself, where its node holds the shard. That costs
+less than to have them sent, though the pieces at their ends are read by another rank, too."""
+
+
+def assign_readers(
+    checkpoint: Checkpoint, inventory: Inventory, computed: Mapping[int, int] | None = None
+) -> dict[int, int]:
+    """Choose for each shard a rank of this job, on a node that holds the shard.
+
+    Where tensors are divided among the ranks in their order, as by FSDP, the rank that has the
+    middle of a shard now wants the most of it: it reads the shard, if its node holds that. Of the
+    others each goes to the rank that has the fewest bytes to read so far; of equals to the one that
+    is nearest to that rank. ``computed`` has the ranks of shards that were computed. Raises
+    NoReplicasAvailableError if no node holds some shard.
+    """
+    holders, nbytes = inventory.holders(checkpoint), inventory.shards(checkpoint)
+    readers = dict(computed or {})
+    load = dict.fromkeys((r for ranks in inventory.ranks_on.values() for r in ranks), 0)
+    middles = [
+        (2 * shard + 1) * len(load) // (2 * checkpoint.world_size)
+        for shard in range(checkpoint.world_size)
+    ]
+    missing = [s for s in range(checkpoint.world_size) if s not in holders and s not in readers]
+    if missing:
+        raise NoReplicasAvailableError(
+            f"no node holds the shard of rank {missing[0]} of iteration {checkpoint.iteration}"
+        )
+    left = []
+    for shard in range(checkpoint.world_size):
+        if shard in readers:
+            continue
+        middle = middles[shard]
+        if inventory.node_of(middle) in holders[shard]:
+            readers[shard] = middle
+            load[middle] += nbytes[shard]
+        else:
+            left.append(shard)
+    for shard in left:
+        middle = middles[shard]
+        ranks = (rank for node in holders[shard] for rank in inventory.ranks_on[node])
+        reader = min(ranks, key=lambda rank: (load[rank], abs(rank - middle), rank))
+        readers[shard] = reader
+        load[reader] += nbytes[shard]
+    return dict(sorted(readers.items()))
 
 
 class Keys(NamedTuple):
-    """Global tensors of one dtype and one shape.
-
-    Attributes:
-        dtype: Name of the dtype.
-        shape: Shape of each.
-        keys: Their keys, in order, each once.
-    """
+    """Global tensors of one dtype and one shape, by their keys in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,10 +108,8 @@ class Keys(NamedTuple):
 class TensorGroup(NamedTuple):
     """Elements that a rank or a shard has of some global tensors.
 
-    Attributes:
-        name: Name of the :class:`Keys`.
-        region: The elements, the same of each tensor.
-        equal_on: Text for the ranks whose elements are said to be equal; of what is wanted, empty.
+    ``name`` is that of the :class:`Keys`. ``equal_on`` is a text for the ranks whose elements are
+    said to be equal; of what is wanted it is empty.
     """
 
     name: str
@@ -84,13 +128,9 @@ def group_tensors(
 ) -> tuple[dict[TensorGroup, list[list[int]]], dict[str, Keys]]:
     """Divide tensors into groups.
 
-    Args:
-        tensors: Key, dtype, global shape, elements, and the ranks that have them equal, of each.
-
-    Returns:
-        For each group the numbers of its tensors by key, in the order of the keys: more than one
-        number where tensors are the same part of one global tensor; and the keys of each group by
-        their name.
+    Returns for each group the numbers of its tensors by key, in the order of the keys: more than
+    one number where tensors are the same part of one global tensor; and the keys of each group by
+    their name.
     """
     alike: dict[tuple[str, tuple[int, ...], Region, str], dict[str, list[int]]] = {}
     for number, (key, dtype, shape, region, equal_on) in enumerate(tensors):
@@ -107,19 +147,14 @@ def group_tensors(
 
 
 class Take(NamedTuple):
-    """Elements of some global tensors that a rank takes from a shard.
+    """Elements of some global tensors that a rank takes from a shard, which ``reader`` reads.
 
-    Attributes:
-        receiver: The rank.
-        shard: The rank whose shard it was when it was saved.
-        wanted: TensorGroup of the rank.
-        saved: TensorGroup of the shard.
-        keys: Keys of both groups, in order; ``None`` if all keys of both, which are the same.
-        region: The elements.
+    ``keys`` are those of both groups, in order; ``None`` if they are all keys of both.
     """
 
     receiver: int
     shard: int
+    reader: int
     wanted: TensorGroup
     saved: TensorGroup
     keys: tuple[str, ...] | None
@@ -130,13 +165,8 @@ class Unsettled(NamedTuple):
     """Elements of some global tensors that several shards have, and do not say that they are equal.
 
     Ranks that shard a tensor over meshes of their own have such elements, as those of tensor
-    parallelism where a layer is left out of it.
-
-    Attributes:
-        keys: Keys of the tensors.
-        region: The elements.
-        holders: Shards that have them, with their groups: one for each set of ranks that says that
-            it is equal, or two whose parts overlap.
+    parallelism where a layer is left out of it. ``holders`` are one shard for each set of ranks
+    that says that it is equal, or two whose parts overlap.
     """
 
     keys: tuple[str, ...]
@@ -146,12 +176,7 @@ class Unsettled(NamedTuple):
 
 @dataclass(slots=True)
 class ReshardPlan:
-    """Plan of a load on another number of ranks.
-
-    Attributes:
-        takes: All that ranks take, each element once.
-        unsettled: What is to be compared before it is taken.
-    """
+    """Plan of a load on another number of ranks: each element is taken once, after a comparison."""
 
     takes: list[Take] = field(default_factory=list)
     unsettled: list[Unsettled] = field(default_factory=list)
@@ -164,6 +189,7 @@ def plan_reshard(
     readers: Mapping[int, int],
     nodes: Sequence[str],
     *,
+    held: Mapping[int, Collection[str]] = MappingProxyType({}),
     excluded: Iterable[str] = (),
     dropped: Iterable[str] = (),
     fits: TargetRules = STRICT,
@@ -171,32 +197,34 @@ def plan_reshard(
     """Decide from whose shard each rank takes the elements that it wants.
 
     Of equal parts in several shards a rank takes that of a shard which it reads itself, else of one
-    that is read on its own node, else the ranks take turns.
-
-    Args:
-        saved: Groups of each shard.
-        wanted: Groups of each rank of the job.
-        tables: Keys of all groups by name.
-        readers: For each shard the rank that reads it.
-        nodes: Node of each rank.
-        excluded: Key prefixes of private tensors that are not taken.
-        dropped: Key prefixes of private tensors that may be wanted by no rank.
-        fits: Ways in which what is wanted may differ from what was saved.
-
-    Raises:
-        MismatchError: Tensors differ in dtype or shape, were saved and are wanted by no rank, or
-            the reverse, or elements of them are in no shard; the error lists them.
+    that is read on its own node, else the ranks take turns. A rank also reads long runs itself if
+    its node is one of those that, by ``held``, hold the shard. ``excluded`` are key prefixes of
+    private tensors that are not taken, ``dropped`` of those that may be wanted by no rank. Raises
+    MismatchError, which lists tensors of another dtype or shape, that were saved and are not
+    wanted, or the reverse, or of which elements are in no shard.
     """
     excluded, dropped = frozenset(excluded), frozenset(dropped)
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     sources = _Sources(saved, tables, readers, nodes)
     differences = _differences(sources, wanted, tables, dropped, fits)
     plan = ReshardPlan()
+
+    def reader_of(rank: int, shard: int, group: TensorGroup, part: Region, itemsize: int) -> int:
+        # Of a tensor that no table of boxes has, only who reads the values knows.
+        reads_itself = (
+            group.equal_on != PRIVATE
+            and nodes[rank] in held.get(shard, ())
+            and volume(part) * itemsize >= LONG_RUN_NBYTES
+            and run_in(group.region, part) is not None
+        )
+        return rank if reads_itself else readers[shard]
+
     of_region: dict[str, dict[Region, list[int]]] = {}
     for rank, groups in wanted.items():
         for group in groups:
             of_region.setdefault(group.name, {}).setdefault(group.region, []).append(rank)
     for name, regions in of_region.items():
+        itemsize = getattr(torch, tables[name].dtype).itemsize
         for keys, holding in _divided(tables[name], sources.holding):
             if not holding:
                 continue
@@ -210,20 +238,16 @@ def plan_reshard(
                 for rank in regions[region]:
                     for there, part in parts:
                         shard, group = found[there].for_rank(rank)
-                        chosen = None if is_all else keys
-                        take = Take(rank, shard, TensorGroup(name, region), group, chosen, part)
-                        plan.takes.append(take)
+                        reader = reader_of(rank, shard, group, part, itemsize)
+                        chosen, mine = None if is_all else keys, TensorGroup(name, region)
+                        plan.takes.append(Take(rank, shard, reader, mine, group, chosen, part))
     if differences:
-        raise _mismatch(differences)
+        raise mismatch(list(dict.fromkeys(differences)))
     return plan
 
 
 class _Holders:
-    """Shards that have the same elements of some tensors.
-
-    Attributes:
-        of_sets: One of them for each set of ranks that says that it is equal.
-    """
+    """Shards that have the same elements: one for each set of ranks that says that it is equal."""
 
     def __init__(self) -> None:
         self._shards: list[tuple[int, TensorGroup]] = []
@@ -329,15 +353,10 @@ def _unsettled(
 def require_equal(
     unsettled: Sequence[Unsettled], digests: Mapping[int, Mapping[str, Sequence[str]]]
 ) -> None:
-    """Check that what shards have of the same elements is equal.
+    """Raise MismatchError unless what shards have of the same elements is equal.
 
-    Args:
-        unsettled: The elements.
-        digests: For each shard, by the number of an item, the digests of its tensors, by key in
-            the order of the keys.
-
-    Raises:
-        MismatchError: Some differ; the error lists them.
+    ``digests`` has for each shard, by the number of an item, the digests of its tensors in the
+    order of the keys.
     """
     differences = []
     for number, (keys, _, holders) in enumerate(unsettled):
@@ -352,7 +371,8 @@ def require_equal(
             ]
     if differences:
         raise MismatchError(
-            f"tensors of one key differ between ranks that saved them: {_listed(differences)}. "
+            f"tensors of one key differ between ranks that saved them: "
+            f"{listed(list(dict.fromkeys(differences)))}. "
             f"Nothing was changed. Give tensors that differ keys of their own, or load on as many "
             f"ranks, with the same sharding, as saved them"
         )
@@ -417,19 +437,6 @@ def _differences(
         if not fits.is_partial and not fits.lets_go(key)
     ]
     return lines
-
-
-def _mismatch(lines: Sequence[str]) -> MismatchError:
-    return MismatchError(
-        f"the state to load into differs from the saved one, and was left as it is: "
-        f"{_listed(lines)}"
-    ).advised("fit", FIT)
-
-
-def _listed(lines: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(lines))
-    more = len(distinct) - _SHOWN
-    return "; ".join(distinct[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _shown(region: Region) -> str:

@@ -132,11 +132,7 @@ class Retention:
 
     @classmethod
     def from_json(cls, fields: Any) -> Retention:
-        """Read what :meth:`to_json` gave.
-
-        Raises:
-            CheckpointingException: It is no retention.
-        """
+        """Read what :meth:`to_json` gave; raises CheckpointingException for anything else."""
         try:
             best = fields["best"]
             return cls(fields["last"], fields["every"], None if best is None else Best(**best))
@@ -146,13 +142,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete checkpoint, as far as retention is concerned.
-
-    Attributes:
-        version: Its epoch and iteration.
-        metrics: Values that were given with its save.
-        is_pinned: Whether it is to stay until it is unpinned.
-    """
+    """A complete checkpoint, as far as retention is concerned."""
 
     version: Version
     metrics: Mapping[str, float]
@@ -165,19 +155,11 @@ def reasons_to_keep(
     saved: Version,
     resumed_from: Version | None,
 ) -> dict[Version, tuple[Reason, ...]]:
-    """Decide which checkpoints stay, now that one is complete.
+    """Decide which checkpoints stay, and why, now that one (``saved``) is complete.
 
     What the job went back from, and what is ahead of a job that did not go back from it, is not
-    counted by any rule, so it pushes out nothing.
-
-    Args:
-        retention: The rules.
-        candidates: Complete checkpoints of the session, in any order.
-        saved: The one that is complete now.
-        resumed_from: The one that the job resumed from; ``None`` if that is not on shared storage.
-
-    Returns:
-        Why each of those that stay does so; those that may go are not in it.
+    counted by any rule, so it pushes out nothing. ``resumed_from`` is ``None`` if the job did not
+    resume from shared storage.
     """
     newest_first = sorted(candidates, key=lambda candidate: candidate.version, reverse=True)
     earlier = [c.version for c in newest_first if c.version[0] < saved[0]]
@@ -218,15 +200,9 @@ def _last_of_spans(newest_first: Iterable[Candidate], every: int | None) -> list
 
 
 def rules(keep_last: int | None, retention: Retention | None, prefix: str = "") -> Retention:
-    """Return the rules that two arguments give together.
+    """Return the rules that two arguments give together; raises CheckpointingException.
 
-    Args:
-        keep_last: Number of the newest checkpoints to keep; ``None`` if it was not given.
-        retention: All rules; ``None`` if they were not given.
-        prefix: Beginning of the arguments' names, for messages.
-
-    Raises:
-        CheckpointingException: Both were given, or one makes no sense.
+    ``prefix`` is the beginning of the arguments' names, for messages.
     """
     if keep_last is not None and retention is not None:
         raise CheckpointingException(
@@ -245,12 +221,7 @@ def rules(keep_last: int | None, retention: Retention | None, prefix: str = "") 
 def node_rules(keep_last: int | None, retention: Retention | None, default: int = 2) -> Retention:
     """Return the rules that two arguments give together for the nodes.
 
-    Args:
-        keep_last, retention: As for :func:`rules`.
-        default: Number of the newest checkpoints to keep if neither was given.
-
-    Raises:
-        CheckpointingException: As for :func:`rules`, or the nodes cannot follow these rules.
+    Raises CheckpointingException as :func:`rules`, or if the nodes cannot follow them.
     """
     given = rules(default if keep_last is None and retention is None else keep_last, retention)
     if given.last is None:
@@ -275,15 +246,7 @@ def node_rules(keep_last: int | None, retention: Retention | None, default: int 
 def plain_metrics(
     metrics: Mapping[str, SupportsFloat] | None, only: str | None = None
 ) -> dict[str, float]:
-    """Metrics that were given with a save, as numbers.
-
-    Args:
-        metrics: The metrics.
-        only: Name of the only one to read; ``None`` for all.
-
-    Raises:
-        CheckpointingException: A name is no text, or a value is no number.
-    """
+    """Return the metrics of a save, or ``only`` one, as numbers; raises CheckpointingException."""
     if not isinstance(metrics, Mapping | None):
         raise CheckpointingException(
             f"metrics is a {type(metrics).__name__}: give numbers by name, as {{'loss': 0.5}}. "
@@ -311,11 +274,7 @@ def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def metrics_from_json(fields: Any) -> dict[str, float]:
-    """Read what :func:`metrics_to_json` gave.
-
-    Raises:
-        MismatchError: They are no metrics.
-    """
+    """Read what :func:`metrics_to_json` gave; raises MismatchError for anything else."""
     texts = ("nan", "inf", "-inf")
     if not isinstance(fields, dict) or not all(
         type(value) in (int, float) or value in texts for value in fields.values()
@@ -338,7 +297,7 @@ class Retirement:
 
     Attributes:
         up_to: Checkpoints up to this iteration are pruned.
-        lineage: Checkpoints that this lineage gave up are pruned, too; ``None`` for none.
+        lineage: Checkpoints that this lineage gave up are pruned, too.
         but: Checkpoints that are kept in any case.
         also: Checkpoints that are pruned in any case.
     """

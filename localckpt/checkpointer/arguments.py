@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from localckpt.availability.retention import Retention, rules
+from localckpt.availability.retention import node_rules, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
@@ -20,11 +20,10 @@ __all__ = [
     "absolute_paths",
     "as_cadence",
     "check_arguments",
-    "check_shared_arguments",
-    "check_state",
     "check_timeout",
     "judge_arguments",
     "judge_last_steps",
+    "texts_of",
 ]
 
 
@@ -54,38 +53,8 @@ def check_timeout(timeout_s: float) -> None:
         )
 
 
-def check_stopping(
-    stop_signals: object, stop_file: object, grace_s: float | None, events: object
-) -> None:
-    """Check arguments that concern stopping, and the record; raises CheckpointingException."""
-    if not isinstance(stop_signals, Iterable):
-        raise CheckpointingException(
-            f"stop_signals is {stop_signals!r}; give a list of signals, such as [signal.SIGTERM]"
-        )
-    for number in stop_signals:
-        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
-            raise CheckpointingException(
-                f"stop_signals has {number!r}, which no process can catch: leave it out"
-            )
-    if stop_file is not None and not isinstance(stop_file, str | os.PathLike):
-        raise CheckpointingException(f"stop_file is {stop_file!r}; give the path of a file")
-    if grace_s is not None and not (isinstance(grace_s, int | float) and 0 <= grace_s < inf):
-        raise CheckpointingException(
-            f"grace_s is {grace_s!r}; it must be a number of seconds, or None for timeout_s"
-        )
-    if events is not None and not isinstance(events, Iterable):
-        raise CheckpointingException(f"events is {events!r}; give a list of sinks, or ()")
-
-
 def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
-    """Compare the arguments that must be the same on all ranks.
-
-    Args:
-        told_by: Texts of the arguments of each rank, by name.
-
-    Raises:
-        MismatchError: Some differ.
-    """
+    """Compare the arguments that must be the same on all ranks."""
     lines = []
     for name, first in told_by[0].items():
         other = next((rank for rank, told in enumerate(told_by) if told[name] != first), None)
@@ -101,15 +70,9 @@ def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
 def judge_last_steps(told_by: Sequence[Sequence[Any]]) -> list[Any]:
     """Judge after which step the ranks end.
 
-    Args:
-        told_by: Of each rank whether a call of it has failed; its step, ``None`` for none; and
-            whether a save of it lacks on the nodes, and on shared storage.
-
-    Returns:
-        The ranks of which a call failed, in words; the step, and whether a save lacks.
-
-    Raises:
-        MismatchError: The ranks end after different steps.
+    ``told_by`` has of each rank whether a call of it has failed, its step or ``None``, and whether
+    a save of it lacks on the nodes, and on shared storage. Returns the ranks of which a call
+    failed, in words; the step, and whether a save lacks.
     """
     if failed := [rank for rank, (has_failed, *_) in enumerate(told_by) if has_failed]:
         return [ranks_named(failed), None, False, False]
@@ -128,53 +91,45 @@ def _named(step: int | None) -> str:
     return "no step" if step is None else f"step {step}"
 
 
-def check_state(state: object) -> None:
-    """Check that a state has parts by name; raises CheckpointingException."""
-    # A module can be called as well.
-    is_one_part = isinstance(state, torch.nn.Module | torch.optim.Optimizer)
-    if is_one_part or not (isinstance(state, Mapping) or callable(state)):
-        raise CheckpointingException(
-            f"the training state is a {type(state).__name__}: give a dict of parts by name, such "
-            f"as {{'model': model, 'optimizer': optimizer}}, or a function that returns one"
-        )
+# Arguments that all ranks give alike, and those that all give, or none does.
+_ALIKE = (
+    *("session_id", "every", "shared_every", "memory", "keep_last", "retention"),
+    *("replication_factor", "rng", "on_resize", "on_error", "max_failures", "max_attempts"),
+    *("finite", "check_replicas", "divide_replicated", "on_divergence", "timeout_s"),
+    *("save_last", "read_only"),
+)
+_ALL_OR_NONE = ("local", "shared", "check")
 
 
-def check_arguments(
-    local: object,
-    memory: bool,
-    replication_factor: int | None,
-    repl_strategy: object,
-    on_error: str,
-    max_failures: int,
-) -> None:
-    """Check arguments that concern the nodes; raises CheckpointingException."""
-    if local is None and not memory:
+def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return texts of the arguments that must be the same on all ranks, to compare them."""
+    texts = {name: repr(given[name]) for name in _ALIKE}
+    texts |= {name: repr(given[name] is not None) for name in _ALL_OR_NONE}
+    return texts | {"private": repr(sorted(given["private"] or {}))}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check the arguments of a checkpointer, by their names; raises CheckpointingException."""
+    local, shared, factor = given["local"], given["shared"], given["replication_factor"]
+    if local is None and not given["memory"]:
         raise CheckpointingException(
             "give local=, a directory on a disk of each node, or memory=True to keep checkpoints "
             "in the nodes' memory"
         )
-    if replication_factor is not None and repl_strategy is not None:
+    if factor is not None and given["repl_strategy"] is not None:
         raise CheckpointingException("give replication_factor= or repl_strategy=, not both")
-    if replication_factor is not None and replication_factor < 1:
+    if factor is not None and factor < 1:
         raise CheckpointingException(
-            f"replication_factor is {replication_factor}: it counts the node itself, and must be "
-            f"1 (no copies) or more"
+            f"replication_factor is {factor}: it counts the node itself, and must be 1 (no copies) "
+            f"or more"
         )
-    if on_error not in ("warn", "raise"):
-        raise CheckpointingException(f"on_error is {on_error!r}; it must be 'warn' or 'raise'")
-    if max_failures < 1:
-        raise CheckpointingException(f"max_failures is {max_failures}; it must be above 0")
-
-
-def check_shared_arguments(
-    local: str | os.PathLike[str] | None,
-    shared: str | os.PathLike[str] | None,
-    shared_every: Every,
-    on_resize: str,
-    keep_last: int | None,
-    retention: Retention | None,
-) -> None:
-    """Check arguments that concern shared storage; raises CheckpointingException."""
+    for name, choices in (("on_error", ("warn", "raise")), ("on_resize", ("error", "drop"))):
+        if given[name] not in choices:
+            raise CheckpointingException(
+                f"{name} is {given[name]!r}; it must be {' or '.join(map(repr, choices))}"
+            )
+    if given["max_failures"] < 1:
+        raise CheckpointingException(f"max_failures is {given['max_failures']}; it must be above 0")
     if local is not None and shared is not None:
         nodes, common = local_path(local).resolve(), local_path(shared).resolve()
         if common.is_relative_to(nodes):
@@ -183,10 +138,43 @@ def check_shared_arguments(
                 f"directory on a disk of each node, which is lost with it, and shared one that all "
                 f"nodes reach. Give two directories"
             )
-    rules(keep_last, retention, "shared_")
+    rules(given["shared_keep_last"], given["shared_retention"], "shared_")
+    node_rules(given["keep_last"], given["retention"])
+    as_cadence("every", given["every"])
+    shared_every = as_cadence("shared_every", given["shared_every"])
     if shared_every.steps is None and shared_every.minutes is None:
         raise CheckpointingException(
             "shared_every takes steps or minutes: the cost that is measured is that of the nodes"
         )
-    if on_resize not in ("error", "drop"):
-        raise CheckpointingException(f"on_resize is {on_resize!r}; it must be 'error' or 'drop'")
+    _check_stopping(given)
+    # A module can be called as well.
+    state = given["state"]
+    is_one_part = isinstance(state, torch.nn.Module | torch.optim.Optimizer)
+    if is_one_part or not (isinstance(state, Mapping) or callable(state)):
+        raise CheckpointingException(
+            f"the training state is a {type(state).__name__}: give a dict of parts by name, such "
+            f"as {{'model': model, 'optimizer': optimizer}}, or a function that returns one"
+        )
+
+
+def _check_stopping(given: Mapping[str, Any]) -> None:
+    """Check the arguments that concern stopping, and the record."""
+    stop_signals, stop_file, grace_s = given["stop_signals"], given["stop_file"], given["grace_s"]
+    if not isinstance(stop_signals, Iterable):
+        raise CheckpointingException(
+            f"stop_signals is {stop_signals!r}; give a list of signals, such as [signal.SIGTERM]"
+        )
+    for number in stop_signals:
+        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise CheckpointingException(
+                f"stop_signals has {number!r}, which no process can catch: leave it out"
+            )
+    if stop_file is not None and not isinstance(stop_file, str | os.PathLike):
+        raise CheckpointingException(f"stop_file is {stop_file!r}; give the path of a file")
+    if grace_s is not None and not (isinstance(grace_s, int | float) and 0 <= grace_s < inf):
+        raise CheckpointingException(
+            f"grace_s is {grace_s!r}; it must be a number of seconds, or None for timeout_s"
+        )
+    events = given["events"]
+    if events is not None and not isinstance(events, Iterable):
+        raise CheckpointingException(f"events is {events!r}; give a list of sinks, or ()")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
@@ -20,28 +21,21 @@ from localckpt.availability.retention import Retention, node_rules, rules
 from localckpt.checkpointer.arguments import (
     as_cadence,
     check_arguments,
-    check_shared_arguments,
-    check_state,
-    check_stopping,
     check_timeout,
     judge_arguments,
     judge_last_steps,
+    texts_of,
 )
 from localckpt.checkpointer.cadence import Every
-from localckpt.checkpointer.checks import Check, combined_check
-from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
-from localckpt.checkpointer.last_save import LastSave
-from localckpt.checkpointer.loaders import LoadedPlaces
-from localckpt.checkpointer.meter import Meter
-from localckpt.checkpointer.pulse import Plan, Pulse
-from localckpt.checkpointer.record import RunRecord, default_sinks
-from localckpt.checkpointer.resume import Resumption
-from localckpt.checkpointer.schedule import Schedule
+from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
+from localckpt.checkpointer.pulse import NODES, SHARED, Meter, Plan, Pulse, Schedule
+from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
-from localckpt.checkpointer.state import OnResize, TrainingState
-from localckpt.checkpointer.stopping import StopRequests
+from localckpt.checkpointer.shared import SharedState
+from localckpt.checkpointer.state import Check, OnResize, TrainingState, combined_check
+from localckpt.checkpointer.stopping import LastSave, StopRequests
 from localckpt.checkpointer.tiers import (
     Failures,
     NodeManager,
@@ -52,8 +46,8 @@ from localckpt.checkpointer.tiers import (
 from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.events.event import Outcome
+from localckpt.events.jsonl import JsonLines
 from localckpt.events.stream import Sink
-from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
@@ -64,10 +58,9 @@ from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
-from localckpt.storage.names import local_path
-from localckpt.threads import Latch, Task, wait_for_any
+from localckpt.storage.names import local_path, session_name
+from localckpt.threads import Latch, Task
 from localckpt.trust import is_orderly
-from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +71,8 @@ logger = logging.getLogger(__name__)
 
 # Between two steps poll_stop() is called less often.
 _POLLS_IN_STEP = 1 << 32
-# So often ranks that wait for an older save to shared storage tell each other whether to stop.
-_AWAIT_S = 1.0
+# So often ranks that wait for storage look whether the job is to stop.
+_LOOK_S = 1.0
 
 
 class Checkpointer:
@@ -180,8 +173,8 @@ class Checkpointer:
             their originals.
     """
 
-    # Whether a call has failed that saves.
-    _has_failed = False
+    # Whether a call has failed that saves, and the name of one that was interrupted.
+    _has_failed, _interrupted = False, ""
 
     @in_own_words
     def __init__(
@@ -223,6 +216,7 @@ class Checkpointer:
         quiet: bool = False,
         read_only: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
         with refused_together("checkpointer"):
             check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
@@ -230,50 +224,14 @@ class Checkpointer:
         self._epochs = Epochs(
             self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
         )
-        equal = {
-            "session_id": session_id,
-            "every": every,
-            "shared_every": shared_every,
-            "memory": memory,
-            "local": local is not None,
-            "shared": shared is not None,
-            "keep_last": keep_last,
-            "retention": retention,
-            "replication_factor": replication_factor,
-            "rng": rng,
-            "on_resize": on_resize,
-            "on_error": on_error,
-            "max_failures": max_failures,
-            "max_attempts": max_attempts,
-            "finite": finite,
-            "check": check is not None,
-            "check_replicas": check_replicas,
-            "divide_replicated": divide_replicated,
-            "private": sorted(private or {}),
-            "on_divergence": on_divergence,
-            "timeout_s": timeout_s,
-            "save_last": save_last,
-            "read_only": read_only,
-        }
 
         def check_all() -> dict[str, str]:
-            check_arguments(
-                *(local, memory, replication_factor, repl_strategy, on_error, max_failures)
-            )
-            check_shared_arguments(
-                *(local, shared, as_cadence("shared_every", shared_every)),
-                *(on_resize, shared_keep_last, shared_retention),
-            )
-            node_rules(keep_last, retention)
-            check_stopping(stop_signals, stop_file, grace_s, events)
-            as_cadence("every", every)
-            check_state(state)
+            check_arguments(given)
             self._state = TrainingState(
                 state, self._epochs, rng=rng, private=private or {}, drop=on_resize == "drop"
             )
-            return {name: repr(value) for name, value in equal.items()}
+            return texts_of(given)
 
-        allowed = tuple(safe_globals)
         node_session = session_id
         try:
             # What one rank's arguments are refused for is an error on all ranks at once.
@@ -283,33 +241,32 @@ class Checkpointer:
         except BaseException:
             self._ranks.close()
             raise
-        cadence = as_cadence("every", every)
-        shared_cadence = None if shared is None else as_cadence("shared_every", shared_every)
-        most = max_failures if on_error == "warn" else 1
-        self._failures = Failures("the nodes", most), Failures("shared storage", most)
         self._read_only, self._saves_last = read_only, save_last and not read_only
         if read_only:
             max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
             events = events or ()
         if events is None:
             root = default_root() if local is None else local_path(local)
-            events = default_sinks(root, node_session)
-        self._record = RunRecord(events, self._ranks.rank)
-        self._record.begin(
-            self._ranks.world_size,
-            node_session,
+            events = [JsonLines(root / "events", below=session_name(node_session))]
+        record = begin_record(
+            *(events, self._ranks, node_session),
             local=None if local is None else str(local_path(local)),
             shared=None if shared is None else str(local_path(shared)),
         )
+        self._events, _ = record
+        of_both: dict[str, Any] = {
+            "timeout": timeout_s,
+            "safe_globals": tuple(safe_globals),
+            "events": self._events,
+            "max_attempts": max_attempts,
+            "read_only": read_only,
+        }
 
         def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
             options: dict[str, Any] = {
+                **of_both,
                 "retention": node_rules(keep_last, retention),
-                "timeout": timeout_s,
-                "safe_globals": allowed,
                 "guard": guard,
-                "events": self._record.stream,
-                "max_attempts": max_attempts,
                 "check": combined_check(self._state.parts, check, finite=finite),
                 "check_replicas": check_replicas,
                 "divide_replicated": check is None
@@ -318,78 +275,77 @@ class Checkpointer:
                 "on_divergence": on_divergence,
                 "elastic": True,
                 "private": self._state.rules,
-                "read_only": read_only,
             }
             if memory:
                 return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
             assert local is not None
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
+        most = max_failures if on_error == "warn" else 1
+        self._failures = Failures("the nodes", most), Failures("shared storage", most)
         with ExitStack() as undo:
             undo.callback(self._ranks.close)
-            undo.callback(self._record.stream.close)
+            undo.callback(self._events.close)
             is_alone = self._ranks.world_size == 1
             manager, made_strategy = with_redundancy(
                 make_manager, repl_strategy, replication_factor, timeout_s, is_alone
             )
-            self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[0])
+            self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[NODES])
             undo.callback(self._nodes.close, is_in_step=False)
+            self._managers: list[NodeManager | GlobalCheckpointManager] = [manager]
             self._shared: SharedTier | None = None
             if shared is not None:
-                self._shared = SharedTier(
-                    *(shared, session_id),
-                    local=manager,
-                    retention=rules(shared_keep_last, shared_retention, "shared_"),
-                    timeout_s=timeout_s,
-                    max_attempts=max_attempts,
-                    safe_globals=allowed,
-                    private=private or {},
-                    ranks=self._ranks,
-                    failures=self._failures[1],
-                    events=self._record.stream,
-                    read_only=read_only,
+                kept = rules(shared_keep_last, shared_retention, "shared_")
+                shared_manager = GlobalCheckpointManager(
+                    shared, session_id, retention=kept, local=manager, **of_both
                 )
+                self._managers.append(shared_manager)
+                state_of = partial(
+                    SharedState,
+                    manager=shared_manager,
+                    ranks=self._ranks,
+                    safe_globals=of_both["safe_globals"],
+                    private=private or {},
+                )
+                self._shared = SharedTier(shared_manager, state_of, self._failures[SHARED])
                 undo.callback(self._shared.close, is_in_step=False)
                 if self._state.parts:
                     self._shared.use(self._state.parts)
-            self._is_counted = self._is_listening = False
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._note_signal,
             )
             undo.pop_all()
-        self._record.stream.release()
-        self._meter = Meter()
-
-        def make_pulse() -> Pulse:
-            asked, costs = self._stop_requests.asked, self._meter.costs
-            return Pulse(cadence, shared_cadence, timeout_s, self._stop_requests.why, asked, costs)
-
-        self._pulse, self._pulse_between = make_pulse(), make_pulse()
-        if self._shared is not None:
-            self._shared.manager.is_to_stop = self._is_to_begin_nothing
-        self._nodes.manager.is_to_stop = self._is_to_begin_nothing
-        self._failures[0].is_to_stop = self._is_to_stop
-        self._is_hand_raised, self._next_look = False, 0.0
-        self._closing = Latch()
-        self._schedule = Schedule(cadence, shared_cadence)
-        grace_s = timeout_s if grace_s is None else grace_s
-        self._resumption = Resumption(
-            self._nodes, self._shared, self._ranks, self._record, quiet=quiet
-        )
-        self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
-        self._evidence = Evidence(self._state.parts)
-        self._loaded_places = LoadedPlaces()
+        self._events.release()
+        cadence = as_cadence("every", every)
+        cadences = cadence, None if shared is None else as_cadence("shared_every", shared_every)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
+        self._schedule, self._meter = Schedule(cadences), Meter()
+        asked, costs = self._stop_requests.asked, self._meter.costs
+        # One for steps, and one for calls of poll_stop() between two steps.
+        self._pulse, self._pulse_between = (
+            Pulse(cadences, timeout_s, self._stop_requests.why, asked, costs) for _ in range(2)
+        )
+        for one in self._managers:
+            one.is_to_stop = self._is_to_begin_nothing
+        self._failures[NODES].is_to_stop = self._is_to_stop
+        self._is_hand_raised, self._next_look = False, 0.0
+        self._closing = Latch()
+        self._resumption = Resumption(self._nodes, self._shared, self._ranks, record, quiet=quiet)
+        grace_s = timeout_s if grace_s is None else grace_s
+        self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._events, grace_s)
+        self._evidence = Evidence(self._state.parts)
+        self._loaded_places = places_loaded({})
         # An error that is being handled by a program that makes its fallback run.
         self._handled = sys.exception()
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, SupportsFloat] | None = None
-        self._is_counted = False
         # Calls of poll_stop() since then.
         self._polls = 0
+        # Whether a step was made since resume(), which counts this start; whether one ever was.
+        self._is_counted = self._is_listening = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
         self._is_closed = False
@@ -496,13 +452,11 @@ class Checkpointer:
         self._take_back_attempt()
         loaded = self._resumption.run(
             *(self._state.parts, self._state.rules, elsewhere),
-            lambda: Selection.of(
-                *(step, only, skip, rename), is_partial=partial, converts=allow_dtype_change
-            ),
+            lambda: Selection(step, only, skip, rename, partial, allow_dtype_change),
             called,
         )
         self._epochs.begin(is_resumed=loaded >= 0)
-        self._loaded_places.note(self._state.parts)
+        self._loaded_places = places_loaded(self._state.parts)
         if self._read_only:
             return loaded + 1
         self._last_step, self._is_counted = loaded, False
@@ -539,7 +493,11 @@ class Checkpointer:
                 batch, so that a restart from that step would go on with the next batch.
             MismatchError: The checkpoint does not tell the epoch, and ``first`` is not given.
         """
-        self._require_resumed("epochs")
+        self._require_writable()
+        if self._last_step is None:
+            raise CheckpointingException(
+                "call resume() before epochs(), which goes on where the checkpoint was saved"
+            )
         yield from self._epochs.numbers(count, first)
 
     def batches(self, loader: Iterable[Any], *, by_index: bool = False) -> Iterator[Any]:
@@ -609,7 +567,8 @@ class Checkpointer:
         self._epochs.note_step()
         self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
-            self._loaded_places.look()
+            warn_of_lost_places(self._loaded_places)
+            self._loaded_places.clear()
             self._count_attempt()
         self._polls = 0
         is_save = False
@@ -633,17 +592,16 @@ class Checkpointer:
             CheckpointingException: :meth:`resume` was not called.
             MismatchError, PeerLostError: As for :meth:`step`.
         """
-        step, pulse = self._last_step, self._pulse_between
+        step = self._last_step
         if step is None:
             raise self._out_of_order(0)
         if self.stopped is None:
             self._ranks.require_same_world()
             self._polls += 1
-            poll = step * _POLLS_IN_STEP + self._polls
-            if not pulse.is_under_way:
-                pulse.begin(step, self._schedule.saved, poll)
-            elif (plan := pulse.poll(poll)) is not None:
-                self._stop_as_planned(plan, step, self._last_metrics)
+            between, poll = self._pulse_between, step * _POLLS_IN_STEP + self._polls
+            if not between.is_under_way:
+                between.begin(step, self._schedule.saved, poll)
+            self._stop_as_planned(between.poll(poll), step, self._last_metrics)
         return self.stopped
 
     def rewind_random(self) -> None:
@@ -688,8 +646,8 @@ class Checkpointer:
             return
         if self._last_step is None or step < self._last_step or is_resumed:
             raise self._out_of_order(step, "save")
-        if shared and self._shared is None:
-            raise CheckpointingException("there is no shared storage: give shared= to save there")
+        if shared:
+            self._shared_manager("save")
         if is_after_batches:
             # With all that the program does after an epoch, of which it may have done a part.
             self._epochs.put_off.append(partial(self.save, step, shared=shared, metrics=metrics))
@@ -745,7 +703,7 @@ class Checkpointer:
 
         After :meth:`close`, and with ``read_only``, none is under way, and it returns at once.
         """
-        with self._record.stream.timed("wait", self._last_step):
+        with self._events.timed("wait", self._last_step):
             while self._nodes.is_busy:
                 self._finalize(self._last_step, blocking=True)
             if self._shared is not None:
@@ -766,68 +724,12 @@ class Checkpointer:
         """
         if self._is_closed:
             return
+        if self._interrupted:
+            self._end(partial(self._leave, KeyboardInterrupt(self._interrupted)))
+            return
         # Also in the finally block of a loop that failed; not where the whole job handles an error.
         error = sys.exception()
         self._close_in_step(None if error is self._handled else error)
-
-    def _close_in_step(self, error: BaseException | None) -> None:
-        """Close on all ranks, after an error of the loop or in order."""
-        failed = None
-        self._save_after(error)
-        if error is not None and self._saves_last and self.stopped is None:
-            logger.info("the last step is not saved: close() is called while %r is handled", error)
-        try:
-            if error is None:
-                self._save_last_step()
-            if self.stopped is None:
-                self._await_saves()
-        except BaseException as caught:  # noqa: BLE001 - raised when everything is freed
-            failed = caught
-        try:
-            self._end(partial(self._finish_and_close, error, failed))
-        finally:
-            # Else the errors would keep themselves by these variables.
-            del error, failed
-
-    def _await_saves(self) -> None:
-        """Wait for the saves under way on this rank; once it is asked to stop for its grace."""
-
-        def are_over() -> bool:
-            return self._nodes.is_over_here and not (self._shared and self._shared.is_busy)
-
-        asked = self._stop_requests.asked
-        self._ranks.patience("finish its saves").until(
-            lambda: are_over() or asked.is_set(), self._ranks.timeout_s, self._nodes.waits_for
-        )
-        if asked.is_set():
-            self._is_late = not self._last_save.await_in_time(are_over)
-
-    def _end(self, close: Callable[[], None]) -> None:
-        """Close everything; of a job that is asked to stop in the time that is left."""
-        try:
-            if self._last_save.has_begun:
-                self._last_save.end(close)
-            else:
-                close()
-        finally:
-            # Here, in the main thread.
-            self._stop_requests.close()
-
-    def _finish_and_close(
-        self, handled: BaseException | None, failed: BaseException | None
-    ) -> None:
-        self._end_attempt(handled)
-        try:
-            if failed is not None:
-                raise failed
-            if not self._is_late:
-                self.wait_until_finished()
-        except BaseException as error:
-            self._close_after(error, is_in_step=not self._is_late)
-            raise
-        finally:
-            del handled, failed
-        self._close(is_in_step=not self._is_late)
 
     def __enter__(self) -> Self:
         return self
@@ -837,53 +739,49 @@ class Checkpointer:
             return
         if error is None:
             self._close_in_step(None)
-        else:
-            self._save_after(error)
-            self._end(lambda: self._leave(error))
-
-    def _leave(self, error: BaseException) -> None:
-        self._end_attempt(error)
+            return
+        self._save_after(error)
         # The other ranks may not come any more.
-        self._close_after(error, is_in_step=False)
+        self._end(partial(self._leave, error))
 
     # What a step does when there is something to do.
 
     def _attend(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Finalize, plan, save and stop as it is time.
 
-        Returns:
-            Whether a save to the nodes took some of that time.
+        Returns whether a save to the nodes took some of that time.
         """
         is_save = self._nodes.is_busy
         self._finalize(step, blocking=False)
         if self.stopped is not None:
             return is_save
-        between = self._pulse_between
-        if between.is_under_way and (plan := between.poll(step * _POLLS_IN_STEP)) is not None:
-            self._stop_as_planned(plan, step, metrics)
+        plan = self._pulse_between.poll(step * _POLLS_IN_STEP)
+        self._stop_as_planned(plan, step, metrics)
         # The next pulse begins before saves, whose waits it may end.
         if self._beat(step, metrics):
             self._beat(step, metrics)
-        if self._schedule.is_save_due(step) and (self._may_overlap or not self._nodes.is_busy):
+        if self._schedule.is_save_due(NODES, step) and (
+            self._may_overlap or not self._nodes.is_busy
+        ):
             self._begin_save(step, metrics)
             is_save = True
-        if self._schedule.is_shared_save_due(step):
+        if self._schedule.is_save_due(SHARED, step):
             self._begin_shared_save(step, metrics)
         return is_save
 
     def _beat(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Begin a pulse, or follow the plan of one; return whether another is to begin."""
         if self._schedule.is_pulse_due(step):
-            self._pulse.begin(step, self._schedule.saved)
+            self._pulse.begin(step, self._schedule.saved, step)
             self._schedule.note_pulse()
-        if not self._pulse.is_under_way or (plan := self._pulse.poll(step)) is None:
+        if (plan := self._pulse.poll(step)) is None:
             return False
         self._follow(plan, step, metrics)
         return self.stopped is None
 
     def _follow(self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Take in what all ranks have decided; they do so in the same step."""
-        self._record.steps(step, self._meter.costs())
+        self._events.emit("steps", step=step, details=asdict(self._meter.costs()))
         self._evidence.look()
         self._stop_as_planned(plan, step, metrics)
         if self.stopped is not None:
@@ -896,41 +794,36 @@ class Checkpointer:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
         self._ranks.patience(f"save step {step}").until(
-            lambda: nodes.has_room or self._is_to_stop(), waits_s, nodes.waits_for
+            lambda: nodes.has_room or self._is_to_stop(), waits_s, nodes.queue.waits_for
         )
         if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
             nodes.save(self._state.parts, step, metrics)
         elif not self._is_to_stop():
-            self._failures[0].leave_out(waits_s)
-        self._schedule.note_save(step)
-
-    def _is_to_stop(self) -> bool:
-        """Return whether some rank is asked to stop; for waits on storage, which it ends.
-
-        The plan of the next pulse, which all ranks follow, takes a step until then.
-        """
-        if not self._is_hand_raised and time.monotonic() >= self._next_look:
-            self._is_hand_raised = self._stop_requests.asked.is_set()
-            self._is_hand_raised |= self._ranks.is_hand_raised()
-            self._next_look = time.monotonic() + _AWAIT_S
-        return self._is_hand_raised
-
-    def _is_to_begin_nothing(self) -> bool:
-        """Return whether no save is to begin that waits for storage; the last has its time."""
-        return not self._last_save.has_begun and self._is_to_stop()
+            self._failures[NODES].leave_out(waits_s)
+        self._schedule.note_save(NODES, step)
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
+        manager, waits_s = self._shared.manager, self._ranks.timeout_s
         if not self._is_bad(step):
-            is_over, why = self._await_shared_save(step)
-            if why is not None:
-                self._stop(why, step, metrics)
-                return
+            # As above; a rank that waits alone is not to keep it from what the others do next.
+            self._ranks.patience(f"save step {step} to shared storage").until(
+                lambda: not manager.is_saving or self._is_to_stop(), waits_s, manager.waits_for
+            )
+            kind = "save to shared storage"
+            is_over, is_to_stop = self._ranks.agree(
+                *(f"{kind} after step {step}", Attempt()),
+                [not manager.is_saving, self._is_to_stop()],
+                lambda waits: [all(over for over, _ in waits), any(stop for _, stop in waits)],
+                kind=kind,
+                order=step,
+                read=shaped((bool, bool)),
+            )
             if is_over:
                 self._shared.save(step, metrics)
-            else:
-                self._failures[1].leave_out(self._ranks.timeout_s)
-        self._schedule.note_shared_save(step)
+            elif not is_to_stop:
+                self._failures[SHARED].leave_out(waits_s)
+        self._schedule.note_save(SHARED, step)
 
     def _is_bad(self, step: int) -> bool:
         """Return whether a step is not to be saved to shared storage; the same on all ranks."""
@@ -942,35 +835,6 @@ class Checkpointer:
                 *(step, newest),
             )
         return is_bad
-
-    def _await_shared_save(self, step: int) -> tuple[bool, str | None]:
-        """Wait for an older save to shared storage on all ranks, as long as none is to stop.
-
-        Returns:
-            Whether it is over, and why the job is to stop; the same on all ranks.
-        """
-        assert self._shared is not None, "without it no such save is planned"
-        shared, until = self._shared, time.monotonic() + self._ranks.timeout_s
-        patience = self._ranks.patience(f"save step {step} to shared storage")
-
-        def wait() -> list[Any]:
-            asked = self._stop_requests.asked
-            wait_until(lambda: not shared.is_busy or asked.is_set(), _AWAIT_S)
-            return [not shared.is_busy, time.monotonic() > until, self._stop_requests.why()]
-
-        # A rank that does so alone is not to keep it from what the others do next.
-        kind = "save to shared storage"
-        what = f"{kind} after step {step}"
-        while True:
-            is_over, is_too_late, why, busy = self._ranks.agree(
-                *(what, Attempt(), wait(), _judge_waits),
-                kind=kind,
-                order=step,
-                read=shaped((bool, bool, str | None, str)),
-            )
-            if is_over or is_too_late or why is not None:
-                return is_over, why
-            patience.left_s(partial("{} to end the save before".format, busy))
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
@@ -985,12 +849,14 @@ class Checkpointer:
 
     def _note_progress(self) -> None:
         """Note on shared storage that the job has got on, as the nodes' manager has."""
-        step = self._nodes.newest
-        if self._shared is None or step is None:
+        shared, manager, step = self._shared, self._nodes.manager, self._nodes.newest
+        if shared is None or step is None or manager.is_bad(step):
             return
-        manager = self._nodes.manager
-        if manager.is_progress(step) and not manager.is_bad(step):
-            self._shared.manager.note_progress(step)
+        if manager.is_progress(step):
+            note = partial(shared.manager.note_progress, step)
+            self._note_in(shared.manager.root, "progress", note)
+
+    # Whether this start counts as one in vain.
 
     def _count_attempt(self) -> None:
         """Count this start as one in vain until it gets on: it has made a step."""
@@ -998,30 +864,22 @@ class Checkpointer:
         if not self._is_listening:
             self._is_listening = True
             Task(self._listen).start("localckpt-stop", daemon=True)
-        nodes, shared = self._nodes.manager, self._shared
 
-        def count() -> None:
-            nodes.count_attempt()
-            if shared is not None:
-                shared.manager.count_attempt()
+        begun = [manager.count_attempt for manager in self._managers]
+        root = self._nodes.manager.store.root
+        self._note_in(root, "this start", lambda: [count() for count in begun])
 
+    def _note_in(self, place: object, what: str, note: Callable[[], object]) -> None:
+        """Have a note durable before training goes on, unless the job is to stop."""
         try:
-            # The note is durable before training goes on, unless the job is to stop.
-            waits_s = self._ranks.timeout_s
-            answered("note this start in", nodes.store.root, waits_s, count, self._is_to_stop)
+            answered(f"note {what} in", place, self._ranks.timeout_s, note, self._is_to_stop)
         except StorageError as error:
             logger.warning("%s", error)
 
     def _take_back_attempt(self) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
-        self._nodes.manager.take_back_attempt()
-        if self._shared is not None:
-            self._shared.manager.take_back_attempt()
-
-    def _note_signal(self, received: signal.Signals) -> None:
-        # What follows other signals is done in a thread.
-        if received is signal.SIGINT:
-            self._take_back_attempt()
+        for manager in self._managers:
+            manager.take_back_attempt()
 
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
@@ -1043,10 +901,33 @@ class Checkpointer:
             "" if self._shared is None else f", or {self._shared.manager.root}",
         )
 
+    # Requests to stop, and the last save.
+
+    def _is_to_stop(self) -> bool:
+        """Return whether some rank is asked to stop; for waits on storage, which it ends.
+
+        The plan of the next pulse, which all ranks follow, takes a step until then.
+        """
+        if not self._is_hand_raised and time.monotonic() >= self._next_look:
+            if is_asked := self._stop_requests.why() is not None:
+                self._ranks.raise_hand()
+            self._is_hand_raised = is_asked or self._ranks.is_hand_raised()
+            self._next_look = time.monotonic() + _LOOK_S
+        return self._is_hand_raised
+
+    def _is_to_begin_nothing(self) -> bool:
+        """Return whether no save is to begin that waits for storage; the last has its time."""
+        return not self._last_save.has_begun and self._is_to_stop()
+
+    def _note_signal(self, received: signal.Signals) -> None:
+        # What follows other signals is done in a thread.
+        if received is signal.SIGINT:
+            self._take_back_attempt()
+
     def _listen(self) -> None:
         """Do what follows a signal in a thread, which may wait for storage and for the store."""
         asked = self._stop_requests.asked
-        wait_for_any([asked, self._closing])
+        asked.wait(None, self._closing)
         if not asked.is_set():
             return
         try:
@@ -1060,34 +941,54 @@ class Checkpointer:
         self._nodes.manager.take_back_attempt()
 
     def _stop_as_planned(
-        self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None
+        self, plan: Plan | None, step: int, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
-        if plan.stop is not None and self.stopped is None:
+        if plan is not None and plan.stop is not None and self.stopped is None:
             self._stop(plan.stop, step, metrics)
 
     def _stop(self, why: str, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
         self.stopped = why
         logger.warning("stopping after step %d: %s", step, why)
-        self._record.preempted(step, why)
+        self._events.emit("preempted", step=step, details={"reason": why})
         # Behind the last save, which is not to wait for storage that hangs.
         Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
+
+        def save_to_shared() -> None:
+            assert self._shared is not None, "without it there is no such save"
+            if not self._is_bad(step):
+                self._shared.save(step, metrics)
+
         self._is_late = self._last_save.run(
             step,
             lambda: self._nodes.save(self._state.parts, step, metrics),
             # It polls more than once in a step.
             lambda: self._finalize(None, blocking=False),
-            lambda: self._save_last_to_shared(step, metrics),
+            save_to_shared,
             is_new=self._is_counted,
         )
         self._schedule.end()
 
-    def _save_last_step(self) -> None:
-        """Save the step that the loop ended after, unless it is saved; all ranks do so.
+    # The end.
 
-        Raises:
-            MismatchError: The ranks end after different steps.
-        """
+    def _close_in_step(self, error: BaseException | None) -> None:
+        """Close on all ranks, after an error of the loop or in order."""
+        failed: list[BaseException] = []
+        self._save_after(error)
+        try:
+            if error is None:
+                self._save_last_step()
+            elif self._saves_last and self.stopped is None:
+                what = "the last step is not saved: close() is called while %r is handled"
+                logger.info(what, error)
+            if self.stopped is None:
+                self._await_saves()
+        except BaseException as caught:  # noqa: BLE001 - raised when everything is freed
+            failed.append(caught)
+        self._end(partial(self._finish, error, failed))
+
+    def _save_last_step(self) -> None:
+        """Save the step that the loop ended after, unless it is saved; all ranks do so."""
         if not self._saves_last or self.stopped is not None:
             return
         self._epochs.end_epoch(is_left=True)
@@ -1099,7 +1000,7 @@ class Checkpointer:
             return
         # One that made no step has nothing that is not saved, and takes part.
         step = self._last_step if self._is_counted else None
-        lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
+        lacks = [self._nodes.begun != step, self._schedule.saved[SHARED] != step]
         mine = [self._has_failed, step, *lacks]
         failed_on, step, to_nodes, to_shared = self._ranks.decide(
             *("end the job", lambda: mine, judge_last_steps),
@@ -1122,9 +1023,9 @@ class Checkpointer:
         step, is_asked = self._last_step, self._stop_requests.asked.is_set()
         if not isinstance(error, Exception) or not is_asked or self.stopped is not None:
             return
+        self._last_save.begin()
         if step is None or not self._is_counted:
             return
-        self._last_save.begin()
         report = (step, is_of_loader(error) and self._evidence.is_unchanged())
         try:
             self._ranks.decide("save after an error", lambda: report, judge_ends)
@@ -1134,12 +1035,76 @@ class Checkpointer:
         why = f"{self._stop_requests.why()}, and then {type(error).__name__}"
         self._stop(why, step, self._last_metrics)
 
-    def _save_last_to_shared(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        assert self._shared is not None, "without it there is no such save"
-        if not self._is_bad(step):
-            self._shared.save(step, metrics)
+    def _await_saves(self) -> None:
+        """Wait for the saves under way on this rank; once it is asked to stop for its grace."""
 
-    # Beginning and end.
+        def are_over() -> bool:
+            is_saving = self._shared is not None and self._shared.manager.is_saving
+            return self._nodes.queue.is_over_here and not is_saving
+
+        asked = self._stop_requests.asked
+        self._ranks.patience("finish its saves").until(
+            lambda: are_over() or asked.is_set(),
+            self._ranks.timeout_s,
+            self._nodes.queue.waits_for,
+        )
+        if asked.is_set():
+            self._is_late = not self._last_save.await_in_time(are_over)
+
+    def _end(self, close: Callable[[], None]) -> None:
+        """Close everything; of a job that is asked to stop in the time that is left."""
+        try:
+            if self._last_save.has_begun:
+                self._last_save.end(close)
+            else:
+                close()
+        finally:
+            # Here, in the main thread.
+            self._stop_requests.close()
+
+    def _finish(self, handled: BaseException | None, failed: list[BaseException]) -> None:
+        """Finish the saves that are under way, unless one has failed, and free everything."""
+        self._end_attempt(handled)
+        try:
+            if failed:
+                # Taken out, so that no variable of a call that it comes through keeps it.
+                raise failed.pop()
+            if not self._is_late:
+                self.wait_until_finished()
+        except BaseException as error:
+            self._free(error, is_in_step=not self._is_late)
+            raise
+        self._free(None, is_in_step=not self._is_late)
+
+    def _leave(self, error: BaseException) -> None:
+        self._end_attempt(error)
+        self._free(error, is_in_step=False)
+
+    def _free(self, error: BaseException | None, *, is_in_step: bool) -> None:
+        """Free everything; after an error nothing else is raised in its place."""
+        # An error keeps all frames that it came through.
+        self._handled = None
+        self._is_closed = True
+        self._closing.set()
+        step, self._last_step = self._last_step, None
+        outcome: Outcome | None = None if error or self.stopped is None else "stopped"
+        try:
+            with ExitStack() as closing:
+                stream = self._events
+                closing.callback(stream.close)
+                closing.callback(stream.emit, "run_ended", step=step, outcome=outcome, error=error)
+                closing.callback(self._ranks.close)
+                closing.callback(self._nodes.close, is_in_step=is_in_step)
+                if self._shared is not None:
+                    closing.callback(self._shared.close, is_in_step=is_in_step)
+                for pulse in (self._pulse, self._pulse_between):
+                    closing.callback(pulse.close, is_in_step=is_in_step)
+        except CheckpointingException as failed:
+            if error is None:
+                raise
+            logger.error("%s", worded(failed, "close"))
+
+    # Refusals.
 
     def _shared_manager(self, what: str) -> GlobalCheckpointManager:
         self._require_writable()
@@ -1162,13 +1127,6 @@ class Checkpointer:
                 "pins nothing"
             )
 
-    def _require_resumed(self, call: str) -> None:
-        self._require_writable()
-        if self._last_step is None:
-            raise CheckpointingException(
-                f"call resume() before {call}(), which goes on where the checkpoint was saved"
-            )
-
     def _out_of_order(self, step: int, call: str = "step") -> CheckpointingException:
         self._require_writable()
         if self._last_step is None:
@@ -1181,36 +1139,3 @@ class Checkpointer:
             f"{call}({step}) was called after {last}: steps must grow. To go back to a step that "
             f"was saved, call resume(step=...). Nothing was saved"
         )
-
-    def _close_after(self, error: BaseException, *, is_in_step: bool) -> None:
-        """Close everything after an error, in whose place nothing else is to be raised."""
-        try:
-            self._close(is_in_step=is_in_step, error=error)
-        except CheckpointingException as failed:
-            logger.error("%s", worded(failed, "close"))
-
-    def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
-        # An error keeps all frames that it came through.
-        self._handled = None
-        self._is_closed = True
-        self._closing.set()
-        step, self._last_step = self._last_step, None
-        outcome: Outcome | None = None if error or self.stopped is None else "stopped"
-        with ExitStack() as closing:
-            closing.callback(self._record.end, step, outcome, error)
-            closing.callback(self._ranks.close)
-            closing.callback(self._nodes.close, is_in_step=is_in_step)
-            if self._shared is not None:
-                closing.callback(self._shared.close, is_in_step=is_in_step)
-            closing.callback(self._pulse.close, is_in_step=is_in_step)
-            closing.callback(self._pulse_between.close, is_in_step=is_in_step)
-
-
-def _judge_waits(waits: list[list[Any]]) -> list[Any]:
-    """Judge the waits of all ranks: whether all are over, some too late, why to stop, and who is
-    not over.
-    """
-    over, too_late, stops = zip(*waits, strict=True)
-    why = next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None)
-    busy = [rank for rank, is_over in enumerate(over) if not is_over]
-    return [not busy, any(too_late), why, ranks_named(busy) if busy else ""]

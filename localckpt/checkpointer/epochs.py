@@ -14,18 +14,16 @@ from enum import Enum
 from itertools import chain, islice
 from typing import Any
 
-from localckpt.checkpointer.data_order import (
+from localckpt.checkpointer.loaders import (
+    batches_given,
     entry_of,
+    facts_of,
+    is_torchdatas,
+    is_unstarted,
     restore_entry,
     restore_generators,
     samplers_of,
     states_of,
-)
-from localckpt.checkpointer.loaders import (
-    batches_given,
-    facts_of,
-    is_torchdatas,
-    is_unstarted,
     without_first,
 )
 from localckpt.checkpointer.parts import EPOCHS, RandomPart
@@ -51,11 +49,6 @@ class _At(Enum):
 class Epochs:
     """Place in a loop over epochs, as a part of the state.
 
-    Args:
-        rewind: Has the random number generators go on from where they were loaded, if they were.
-        is_stopped: Tells whether the job was stopped.
-        world_size: Number of ranks of the job.
-
     Attributes:
         batch: Number of the batch under way in its epoch.
         put_off: Saves that were asked for after the batches of an epoch.
@@ -73,11 +66,7 @@ class Epochs:
         self.begin(is_resumed=False)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Begin at what was loaded since the last call, if anything was.
-
-        Args:
-            is_resumed: Whether the job goes on from a checkpoint.
-        """
+        """Begin at what was loaded since the last call, if anything was."""
         loaded, self._taken = self._taken, None
         self._life += 1
         self._at = _At.OUTSIDE
@@ -166,10 +155,9 @@ class Epochs:
     def batches(self, loader: Iterable[Any], *, by_index: bool = False) -> Iterator[Any]:
         """Batches of the epoch that are left; see :meth:`localckpt.Checkpointer.batches`.
 
-        Args:
-            loader: Gives the batches of one epoch each time; maybe with ``without_first``, which
-                gives the batches after so many, in place of the rules for torch's loaders.
-            by_index: Whether batches are left out by index though workers draw random numbers.
+        A loader may have ``without_first``, which gives the batches after so many, in place of the
+        rules for torch's loaders. With ``by_index`` batches are left out by index though workers
+        draw random numbers.
         """
         if self._at is not _At.BEFORE:
             again = " once in each epoch" if self._at in (_At.WITHIN, _At.AFTER) else ""
@@ -201,11 +189,7 @@ class Epochs:
                 self._at, self._is_cut = _At.AFTER, self._has_stepped
 
     def note_step(self) -> None:
-        """Note that a step has ended.
-
-        Raises:
-            CheckpointingException: It is in an epoch, and not in one of its batches.
-        """
+        """Note that a step has ended."""
         if self._at is _At.WITHIN:
             self._has_stepped = True
             self._noted = (self._epoch, self._given, False)

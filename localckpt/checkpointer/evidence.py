@@ -37,11 +37,8 @@ def is_of_loader(error: BaseException) -> bool:
 def judge_ends(ends: Sequence[tuple[int, bool]]) -> None:
     """Judge whether all ranks are at one step whose state is known.
 
-    Args:
-        ends: For each rank its last step, and whether it is known that nothing has changed since.
-
-    Raises:
-        CheckpointingException: They are not.
+    ``ends`` has for each rank its last step, and whether it is known that nothing has changed
+    since.
     """
     steps = [step for step, _ in ends]
     if len(set(steps)) > 1:
@@ -59,9 +56,6 @@ class Evidence:
 
     A change of a tensor of the state's modules, or of a gradient, shows in torch's count of its
     versions, and a random number in the state of torch's generator.
-
-    Args:
-        parts: Parts of the state by name; read at each :meth:`look`.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:

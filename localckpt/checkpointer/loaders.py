@@ -9,19 +9,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from localckpt.checkpointer.data_order import samplers_of
+from localckpt.checkpointer.parts import RandomPart
 from localckpt.errors import MismatchError
 from localckpt.state_dict.replicated import without_marker
 
 __all__ = [
-    "LoadedPlaces",
+    "EpochPosition",
     "batches_given",
+    "entry_of",
     "facts_of",
     "is_torchdatas",
     "is_unstarted",
     "length_of",
+    "places_loaded",
+    "restore_entry",
+    "restore_generators",
+    "samplers_of",
+    "states_of",
+    "warn_of_lost_places",
     "without_first",
 ]
 
@@ -33,40 +41,36 @@ _WAY_OUT = (
 )
 
 
-class LoadedPlaces:
-    """Places of the loaders among the parts of a state, from a load to the next step.
+Places = dict[str, tuple[Any, int]]
+
+
+def places_loaded(parts: Mapping[str, Any]) -> Places:
+    """Note the loaders among the parts whose loaded place no iterator has taken, and the places.
 
     The first iterator of a StatefulDataLoader takes the place that was loaded, whoever makes it: a
     look at a batch before the loop leaves the loop at the beginning of the epoch.
     """
+    loaders = {key: without_marker(part) for key, part in parts.items()}
+    return {
+        key: (loader, _batches_in(loader.next_iter_state))
+        for key, loader in loaders.items()
+        if is_torchdatas(loader) and loader.next_iter_state is not None
+    }
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, tuple[Any, int]] = {}
 
-    def note(self, parts: Mapping[str, Any]) -> None:
-        """Note the places that were loaded, and that no iterator has taken."""
-        loaders = {key: without_marker(part) for key, part in parts.items()}
-        self._loaded = {
-            key: (loader, _batches_in(loader.next_iter_state))
-            for key, loader in loaders.items()
-            if is_torchdatas(loader) and loader.next_iter_state is not None
-        }
-
-    def look(self) -> None:
-        """Warn of each loader that a step has gone through from another place."""
-        for key, (loader, count) in self._loaded.items():
-            is_taken = loader.next_iter_state is None
-            if is_taken and count != length_of(loader):
-                now = _batches_in(loader.state_dict())
-                if now <= count:
-                    logger.warning(
-                        "%r is a StatefulDataLoader that was resumed after batch %d, and it is now "
-                        "after batch %d: the first iter(loader) since resume(), such as one to "
-                        "look at a batch, has taken its place, and the loop has begun the epoch "
-                        "anew. Make one iterator, or go through it by batches()",
-                        *(key, count, now),
-                    )
-        self._loaded = {}
+def warn_of_lost_places(places: Places) -> None:
+    """Warn of each loader that a step has gone through from another place than the loaded one."""
+    for key, (loader, count) in places.items():
+        if loader.next_iter_state is not None or count == length_of(loader):
+            continue
+        if (now := _batches_in(loader.state_dict())) <= count:
+            logger.warning(
+                "%r is a StatefulDataLoader that was resumed after batch %d, and it is now "
+                "after batch %d: the first iter(loader) since resume(), such as one to "
+                "look at a batch, has taken its place, and the loop has begun the epoch "
+                "anew. Make one iterator, or go through it by batches()",
+                *(key, count, now),
+            )
 
 
 def _batches_in(state: Mapping[str, Any]) -> int:
@@ -169,9 +173,6 @@ def batches_given(loaded: Mapping[str, Any], now: Mapping[str, Any]) -> int:
 
     The place is a number of samples of the job, where a sampler deals them out to the ranks in one
     order for any number of ranks.
-
-    Raises:
-        MismatchError: The loader has other data, or no batch begins there.
     """
     saved, count = loaded["facts"], int(loaded["batches"])
     if count == 0 or loaded["is_over"] or count == saved["batches"]:
@@ -211,3 +212,109 @@ def _described(facts: Mapping[str, Any]) -> str:
     if facts["dealt"]:
         dealt = ", dealt by a DistributedSampler(shuffle={1}, seed={2})".format(*facts["dealt"])
     return f"{count} samples in batches of {facts['batch_size'] or 'unknown size'}{dealt}"
+
+
+class EpochPosition:
+    """Position in the data of a framework that leaves out batches itself, as a part of the state.
+
+    With it the framework finds the same batches in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._samplers: dict[str, Any] = {}
+        # States of all generators at the beginning of the epoch to go on in.
+        self._entry: dict[str, Any] = {}
+        self._is_within_epoch = False
+        self._is_resumed = False
+
+    def enter_epoch(self, loader: Any) -> None:
+        """Begin an epoch, or begin the one that was resumed again."""
+        self._samplers = samplers_of(loader)
+        if not self._is_resumed:
+            self._entry = entry_of(self._samplers)
+            return
+        restore_entry(self._samplers, self._entry)
+        # At the end of an epoch there is nothing to leave out.
+        self._is_resumed = self._is_within_epoch
+
+    def enter_step(self) -> bool:
+        """Begin a step; whether it is the first one of an epoch that was resumed within."""
+        is_resumed, self._is_resumed = self._is_resumed, False
+        return is_resumed
+
+    def end_step(self, *, is_last_of_epoch: bool) -> None:
+        """End a step, before it is saved."""
+        self._is_within_epoch = not is_last_of_epoch
+        if is_last_of_epoch:
+            self._entry = entry_of(self._samplers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entry": self._entry, "is_within_epoch": self._is_within_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._entry = dict(state["entry"])
+        self._is_within_epoch = state["is_within_epoch"]
+        self._is_resumed = True
+
+
+def samplers_of(loader: Any) -> dict[str, Any]:
+    """A data loader and its samplers, by their paths from the loader."""
+    found: dict[str, Any] = {}
+    looking, seen = {"loader": loader}, set[int]()
+    while looking:
+        path, thing = looking.popitem()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        found[path] = thing
+        for name in ("sampler", "batch_sampler"):
+            if (inner := getattr(thing, name, None)) is not None:
+                looking[f"{path}.{name}"] = inner
+    return found
+
+
+def entry_of(samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the order of the epoch that begins now is drawn from."""
+    return {
+        "random": RandomPart().state_dict(),
+        "generators": states_of(samplers),
+        # Accelerate's sampler draws each epoch from the seed that its process began with.
+        "seeds": {
+            path: sampler.initial_seed
+            for path, sampler in samplers.items()
+            if isinstance(getattr(sampler, "initial_seed", None), int)
+        },
+    }
+
+
+def restore_entry(samplers: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    """Have the order of an epoch drawn again from what :func:`entry_of` returned."""
+    RandomPart().load_state_dict(entry["random"])
+    for path, seed in entry["seeds"].items():
+        if path in samplers:
+            samplers[path].initial_seed = seed
+    restore_generators(samplers, entry["generators"])
+
+
+def states_of(samplers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states of the generators of loaders and samplers, by their paths."""
+    return {path: generator.get_state() for path, generator in _generators_of(samplers).items()}
+
+
+def restore_generators(samplers: Mapping[str, Any], states: Mapping[str, torch.Tensor]) -> None:
+    """Have generators go on from the states that :func:`states_of` returned."""
+    generators = _generators_of(samplers)
+    for path, state in states.items():
+        if path in generators:
+            generators[path].set_state(state)
+
+
+def _generators_of(samplers: Mapping[str, Any]) -> dict[str, torch.Generator]:
+    """Generators that loaders and samplers draw from, by their paths."""
+    found: dict[str, torch.Generator] = {}
+    for path, thing in samplers.items():
+        for name in ("generator", "synchronized_generator"):
+            generator = getattr(thing, name, None)
+            if isinstance(generator, torch.Generator) and generator not in found.values():
+                found[f"{path}.{name}"] = generator
+    return found

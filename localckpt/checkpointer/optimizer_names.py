@@ -30,16 +30,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 class NamedOptimizer:
-    """An optimizer, and the names of its parameters.
-
-    Args:
-        key: Name of the part.
-        part: The optimizer.
-        modules: Modules by name, of which one has all of its parameters.
-
-    Raises:
-        CheckpointingException: None has them all.
-    """
+    """An optimizer, and the names of its parameters."""
 
     def __init__(self, key: str, part: OptimizerPart, modules: Mapping[str, ModulePart]) -> None:
         self._key = key
@@ -61,11 +52,7 @@ class NamedOptimizer:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is there; all ranks call it where FSDP1 shards the parameters.
-
-        Raises:
-            CheckpointingException: It is not of the form that torch's optimizers have.
-        """
+        """Return the state that is there; all ranks call it where FSDP1 shards the parameters."""
         own = self._part.state_dict()
         if not {_STATE, _GROUPS} <= own.keys():
             raise CheckpointingException(
@@ -79,7 +66,6 @@ class NamedOptimizer:
         names = dict(enumerate(self._numbered()))
         # States that belong to no parameter have a key of their own.
         state = {names.get(key, key): values for key, values in own[_STATE].items()}
-        self._require_plain_keys(state, _STATE)
         groups = [{**g, "params": [names[number] for number in g["params"]]} for g in own[_GROUPS]]
         return {**own, _STATE: state, _GROUPS: groups}
 
@@ -110,9 +96,8 @@ class NamedOptimizer:
     def placed(self, state: Mapping[str, Any]) -> str:
         """Describe the DTensors of a state that are not sharded as their parameters are.
 
-        Returns:
-            JSON: pairs of a path and the placement in each dimension of the mesh, a number for a
-            shard along that dimension of the tensor, ``None`` for a replica.
+        Returns pairs of a path and the placement in each dimension of the mesh: a number for a
+        shard along that dimension of the tensor, ``None`` for a replica.
         """
         likes = self._likes()
         found = []
@@ -130,12 +115,8 @@ class NamedOptimizer:
     ) -> dict[str, Any]:
         """Make a state to load into: the optimizer's own tensors, or new ones.
 
-        Args:
-            saved: Descriptions of the saved values by their paths in the state.
-            placed: What :meth:`placed` returned when they were saved.
-
-        Returns:
-            A state of the saved structure, with ``b""`` for what is no tensor.
+        ``placed`` is what :meth:`placed` returned when they were saved. What is no tensor is
+        ``b""``.
         """
         likes = self._likes()
         own = {} if self._module.is_fsdp1 else dict(_leaves(self.state_dict(), ()))
@@ -175,21 +156,6 @@ class NamedOptimizer:
         groups = self._part.optimizer.param_groups
         return dict(zip(self._numbered(), (p for g in groups for p in g["params"]), strict=True))
 
-    def _require_plain_keys(self, value: Any, path: str) -> None:
-        """Refuse keys that torch.distributed.checkpoint would turn into text."""
-        if isinstance(value, Mapping):
-            for key, member in value.items():
-                if not isinstance(key, str):
-                    raise CheckpointingException(
-                        f"{self._key}.{path} has the key {key!r}, which is no text: it cannot be "
-                        f"kept on shared storage. Leave out shared=, or save the state of "
-                        f"{self._key!r} as a pair of functions"
-                    )
-                self._require_plain_keys(member, f"{path}.{key}")
-        elif isinstance(value, list):
-            for number, member in enumerate(value):
-                self._require_plain_keys(member, f"{path}.{number}")
-
 
 def _module_of(
     key: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModulePart]
@@ -224,14 +190,7 @@ def _new(
     dims: list[int | None] | None,
     name: str | int,
 ) -> Any:
-    """Make a tensor for the state of a parameter.
-
-    Args:
-        size, dtype: Global shape and dtype of the tensor.
-        like: The parameter, or how it is sharded; ``None`` for no parameter's.
-        dims: How the tensor was sharded, if not as the parameter.
-        name: Name of the state.
-    """
+    """Make a tensor for the state of a parameter."""
     # torch keeps steps on the host; where they are to be on a GPU, its load_state_dict moves them.
     device = like.device if isinstance(like, torch.Tensor) and name != "step" else "cpu"
     if isinstance(like, DTensor) and dims is not None:

@@ -19,13 +19,13 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.names import ABOUT, CLASS, ORDER, Names
-from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
     is_same_tensor,
     load_module,
+    load_optimizer,
     plain_names,
 )
 
@@ -38,6 +38,7 @@ __all__ = [
     "RandomPart",
     "ValuePart",
     "described",
+    "described_part",
     "is_odd",
     "kind_of",
     "parts_of",
@@ -58,21 +59,7 @@ _SHOWN = 10
 
 
 def parts_of(state: Mapping[str, Any], epochs: Any, *, rng: bool) -> dict[str, Any]:
-    """Make a part of each value of a training state.
-
-    Args:
-        state: Modules, optimizers, anything else with ``state_dict`` and ``load_state_dict``, and
-            pairs of a function that gives a value and one that takes it; each may be marked as
-            equal on several ranks.
-        epochs: The place in the loop over epochs, a part that is added.
-        rng: Whether to add the states of the random number generators.
-
-    Returns:
-        The parts by name, marked where the values are.
-
-    Raises:
-        CheckpointingException: A value is none of these, or a key is no name.
-    """
+    """Make a part of each value of a training state."""
     parts: dict[str, Any] = {}
     for key, value in state.items():
         if key in (OURS, EPOCHS):
@@ -154,13 +141,8 @@ def kind_of(part: Any) -> str:
 def described(parts: Mapping[str, Any]) -> Names:
     """Name what must be alike in parts for a load from the nodes, beside their states.
 
-    Args:
-        parts: The parts by name.
-
-    Returns:
-        By the name of a part whether it is a module, or else its kind, and the names of an
-        optimizer's parameters in their order, by whose numbers its state is kept. It is for
-        :func:`why_parts_are_others` to compare.
+    By the name of a part it says what :func:`described_part` does. An optimizer's state is kept by
+    the numbers of its parameters, so their names are in their order.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}
@@ -170,13 +152,21 @@ def described(parts: Mapping[str, Any]) -> Names:
             names = {id_: f"{key}.{name}" for id_, name in part.parameter_names().items()} | names
     found: Names = {}
     for key, part in plain.items():
-        kind = kind_of(part)
-        found[key] = {CLASS: {"module" if isinstance(part, ModulePart) else kind: None}}
+        order = None
         if isinstance(part, OptimizerPart):
             groups = part.optimizer.param_groups
-            order = [names.get(id(p), "") for group in groups for p in group["params"]]
-            found[key][ORDER] = {"\n".join(order): None}
+            order = "\n".join(names.get(id(p), "") for group in groups for p in group["params"])
+        found[key] = described_part(kind_of(part), order)
     return {ABOUT: found}
+
+
+def described_part(kind: str, order: str | None) -> Names:
+    """Name a part's kind, of a module only that it is one; and the parameters of an optimizer.
+
+    :func:`why_parts_are_others` compares it.
+    """
+    about: Names = {CLASS: {"module" if kind.startswith("module ") else kind: None}}
+    return about if order is None else {**about, ORDER: {order: None}}
 
 
 class ModulePart:
@@ -185,9 +175,7 @@ class ModulePart:
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
 
-    Args:
-        module: The module, maybe in wrappers.
-        is_partial: Whether a load leaves out what the module has not, and what it lacks.
+    If it ``is_partial``, a load leaves out what the module has not, and what it lacks.
 
     Attributes:
         module: The module without the wrappers around it.
@@ -344,12 +332,7 @@ class OptimizerPart:
 
 
 class ValuePart:
-    """A plain value.
-
-    Args:
-        get: Returns the value.
-        take: Takes a value that was loaded.
-    """
+    """A plain value."""
 
     def __init__(self, get: Callable[[], Any], take: Callable[[Any], object]) -> None:
         self._get = get
@@ -396,8 +379,7 @@ class RandomPart:
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
     """Find the module inside of DDP, DataParallel and ``torch.compile``, in whatever order.
 
-    Returns:
-        The module, and whether DDP keeps all of its parameters equal on all ranks of the job.
+    Returns the module, and whether DDP keeps all of its parameters equal on all ranks of the job.
     """
     is_kept_equal = False
     while True:

@@ -9,28 +9,59 @@ of the other tiers.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import localckpt
 from localckpt.checkpointer.arguments import judge_arguments
-from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.parts import EPOCHS
-from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE, RunRecord
 from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.events.event import Tier
+from localckpt.events.stream import EventStream, Sink
 from localckpt.failure_texts import described, ranks_named
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.storage.owner import Owner
 
-__all__ = ["Resumption"]
+__all__ = ["Elsewhere", "Resumption", "begin_record"]
 
 logger = logging.getLogger(__name__)
 
+# Sources of what no node has given, beside those of LoadReport.
+_SHARED_SOURCE, _ELSEWHERE_SOURCE = "shared storage", "elsewhere"
+_PARTS = ("start", "meet", "find", "fetch", "read")
 _SHOWN = 10
+
+
+def begin_record(
+    sinks: Iterable[Sink], ranks: Ranks, session_id: str, **places: str | None
+) -> tuple[EventStream, float]:
+    """Begin the record of this rank's run; returns it, and when the process began.
+
+    It is held back, since nothing is to be made before the managers have claimed their places.
+    """
+    stream = EventStream(sinks, rank=ranks.rank, is_held=True)
+    # By the clock that counts from the machine's boot.
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    age_s -= Owner.me().started / os.sysconf("SC_CLK_TCK")
+    made = time.monotonic()
+    details = {
+        "session": session_id,
+        "world_size": ranks.world_size,
+        "pid": os.getpid(),
+        "process_start": stream.clock_time(made - age_s),
+        "version": localckpt.__version__,
+        **places,
+    }
+    stream.emit("run_began", began=made, ended=made, details=details)
+    stream.add("start", made - age_s, made)
+    return stream, made - age_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +87,14 @@ class _Newest:
 
 
 class Resumption:
-    """Search and load of the checkpoint that a job resumes from; all ranks make the same calls.
-
-    Args:
-        nodes: Checkpoints on the nodes.
-        shared: Checkpoints on shared storage; ``None`` for no such storage.
-        ranks: The ranks of the job.
-        record: Record of the run.
-        quiet: Whether no line is printed.
-    """
+    """Search and load of the checkpoint that a job resumes from; all ranks make the same calls."""
 
     def __init__(
         self,
         nodes: NodeTier,
         shared: SharedTier | None,
         ranks: Ranks,
-        record: RunRecord,
+        record: tuple[EventStream, float],
         *,
         quiet: bool,
     ) -> None:
@@ -79,7 +102,9 @@ class Resumption:
         self._nodes = nodes
         self._shared = shared
         self._ranks = ranks
-        self._record = record
+        self._events = record[0]
+        # When the process began, until it has resumed.
+        self._began: float | None = record[1]
 
     def find(self, elsewhere: Elsewhere | None) -> int:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""
@@ -95,24 +120,8 @@ class Resumption:
     ) -> int:
         """Fill the state from a checkpoint, and note in the record how that went.
 
-        Args:
-            parts: Parts of the state.
-            private: Rules for values that differ between ranks.
-            elsewhere: A checkpoint of the program's own; the same on all ranks.
-            select: Returns the caller's arguments; what it raises is raised on all ranks.
-            called: Time of the call, by ``time.monotonic()``.
-
-        Returns:
-            The step of the checkpoint; -1 if there is none.
-
-        Raises:
-            MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
-                another number of ranks, and there is none beside the nodes. Or the ranks have
-                different arguments, or know of different checkpoints elsewhere.
-            NoReplicasAvailableError: All checkpoints on the nodes turned out damaged or were given
-                up, and there is none beside the nodes that was not given up. Or there is none of
-                the step.
-            PeerLostError: A rank did not come in time.
+        ``select`` returns the caller's arguments; what it raises is raised on all ranks. Returns
+        the step of the checkpoint; -1 if there is none.
         """
         try:
             # All ranks load the same, or none does.
@@ -146,10 +155,32 @@ class Resumption:
                     ", ".join(load.gone),
                 )
         except BaseException as error:
-            self._record.resumed(called, None, "", "", error)
+            self._note(called, None, "", "", error)
             raise
-        self._record.resumed(called, step, source, job_run)
+        self._note(called, step, source, job_run)
         return step
+
+    def _note(
+        self,
+        called: float,
+        step: int | None,
+        source: str,
+        job_run: str,
+        error: BaseException | None = None,
+    ) -> None:
+        """Note that training goes on, or that it cannot; the first time since the process began.
+
+        ``step`` is -1 if none was loaded, and ``None`` after an error.
+        """
+        seconds, began = self._events.seconds, called if self._began is None else self._began
+        parts = {f"{part}_s": seconds.get(part, 0.0) for part in _PARTS}
+        seconds.clear()
+        self._began = None
+        tier: Tier | None = "local" if source == "own node" else "replicated"
+        if source in ("", _ELSEWHERE_SOURCE, _SHARED_SOURCE):
+            tier = "shared" if source == _SHARED_SOURCE else None
+        details = {"job_run": job_run, "source": source, **parts}
+        self._events.emit("resume", began=began, step=step, tier=tier, error=error, details=details)
 
     def _newest(self, elsewhere: Elsewhere | None) -> _Newest:
         if elsewhere is not None and elsewhere.goes_back:
@@ -185,7 +216,7 @@ class Resumption:
                 step = self._nodes.load(load, None)
                 # A damaged checkpoint makes way for the one before, which may be too old.
                 if step >= newest.beside:
-                    return step, self._nodes.source
+                    return step, self._source
             except (MismatchError, NoReplicasAvailableError) as error:
                 _leave_nodes(error, newest.beside, newest.given_up)
         if newest.is_elsewhere:
@@ -195,27 +226,34 @@ class Resumption:
                 if elsewhere.goes_back:
                     self._go_back(elsewhere.step)
             elsewhere.load()
-            return elsewhere.step, ELSEWHERE_SOURCE
+            return elsewhere.step, _ELSEWHERE_SOURCE
         if newest.given_up is not None:
             raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
         steps = self._shared.manager.iterations_beside(newest.on_nodes)
-        return self._shared.load(load, steps), SHARED_SOURCE
+        return self._shared.load(load, steps), _SHARED_SOURCE
 
     def _load_step(self, load: PartsToLoad, step: int) -> tuple[int, str]:
         """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""
         try:
             self._nodes.load(load, step)
-            source = self._nodes.source
+            source = self._source
         except (MismatchError, NoReplicasAvailableError) as error:
             self._require_shared(step, error)
             assert self._shared is not None, "it has the step"
             self._shared.load(load, [step])
-            source = SHARED_SOURCE
+            source = _SHARED_SOURCE
         if not self._nodes.manager.read_only:
             self._go_back(step)
         return step, source
+
+    @property
+    def _source(self) -> str:
+        """Source of this rank's part of what the nodes gave last."""
+        report = self._nodes.manager.last_load
+        assert report is not None, "a load came before"
+        return report.source
 
     def _require_shared(self, step: int, error: MismatchError | NoReplicasAvailableError) -> None:
         """Raise the error of the nodes unless shared storage has a step."""
@@ -243,11 +281,8 @@ class Resumption:
         """Say on the root where all ranks' parts came from; return the name of the job's run.
 
         It is for who starts a job, so it is printed where no log shows it.
-
-        Raises:
-            MismatchError: A checkpoint was found, and no rank has any part of it.
         """
-        mine = [source, self._record.stream.run, is_empty]
+        mine = [source, self._events.run, is_empty]
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
         )
@@ -312,11 +347,7 @@ def _judge_sources(told_by: list[list[Any]]) -> list[str]:
 
 
 def _judge_arguments(told_by: list[list[Any]]) -> list[str]:
-    """Compare the arguments of all ranks; return the names of the parts of all.
-
-    Raises:
-        MismatchError: Arguments differ, or the ranks know of different checkpoints elsewhere.
-    """
+    """Compare the arguments of all ranks; return the names of the parts of all."""
     known_by = [known for known, _, _ in told_by]
     steps = [None if known is None else known[0] for known in known_by]
     for rank, known in enumerate(known_by):
@@ -328,3 +359,18 @@ def _judge_arguments(told_by: list[list[Any]]) -> list[str]:
             )
     judge_arguments([arguments for _, arguments, _ in told_by])
     return list(dict.fromkeys(key for _, _, keys in told_by for key in keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A checkpoint that the program loads by itself, such as one of a framework's own.
+
+    Attributes:
+        step: Its step; the same on all ranks.
+        load: Fills the state from it. All ranks call it.
+        goes_back: Whether to take it even if localckpt has a newer one, which is then given up.
+    """
+
+    step: int
+    load: Callable[[], object]
+    goes_back: bool = False

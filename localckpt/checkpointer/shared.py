@@ -16,9 +16,21 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from localckpt.checkpointer.fit import VALUES, judge_fits, why_groups_differ, why_other_class
+from localckpt.checkpointer.fit import (
+    VALUES,
+    judge_fits,
+    names_of_groups,
+    why_parts_are_others,
+)
 from localckpt.checkpointer.optimizer_names import NamedOptimizer, Path
-from localckpt.checkpointer.parts import OURS, ModulePart, OptimizerPart, is_odd, kind_of
+from localckpt.checkpointer.parts import (
+    OURS,
+    ModulePart,
+    OptimizerPart,
+    described_part,
+    is_odd,
+    kind_of,
+)
 from localckpt.checkpointer.private import PrivateValues
 from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared_saved import (
@@ -33,18 +45,18 @@ from localckpt.checkpointer.shared_saved import (
 )
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import Mismatches
-from localckpt.global_tier.load import LoadOptions
+from localckpt.global_tier.load import FillOptions
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import set_element
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.managers.elastic_judge import ValueImages
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.names import ABOUT, KEYS, Names
 from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.targets import TargetRules
 
@@ -57,17 +69,7 @@ _SMALL_NBYTES = 64 << 10
 class SharedState:
     """The parts of a state, saved to and loaded from shared storage.
 
-    Args:
-        parts: Parts by name.
-        manager: Manager of the checkpoints there.
-        ranks: The ranks of the job.
-        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        private: The caller's rules for values that differ between ranks. Each rank saves its own
-            module or optimizer where there is one for it, or for some of it.
-
-    Raises:
-        CheckpointingException: The parameters of an optimizer are in none of the modules, or a
-            part cannot be on shared storage.
+    Each rank saves its own module or optimizer where there is a rule for it, or for some of it.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class SharedState:
         self._parts = {key: without_marker(part) for key, part in parts.items()}
         self._manager = manager
         self._ranks = ranks
-        self._allowed = SafeGlobals(safe_globals)
+        identity = ShardIdentity("", Generation(0, 0), 0, 0, 1)
+        self._images = ValueImages(identity, SafeGlobals(safe_globals))
         self._modules = {k: p for k, p in self._parts.items() if isinstance(p, ModulePart)}
         self._optimizers = {
             key: NamedOptimizer(key, part, self._modules)
@@ -116,14 +119,14 @@ class SharedState:
             return name not in of_ranks and not (is_large and is_equal)
 
         self._manager.save(
-            partial(self._state, step, of_ranks),
+            partial(self._state, of_ranks),
             step,
             is_async=True,
             metrics=metrics,
             is_compared=is_compared,
         )
 
-    def _state(self, step: int, of_ranks: set[str]) -> dict[str, Any]:
+    def _state(self, of_ranks: set[str]) -> dict[str, Any]:
         """Return the state of this rank, and add the names of what each rank keeps for itself."""
         rank = self._manager.rank
         named = {key: part.state_dict() for key, part in self._named.items()}
@@ -139,18 +142,15 @@ class SharedState:
                 WORLD_SIZE: self._manager.world_size,
                 PARTS: {key: kind_of(part) for key, part in self._parts.items()},
                 PLACED: {key: part.placed(named[key]) for key, part in self._optimizers.items()},
-                OF_RANK: {str(rank): self._packed({PARTS: others, BUFFERS: buffers}, step)},
+                OF_RANK: {str(rank): self._packed({PARTS: others, BUFFERS: buffers})},
             }
         }
         for key, part_state in named.items():
             plain = self._plain_tree if key in self._optimizers else self._plain_value
-            values = {name: plain(v, step, f"{key}.{name}") for name, v in part_state.items()}
-            set_element(state, self._place(key, rank), values)
+            values = {name: plain(v, f"{key}.{name}") for name, v in part_state.items()}
+            place = (OURS, TENSORS, str(rank), key) if key in self._private else (key,)
+            set_element(state, place, values)
         return state
-
-    def _place(self, key: str, rank: int) -> Path:
-        """Return the place of a module or an optimizer of one rank in the state."""
-        return (OURS, TENSORS, str(rank), key) if key in self._private else (key,)
 
     def _is_own_buffer(self, part: str, key: str) -> bool:
         """Return whether a key is that of a buffer which each rank keeps for itself anyway."""
@@ -160,21 +160,23 @@ class SharedState:
             for name, buffer in zip(module.buffer_names(), module.module.buffers(), strict=True)
         )
 
-    def _plain_tree(self, value: Any, step: int, name: str) -> Any:
+    def _plain_tree(self, value: Any, name: str) -> Any:
         """Apply :meth:`_plain_value` to the values in dicts and lists."""
-        # torch.distributed.checkpoint leaves empty dicts out.
+        # torch.distributed.checkpoint leaves empty dicts out, and makes text of keys.
         if isinstance(value, Mapping) and value:
-            return {k: self._plain_tree(v, step, f"{name}.{k}") for k, v in value.items()}
+            if others := [key for key in value if not isinstance(key, str)]:
+                raise CheckpointingException(
+                    f"{name} has the key {others[0]!r}, which is no text: it cannot be kept on "
+                    f"shared storage. Leave out shared=, or save the state of "
+                    f"{name.partition('.')[0]!r} as a pair of functions"
+                )
+            return {k: self._plain_tree(v, f"{name}.{k}") for k, v in value.items()}
         if isinstance(value, list):
-            return [self._plain_tree(v, step, f"{name}.{n}") for n, v in enumerate(value)]
-        return self._plain_value(value, step, name)
+            return [self._plain_tree(v, f"{name}.{n}") for n, v in enumerate(value)]
+        return self._plain_value(value, name)
 
-    def _plain_value(self, value: Any, step: int, name: str) -> Any:
-        """Replace what torch.distributed.checkpoint would not return as it is by its image.
-
-        Raises:
-            CheckpointingException: It is a part of a global tensor, and has no such image.
-        """
+    def _plain_value(self, value: Any, name: str) -> Any:
+        """Replace what torch.distributed.checkpoint would not return as it is by its image."""
         if isinstance(value, DTensor) and is_odd(value._local_tensor):
             raise CheckpointingException(
                 f"{name} is a DTensor over {type(value._local_tensor).__name__}, which cannot be "
@@ -182,103 +184,92 @@ class SharedState:
                 f"pair of functions"
             )
         if is_odd(value) or isinstance(value, Mapping | list):
-            return IMAGE, self._packed(value, step)
+            return IMAGE, self._packed(value)
         return value
 
-    def _packed(self, state: Any, step: int) -> bytes:
+    def _packed(self, state: Any) -> bytes:
         """Return an object as one value of bytes, which can be loaded without knowing its shape."""
-        identity = ShardIdentity("", Generation(0, 0), step, 0, 1)
-        return bytes(pack(wrapped(state), identity, ImagePlanner(self._allowed)).view)
+        return self._images.pack(wrapped(state))
 
     def _unpacked(self, image: bytes) -> Any:
-        source = MemorySource(memoryview(bytearray(image)))
-        return unwrapped(unpack(source, allowed=self._allowed))
+        return unwrapped(self._images.unpack(image))
 
     # Loading.
 
     def load(self, step: int, load: PartsToLoad) -> None:
         """Fill the parts with the state of a step; all ranks call it.
 
-        Raises:
-            MismatchError: The state is not as it was saved, or values differ between the ranks that
-                saved them, no rule is for them, and another number of ranks is here. The state is
-                as it was.
+        After a MismatchError the state is as it was.
         """
         with self._manager.opened(step) as checkpoint:
             loads: list[tuple[SavedState, PrivateValues]] = []
 
             def compare() -> dict[str, Any]:
-                saved = SavedState(checkpoint, self._unpacked)
+                manager = self._manager
+                saved = SavedState(checkpoint, self._unpacked, manager.rank, manager.world_size)
                 keys = {k for k in saved.kinds if k in load.parts or not load.lets_go(k)}
-                private = PrivateValues(
-                    *(saved, load.parts, keys, load.private, self._ranks),
-                    *(partial(self._packed, step=step), self._unpacked),
-                )
+                private = PrivateValues(saved, load, keys, self._ranks, self._images)
                 loads.append((saved, private))
                 fits = self._compare(saved, load)
-                return {**fits, "private": private.described() if self._is_resized(saved) else []}
+                return {**fits, "private": private.described() if saved.is_resized else []}
 
             def judge(told_by: Sequence[Mapping[str, Any]]) -> Any:
                 found, verdict = Mismatches(), None
                 with found.noted():
                     judge_fits(told_by)
                 saved, private = loads[0]
-                if self._is_resized(saved):
+                if saved.is_resized:
                     about = f"step {step} was saved by {saved.world_size} ranks"
                     with found.noted():
                         verdict = private.judge(about, [told["private"] for told in told_by])
                 found.raise_all()
                 return verdict
 
-            verdict = self._ranks.decide(
-                f"compare the parts with step {step}", compare, judge, read=_as_verdict
-            )
+            what = f"compare the parts with step {step}"
+            verdict = self._ranks.decide(what, compare, judge, read=_as_verdict)
             saved, private = loads[0]
-            keys = load.parts.keys() & saved.kinds.keys()
             if verdict is None:
-                of_rank = saved.of_rank(self._manager.rank)
-                states = of_rank[BUFFERS] | of_rank[PARTS]
+                states = saved.own[BUFFERS] | saved.own[PARTS]
             else:
                 named = self._named | self._others
                 states = private.states(verdict, lambda key: named[key].state_dict())
-            self._fill(saved, keys, states, load)
+            self._fill(saved, states, load)
 
     def _compare(self, saved: SavedState, load: PartsToLoad) -> dict[str, Any]:
         """Find what does not fit, and change nothing; the argument of :func:`judge_fits`."""
         TargetRules(named=load.named).require_named(saved.kinds)
-        wanted = {
-            key: kind_of(without_marker(part))
-            for key, part in load.parts.items()
-            if key in saved.kinds or not load.lets_go(key)
-        }
         given = {key: kind_of(part) for key, part in self._parts.items()}
+        wanted = {k: given[k] for k in load.parts if k in saved.kinds or not load.lets_go(k)}
         there = {k: v for k, v in saved.kinds.items() if k in wanted or not load.lets_go(k)}
-        of_parts: dict[str, list[str]] = {}
-        values = saved.of_rank(self._rank_in(saved))
+        values = saved.own[PARTS]
+        lines_of: dict[str, list[str]] = {}
+        sides: tuple[Names, Names] = {OURS: {ABOUT: {}}}, {OURS: {ABOUT: {}}}
         for key in sorted(wanted.keys() & saved.kinds.keys()):
-            part = self._parts[key]
-            kinds = saved.kinds[key], given[key]
+            part, kinds = self._parts[key], (saved.kinds[key], given[key])
+            below: Sequence[tuple[Names | None, str | None]] = [(None, None)] * 2
             if isinstance(named := self._named.get(key), NamedOptimizer):
-                groups = self._read_groups(saved, key)
-                differ = why_groups_differ(key, groups, named.groups, kinds)
-                of_parts[key] = differ or why_other_class(key, *kinds, (), ())
+                below = [names_of_groups(groups) for groups in (saved.groups(key), named.groups)]
             elif isinstance(named, ModulePart):
-                of_parts[key] = self._why_forms_differ(saved, key, named, load.converts)
-            elif key not in values[PARTS]:
-                if saved.world_size == self._manager.world_size:
-                    of_parts[key] = [f"{key}: given, and this rank had none when it was saved"]
-            elif kinds[0] != kinds[1] or (kinds[0] == VALUES and not load.is_partial):
-                names = [list(state) for state in (values[PARTS][key], part.state_dict())]
-                of_parts[key] = why_other_class(key, *kinds, *names)
+                lines_of[key] = _why_forms_differ(
+                    saved, key, named, load.selection.allow_dtype_change
+                )
+            elif key not in values:
+                if not saved.is_resized:
+                    lines_of[key] = [f"{key}: given, and this rank had none when it was saved"]
+            elif kinds[0] != kinds[1] or kinds[0] == VALUES:
+                states = values[key], part.state_dict()
+                below = [({KEYS: dict.fromkeys(state)}, None) for state in states]
+            for side, kind, (names, order) in zip(sides, kinds, below, strict=True):
+                side[key], side[OURS][ABOUT][key] = names, described_part(kind, order)
+        of_parts = lines_of | why_parts_are_others(*sides, is_partial=load.selection.partial)
         # Where the groups of an optimizer differ, there is nothing to fill its states into.
         sound = {k for k in self._named if k in wanted and k in saved.kinds and not of_parts.get(k)}
         sound |= {k for k in self._modules if k in wanted and k in saved.kinds}
-        state, _, options = self._targets(saved, sound, load, self._rank_in(saved))
+        state, _, options = self._targets(saved, sound, load)
         lines, lacking = saved.compare(state, options)
         for line in lines:
             of_parts.setdefault(str(prefix_in(line.partition(" ")[0], sound)), []).append(line)
-        is_resized = self._is_resized(saved)
-        lost = [] if is_resized else [k for k in values[PARTS] if k in there and k not in given]
+        lost = [] if saved.is_resized else [k for k in values if k in there and k not in given]
         return {
             "given": wanted,
             "saved": there,
@@ -288,73 +279,21 @@ class SharedState:
             "lines": [line for turn in zip_longest(*of_parts.values()) for line in turn if line],
         }
 
-    def _is_resized(self, saved: SavedState) -> bool:
-        return saved.world_size != self._manager.world_size
-
-    def _rank_in(self, saved: SavedState) -> int:
-        """Return the number of the saved rank whose values this rank takes."""
-        return self._manager.rank % saved.world_size
-
-    def _read_groups(self, saved: SavedState, key: str) -> list[dict[str, Any]]:
-        place = _place_in(saved, key, self._rank_in(saved))
-        found = saved.read(place, lambda path: path[0] == "param_groups")
-        groups: list[dict[str, Any]] = found.get("param_groups", [])
-        return groups
-
-    def _why_forms_differ(
-        self, saved: SavedState, key: str, part: ModulePart, allow_dtype_change: bool
-    ) -> list[str]:
-        """Compare what the reader of shared storage does not: odd tensors, and own buffers."""
-        rank = self._rank_in(saved)
-        place = _place_in(saved, key, rank)
-        below = saved.below(place)
-        read = saved.of_rank(rank)[BUFFERS].get(key, {}) | saved.odd(place)
-        own, freedom = part.state_dict(), part.freedom
-        lines = []
-        for name, given in own.items():
-            if name in read:
-                forms = _form(read[name]), _form(given)
-                kinds = _tensor_kind(read[name]), _tensor_kind(given)
-            elif is_odd(given) and isinstance(
-                saved_as := below.get((name,)), TensorStorageMetadata
-            ):
-                forms = f"a tensor of {saved_as.properties.dtype}", _form(given)
-                kinds = (saved_as.properties.dtype, tuple(saved_as.size)), _tensor_kind(given)
-            else:
-                continue
-            if forms[0] == forms[1] or freedom.allows(name, *kinds):
-                continue
-            converts = _is_convertible(read.get(name), given)
-            if not (converts and allow_dtype_change):
-                lines.append(
-                    f"{key}.{name}: saved as {forms[0]}, given as {forms[1]}"
-                    + ", which allow_dtype_change=True converts" * converts
-                )
-        return lines
-
     def _targets(
-        self, saved: SavedState, keys: Collection[str], load: PartsToLoad, rank: int
-    ) -> tuple[dict[str, Any], dict[str, Any], LoadOptions]:
+        self, saved: SavedState, keys: Collection[str], load: PartsToLoad
+    ) -> tuple[dict[str, Any], dict[str, Any], FillOptions]:
         """Make the state that modules and optimizers are filled by.
 
-        Args:
-            saved: The checkpoint.
-            keys: Names of the parts to load.
-            load: What the caller lets go.
-            rank: The saved rank whose values are taken of what each rank has of its own.
-
-        Returns:
-            The state, what it has by the name of a part, and the options of the load.
+        Returns the state, what it has by the name of a part, and the options of the load.
         """
-        buffers = saved.of_rank(self._rank_in(saved))[BUFFERS]
+        buffers = saved.own[BUFFERS]
         state: dict[str, Any] = {}
         targets: dict[str, Any] = {}
         besides: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, part in self._named.items():
             if key not in keys:
                 continue
-            place = _place_in(saved, key, rank)
-            below = saved.below(place)
+            below = saved.below(key)
             if isinstance(part, NamedOptimizer):
                 targets[key] = part.targets(below, saved.placed(key))
             else:
@@ -365,36 +304,23 @@ class SharedState:
                     for name, value in own_buffers.items()
                     if name in own and own[name].shape == value.shape
                 }
-            set_element(state, place, targets[key])
+            set_element(state, saved.place(key), targets[key])
 
         def let_go(name: str) -> bool:
             path = saved.path(name)
             if path[0] == OURS:
-                is_of_rank = path[1] == TENSORS and path[2] == str(rank)
+                is_of_rank = path[1] == TENSORS and path[2] == str(saved.rank)
                 return not is_of_rank or path[3] not in keys
             return path[0] not in keys or path[-1] in buffers.get(str(path[0]), {})
 
-        return state, targets, LoadOptions(load.is_partial, load.converts, let_go, besides)
+        is_partial, converts = load.selection.partial, load.selection.allow_dtype_change
+        return state, targets, FillOptions(is_partial, converts, let_go, besides)
 
-    def _fill(
-        self,
-        saved: SavedState,
-        keys: Collection[str],
-        states: Mapping[str, Any],
-        load: PartsToLoad,
-    ) -> None:
-        """Fill the modules and the optimizers, and give every part what was loaded for it.
-
-        Args:
-            saved: The checkpoint.
-            keys: Names of the parts to load.
-            states: States of this rank's parts that belong to ranks; of modules the buffers.
-            load: What the caller lets go.
-        """
-        filled = keys
-        if self._is_resized(saved):
-            filled = {key for key in keys if not saved.is_of_ranks(key)}
-        state, targets, options = self._targets(saved, filled, load, self._manager.rank)
+    def _fill(self, saved: SavedState, states: Mapping[str, Any], load: PartsToLoad) -> None:
+        """Fill the modules and the optimizers, and give every part what was loaded for it."""
+        keys = load.parts.keys() & saved.kinds.keys()
+        filled = {key for key in keys if not (saved.is_resized and saved.is_of_ranks(key))}
+        state, targets, options = self._targets(saved, filled, load)
         saved.fill(state, options)
         for key, part in self._parts.items():
             if key in targets:
@@ -408,9 +334,29 @@ def _as_verdict(verdict: Any) -> Any:
     return verdict if verdict is None else shaped({"equal": dict, "unequal": [str]})(verdict)
 
 
-def _place_in(saved: SavedState, key: str, rank: int) -> Path:
-    """Return the place in a checkpoint of a module or an optimizer that a rank loads."""
-    return (OURS, TENSORS, str(rank), key) if saved.is_of_ranks(key) else (key,)
+def _why_forms_differ(
+    saved: SavedState, key: str, part: ModulePart, allow_dtype_change: bool
+) -> list[str]:
+    """Compare what the reader of shared storage does not: odd tensors, and own buffers."""
+    read, below = saved.own[BUFFERS].get(key, {}) | saved.odd(key), saved.below(key)
+    freedom, lines = part.freedom, []
+    for name, given in part.state_dict().items():
+        described = below.get((name,))
+        if name in read:
+            was, kind = _form(read[name]), _tensor_kind(read[name])
+        elif is_odd(given) and isinstance(described, TensorStorageMetadata):
+            kind = described.properties.dtype, tuple(described.size)
+            was = f"a tensor of {described.properties.dtype}"
+        else:
+            continue
+        now = _form(given)
+        if was == now or freedom.allows(name, kind, _tensor_kind(given)):
+            continue
+        converts = _is_convertible(read.get(name), given)
+        if not (converts and allow_dtype_change):
+            advice = ", which allow_dtype_change=True converts" * converts
+            lines.append(f"{key}.{name}: saved as {was}, given as {now}{advice}")
+    return lines
 
 
 def _module_targets(
@@ -419,14 +365,7 @@ def _module_targets(
     below: Mapping[Path, Any],
     buffers: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Make a state to load a module into: its own values, or new ones where those are free.
-
-    Args:
-        own: State of the module.
-        freedom: Values of the module that are free.
-        below: Descriptions of the saved values.
-        buffers: Those that have been read already.
-    """
+    """Make a state to load a module into: its own values, or new ones where those are free."""
     targets: dict[str, Any] = {}
     for name in [*own, *(str(path[0]) for path in below if path[0] not in own)]:
         described, given = below.get((name,)), own.get(name)

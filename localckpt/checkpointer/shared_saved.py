@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from localckpt.checkpointer.optimizer_names import Path
 from localckpt.checkpointer.parts import OURS
 from localckpt.errors import MismatchError
-from localckpt.global_tier.load import LoadOptions, OpenCheckpoint
+from localckpt.global_tier.load import FillOptions, OpenCheckpoint
 from localckpt.global_tier.metadata import set_element
 
 __all__ = [
@@ -48,18 +48,18 @@ IMAGE = "localckpt image"
 class SavedState:
     """State of a training loop in a checkpoint that is open.
 
-    Args:
-        checkpoint: The checkpoint.
-        unpack: Returns the value of an image.
-
-    Raises:
-        MismatchError: Another program has saved it.
+    Attributes:
+        world_size: Number of ranks that have saved it.
+        kinds: Kinds of the parts of all ranks, by name.
+        rank: Number of the saved rank whose own values this rank takes.
+        is_resized: Whether another number of ranks has saved it.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, unpack: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, checkpoint: OpenCheckpoint, unpack: Callable[[bytes], Any], rank: int, world_size: int
+    ) -> None:
         self._checkpoint = checkpoint
         self._unpack = unpack
-        self._of_ranks: dict[int, dict[str, Any]] = {}
         self._below: dict[Path, dict[Path, Any]] = {}
         for name, path in checkpoint.paths.items():
             depth = 4 if path[:2] == (OURS, TENSORS) else 1
@@ -69,70 +69,57 @@ class SavedState:
                 f"{checkpoint.found.folder.path} was not saved by a Checkpointer: load it with "
                 f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
             )
-
-    @cached_property
-    def _about(self) -> dict[str, Any]:
-        about = self.read((OURS,), lambda path: path[0] in (WORLD_SIZE, PARTS, PLACED))
-        return {PARTS: {}, PLACED: {}, **about}
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that have saved it."""
-        return int(self._about[WORLD_SIZE])
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """Kinds of the parts of all ranks, by name."""
-        return dict(self._about[PARTS])
+        about = self._read((OURS,), lambda path: path[0] in (WORLD_SIZE, PARTS, PLACED))
+        self.world_size, self.kinds = int(about[WORLD_SIZE]), dict(about.get(PARTS, {}))
+        self._placed = about.get(PLACED, {})
+        self.rank, self.is_resized = rank % self.world_size, world_size != self.world_size
 
     def placed(self, key: str) -> str:
         """Return what :meth:`NamedOptimizer.placed` returned for an optimizer."""
-        return str(self._about[PLACED].get(key, "[]"))
+        return str(self._placed.get(key, "[]"))
 
     def is_of_ranks(self, key: str) -> bool:
         """Return whether each rank has saved a module or an optimizer of its own."""
         return any(path[:2] == (OURS, TENSORS) and path[3] == key for path in self._below)
 
+    def place(self, key: str) -> Path:
+        """Return the place of a module or an optimizer that this rank loads."""
+        return (OURS, TENSORS, str(self.rank), key) if self.is_of_ranks(key) else (key,)
+
+    def below(self, key: str) -> Mapping[Path, Any]:
+        """Return the descriptions of a part's values, by their paths in its state."""
+        return self._below.get(self.place(key), {})
+
+    @cached_property
+    def own(self) -> dict[str, Any]:
+        """Values of the rank whose number is :attr:`rank`: other parts, and buffers by module."""
+        return self._of_rank(self.rank)
+
     def private_of(self, rank: int, keys: Collection[str]) -> dict[str, Any]:
         """Read what belongs to a rank that has saved, and keep nothing of it.
 
-        Args:
-            rank: The rank.
-            keys: Names of the parts that are wanted.
-
-        Returns:
-            By the name of a part its state; of a module of all ranks the buffers.
+        Of a module of all ranks these are the buffers.
         """
-        of_rank = self.read_of_rank(rank)
+        of_rank = self._of_rank(rank)
         found = {key: v for key, v in (of_rank[BUFFERS] | of_rank[PARTS]).items() if key in keys}
         for path in self._below:
             if path[:3] == (OURS, TENSORS, str(rank)) and path[3] in keys:
-                found[str(path[3])] = self.value(self.read(path, lambda _: True))
+                found[str(path[3])] = self.value(self._read(path, lambda _: True))
         return found
 
-    def below(self, place: Path) -> Mapping[Path, Any]:
-        """Return the descriptions of a part's values, by their paths in its state."""
-        return self._below.get(place, {})
+    def groups(self, key: str) -> list[dict[str, Any]]:
+        """Read the parameter groups of an optimizer."""
+        found = self._read(self.place(key), lambda path: path[0] == "param_groups")
+        return list(found.get("param_groups", []))
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return what belongs to a rank that has saved: other parts, and buffers by module."""
-        if rank not in self._of_ranks:
-            self._of_ranks[rank] = self.read_of_rank(rank)
-        return self._of_ranks[rank]
-
-    def read_of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the same, and keep nothing of it."""
-        image = self.read((OURS,), lambda path: path == (OF_RANK, str(rank)))
-        return dict(self._unpack(image[OF_RANK][str(rank)]))
-
-    def odd(self, place: Path) -> dict[str, Any]:
-        """Return the tensors of a module that were saved as images."""
+    def odd(self, key: str) -> dict[str, Any]:
+        """Read the tensors of a module that were saved as images."""
         objects = {
             path
-            for path, described in self.below(place).items()
+            for path, described in self.below(key).items()
             if not isinstance(described, TensorStorageMetadata)
         }
-        found = self.read(place, objects.__contains__) if objects else {}
+        found = self._read(self.place(key), objects.__contains__) if objects else {}
         values = {name: self.value(value) for name, value in found.items()}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -150,27 +137,25 @@ class SavedState:
         """Return the path of a value in the state that was saved."""
         return self._checkpoint.paths[name]
 
-    def compare(self, state: dict[str, Any], options: LoadOptions) -> tuple[list[str], list[str]]:
+    def compare(self, state: dict[str, Any], options: FillOptions) -> tuple[list[str], list[str]]:
         """Compare a state on this rank alone, as :meth:`OpenCheckpoint.compare`, by plain names."""
         lines, lacking = self._checkpoint.compare(state, options)
-        return lines, [".".join(map(str, self._plain(self.path(name)))) for name in lacking]
+        paths = (self.path(name) for name in lacking)
+        plain = (path[3:] if path[:2] == (OURS, TENSORS) else path for path in paths)
+        return lines, [".".join(map(str, path)) for path in plain]
 
-    def _plain(self, path: Path) -> Path:
-        return path[3:] if path[:2] == (OURS, TENSORS) else path
-
-    def fill(self, state: dict[str, Any], options: LoadOptions) -> None:
+    def fill(self, state: dict[str, Any], options: FillOptions) -> None:
         """Fill a state; all ranks call it. Raises as :meth:`OpenCheckpoint.fill`."""
         self._checkpoint.fill(state, options)
 
-    def read(self, place: Path, is_wanted: Callable[[Path], bool]) -> dict[str, Any]:
-        """Read small values on this rank alone.
+    def _of_rank(self, rank: int) -> dict[str, Any]:
+        image = self._read((OURS,), lambda path: path == (OF_RANK, str(rank)))
+        return dict(self._unpack(image[OF_RANK][str(rank)]))
 
-        Args:
-            place: Place of a part.
-            is_wanted: Tells by its path in the part's state whether a value is wanted.
-        """
+    def _read(self, place: Path, is_wanted: Callable[[Path], bool]) -> dict[str, Any]:
+        """Read small values on this rank alone."""
         state: dict[str, Any] = {}
-        for path, described in self.below(place).items():
+        for path, described in self._below.get(place, {}).items():
             if is_wanted(path):
                 value: Any = b""
                 if isinstance(described, TensorStorageMetadata):

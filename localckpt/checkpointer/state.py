@@ -1,9 +1,11 @@
-"""State of a training loop: its parts by name, and rules for values that differ between ranks."""
+"""State of a training loop: its parts by name, their checks, and rules for private values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import torch
 
 from localckpt.checkpointer.epochs import OF_RANK, Epochs
 from localckpt.checkpointer.parts import (
@@ -16,10 +18,10 @@ from localckpt.checkpointer.parts import (
     parts_of,
 )
 from localckpt.options import PrivateRule
+from localckpt.state_dict.replica_digests import find_not_finite
 from localckpt.state_dict.replicated import without_marker
-from localckpt.state_dict.stateful import plain_names
 
-__all__ = ["OnResize", "TrainingState", "of_one_rank"]
+__all__ = ["Check", "OnResize", "TrainingState", "combined_check", "of_one_rank"]
 
 OnResize = Literal["error", "drop"]
 
@@ -27,21 +29,10 @@ OnResize = Literal["error", "drop"]
 class TrainingState:
     """State of one rank's training loop.
 
-    Args:
-        given: Values by name, as for :func:`parts_of`; or a function that returns the values, which
-            is called by :meth:`make`.
-        epochs: The place in the loop over epochs.
-        rng: Whether the states of the random number generators are a part.
-        private: The caller's rules for values that differ between ranks, by key prefix.
-        drop: Whether values that differ are dropped where no other rule is given.
-
     Attributes:
         parts: Parts by name; always the same dict, which is empty before :meth:`make`.
         rules: Rules for the parts by key prefix, for a load by another number of ranks; always the
             same dict.
-
-    Raises:
-        CheckpointingException: A value cannot be a part, or a key is no name.
     """
 
     def __init__(
@@ -63,11 +54,7 @@ class TrainingState:
         self._set({} if callable(given) else parts_of(given, epochs, rng=rng))
 
     def make(self) -> bool:
-        """Make parts of what the given function returns; False if values were given.
-
-        Raises:
-            CheckpointingException: As for the class.
-        """
+        """Make parts of what the given function returns; False if values were given."""
         if self._make is None:
             return False
         self._set(parts_of(self._make(), self._epochs, rng=self._rng))
@@ -100,9 +87,7 @@ class TrainingState:
         for key, part in unmarked.items():
             if isinstance(part, ModulePart):
                 # Such as the statistics of BatchNorm, which each rank has of its own data.
-                names = [name for name, _ in part.module.named_buffers()]
-                plain = plain_names(part.module, names).values()
-                rules |= dict.fromkeys((f"{key}.{name}" for name in plain), of_one_rank)
+                rules |= {f"{key}.{name}": of_one_rank for name in part.buffer_names()}
         for key, rule in self._private.items():
             # A pair of functions has a value, which its part has a key for.
             rules[f"{key}.value" if isinstance(unmarked.get(key), ValuePart) else key] = rule
@@ -112,3 +97,28 @@ class TrainingState:
 def of_one_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
     """Return one saved rank's value of those that all ranks have."""
     return values[rank % len(values)]
+
+
+Check = Callable[[Mapping[str, torch.Tensor]], str | None]
+
+
+def combined_check(parts: Mapping[str, Any], check: Check | None, *, finite: bool) -> Check | None:
+    """Return one check of all that is asked for; ``None`` if nothing is.
+
+    With ``finite`` the parameters of all modules must be finite, but not their buffers: a mask is
+    made of infinite values.
+    """
+    if not finite:
+        return check
+
+    def check_all(tensors: Mapping[str, torch.Tensor]) -> str | None:
+        unmarked = {key: without_marker(part) for key, part in parts.items()}
+        modules = {key: part for key, part in unmarked.items() if isinstance(part, ModulePart)}
+        prefixes = tuple(f"{key}." for key in modules)
+        buffers = {f"{key}.{name}" for key, part in modules.items() for name in part.buffer_names()}
+        found = find_not_finite(
+            {n: t for n, t in tensors.items() if n.startswith(prefixes) and n not in buffers}
+        )
+        return found if found is not None or check is None else check(tensors)
+
+    return check_all

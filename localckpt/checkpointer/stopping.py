@@ -1,4 +1,4 @@
-"""Why a job is to stop before its end: a signal, a file that appears, or what a function tells."""
+"""Stop of a job before its end: why, by a signal, a file or a function; and its last save."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from localckpt.errors import CheckpointingException
-from localckpt.threads import Latch, Task, wait_for_any
+from localckpt.checkpointer.tiers import NodeTier, SharedTier
+from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.events.stream import EventStream
+from localckpt.failure_texts import described
+from localckpt.ranks.deadline import begin as begin_task
+from localckpt.ranks.deadline import end_waits_by
+from localckpt.ranks.patience import Patience
+from localckpt.ranks.ranks import Ranks
+from localckpt.threads import Latch, Task, exit_by
+from localckpt.waiting import wait_until
 
-__all__ = ["StopRequests"]
+__all__ = ["LastSave", "StopRequests"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +38,8 @@ class StopRequests:
     end the process, is not taken, nor is that of a first Ctrl-C among the signals. A closed object,
     and a forked child's copy of one, do what was done before it: so signals end the child.
 
-    Args:
-        signals: Signals that ask the job to stop. Handlers can be set in the main thread only;
-            elsewhere none is set, and a warning says so.
-        file: A file whose existence asks the job to stop; ``None`` for none.
-        ask: Tells why the job is to stop, ``None`` or "" if it is not; called in a thread every few
-            seconds. ``None`` for none.
-        on_signal: Called in the handlers, and when Ctrl-C is about to raise KeyboardInterrupt.
+    Handlers can be set in the main thread only; elsewhere none is set, and a warning says so.
+    ``ask`` is called in a thread every few seconds.
 
     Attributes:
         asked: Set once a signal has asked this rank to stop.
@@ -78,7 +83,7 @@ class StopRequests:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
 
     def why(self) -> str | None:
-        """Return why the job is to stop; ``None`` if it is not."""
+        """Return why the job is to stop, always the first reason; ``None`` if it is not."""
         if self._received is not None or (self._file is None and self._ask is None):
             return self._received
         # A pulse and a wait for storage may ask at once: one of them looks.
@@ -95,12 +100,14 @@ class StopRequests:
         if self._looking is None:
             self._looking = Task(self._look)
             self._looking.start("localckpt-stop", daemon=True)
-        wait_for_any([self._looking.over, self.asked], _ANSWER_S)
+        self.asked.wait(_ANSWER_S, self._looking.over)
         if not self._looking.done():
             logger.warning("stop_file or stop_when gives no answer; a signal still stops this job")
             return self._received
         looking, self._looking = self._looking, None
-        return self._received or looking.take_result()
+        found = looking.take_result()
+        self._received = self._received or found
+        return self._received
 
     def _look(self) -> str | None:
         # Whatever is asked may be out of reach for a while; training is not to end for that.
@@ -139,7 +146,7 @@ class StopRequests:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._is_idle:
-            received, is_first = signal.Signals(number), self._received is None
+            received, is_first = signal.Signals(number), not self.asked.is_set()
             self._received = f"signal {received.name}"
             self.asked.set()
             _leave_workers_to_loaders()
@@ -170,3 +177,141 @@ def _leave_workers_to_loaders() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
+_LOOK_S = 0.005
+# After the time to stop in: for ranks to agree that it is over, and then to close.
+_AGREEING_S, _CLOSING_S = 0.5, 0.5
+
+
+class LastSave:
+    """The save of the step after which a job stops; all ranks make it.
+
+    It goes to the nodes first, and then to shared storage, since the nodes may go with the job.
+    """
+
+    def __init__(
+        self,
+        nodes: NodeTier,
+        shared: SharedTier | None,
+        ranks: Ranks,
+        events: EventStream,
+        grace_s: float,
+    ) -> None:
+        self._nodes = nodes
+        self._shared = shared
+        self._ranks = ranks
+        self._events = events
+        self._grace_s = grace_s
+        self._until = inf
+
+    def run(
+        self,
+        step: int,
+        begin: Callable[[], None],
+        finalize: Callable[[], None],
+        begin_shared: Callable[[], None],
+        *,
+        is_new: bool,
+    ) -> bool:
+        """Save the state of a step, and wait for it as long as there is time.
+
+        Unless ``is_new``, the job has made no step and there is nothing to save. Returns whether
+        the time was over before all was complete; the same on all ranks, unless some are lost.
+        """
+        self.begin()
+        if not is_new:
+            return False
+        nodes, is_late, is_on_shared = self._nodes, False, False
+        patience = self._ranks.patience(f"save step {step}, the last")
+
+        def is_written() -> bool:
+            finalize()
+            return not nodes.is_busy
+
+        try:
+            # Twice: a save before it may have failed, or the first attempt, on all ranks.
+            for _ in range(2):
+                if is_late := not self._can_begin():
+                    break
+                begin()
+                with self._events.timed("wait", step):
+                    waits_for, pause_s = nodes.queue.waits_for, _LOOK_S
+                    patience.until(is_written, self._left_s, waits_for, longest_s=pause_s)
+                is_late = self._is_on_any_rank(nodes.is_busy)
+                if is_late or nodes.newest == step:
+                    break
+            if self._shared is not None and not is_late:
+                with self._events.timed("wait", step):
+                    # An older save is waited for as well.
+                    is_late = self._is_on_any_rank(not self._await_shared(patience))
+                    if not is_late:
+                        begin_shared()
+                        is_late = self._is_on_any_rank(not self._await_shared(patience))
+                        is_on_shared = not is_late and self._shared.manager.has_saved(step)
+        except CheckpointingException as error:
+            # The job ends, whatever becomes of this save.
+            logger.error("the last save has failed: %s", described(error))
+            is_saving = self._shared is not None and self._shared.manager.is_saving
+            is_busy = nodes.is_busy or is_saving
+            is_late = is_busy or isinstance(error, PeerLostError)
+        if nodes.newest != step:
+            logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
+        if self._shared is not None and not is_on_shared:
+            logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
+        return is_late
+
+    def await_in_time(self, are_over: Callable[[], bool]) -> bool:
+        """Wait for saves under way as long as there is time; return whether they are over."""
+        self.begin()
+        if not (ended := wait_until(are_over, self._left_s)):
+            logger.error("saves under way are not over after %g s, and are given up", self._grace_s)
+        return ended
+
+    def end(self, close: Callable[[], None]) -> None:
+        """Close what a stopped job has open, and leave what is not closed in time to its exit."""
+        closing = begin_task(close)
+        try:
+            closing.take_result(max(0.0, self._until + _AGREEING_S + _CLOSING_S - time.monotonic()))
+        except TimeoutError:
+            logger.error("storage does not answer: what is open is closed by the process's exit")
+        finally:
+            end_waits_by(inf)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the time to stop in runs."""
+        return self._until < inf
+
+    def begin(self) -> None:
+        """Begin to count the time to stop in. May be called twice.
+
+        From here on no wait of this process, nor its exit, lasts much longer than that.
+        """
+        if not self.has_begun:
+            self._until = time.monotonic() + self._grace_s
+            end_waits_by(self._until + _AGREEING_S)
+            exit_by(self._until + _AGREEING_S + _CLOSING_S)
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def _can_begin(self) -> bool:
+        """Wait for room; whether there is, and the nodes' storage answers, on all ranks."""
+
+        def wait() -> bool:
+            is_free = wait_until(lambda: self._nodes.has_room, self._left_s)
+            return is_free and self._nodes.answers(self._left_s)
+
+        can: bool = self._ranks.decide("make room for the last save", wait, all)
+        return can
+
+    def _await_shared(self, patience: Patience) -> bool:
+        assert self._shared is not None, "its save is waited for"
+        manager = self._shared.manager
+        return patience.until(lambda: not manager.is_saving, self._left_s, manager.waits_for)
+
+    def _is_on_any_rank(self, is_late: bool) -> bool:
+        """Return whether time is over for some rank, so that all go on in the same way."""
+        return self._ranks.decide("stop in time", lambda: is_late, any)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
-from localckpt.availability.retention import Retention
 from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
@@ -27,17 +25,15 @@ from localckpt.errors import (
     StorageError,
     UnsafeGlobalError,
 )
-from localckpt.events.stream import EventStream
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.managers.restoring import LoadOptions
-from localckpt.options import PrivateRule
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
-from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.names import ABOUT
+from localckpt.state_dict.targets import let_nothing_go
 
 __all__ = [
     "Failures",
@@ -58,10 +54,6 @@ _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalE
 class Failures:
     """Saves of one tier that failed.
 
-    Args:
-        what: Name of the tier, for messages.
-        most: Number of saves that may fail in a row before the error is raised.
-
     Attributes:
         count: Number of all that failed.
         is_to_stop: Tells whether the job is asked to stop.
@@ -75,8 +67,12 @@ class Failures:
         self._in_a_row = 0
         self._last: CheckpointingException | None = None
 
-    def note(self, error: CheckpointingException) -> None:
-        """Count a save that failed; raise the error at once if it was not of that save alone."""
+    def note(self, error: CheckpointingException, *, is_known_to_all: bool = True) -> None:
+        """Count a save that failed; raise the error if training is not to go on.
+
+        That is at once if it was not of that save alone; or where all ranks know of it, if too many
+        have failed.
+        """
         if isinstance(error, _NOT_OF_ONE_SAVE):
             raise error
         is_cut = isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop()
@@ -94,23 +90,17 @@ class Failures:
             "a save to %s failed (%d in a row; training ends at %d): %s",
             *(self._what, self._in_a_row, self._most, worded(error, "step")),
         )
+        if is_known_to_all:
+            self.raise_if_too_many()
 
     def leave_out(self, waited_s: float) -> None:
-        """Count a save that was not begun, since an older one was in the way.
-
-        Args:
-            waited_s: How long that was waited for, in seconds.
-
-        Raises:
-            SaveFailedError: Too many have failed in a row.
-        """
+        """Count a save that was not begun, since an older one was in the way."""
         self.note(
             SaveFailedError(
                 f"the saves before this one have not been written after {waited_s:g} s: is the "
                 f"storage stuck? This save was not started. Older checkpoints are as they were"
             )
         )
-        self.raise_if_too_many()
 
     def raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
@@ -129,13 +119,8 @@ class Failures:
 class NodeTier:
     """Checkpoints on the nodes, saved behind training.
 
-    Args:
-        manager: Manager of the checkpoints, closed with the tier.
-        strategy: Strategy that was made for the manager, closed with the tier; ``None`` for none.
-        timeout_s: Deadline of waits for other ranks, in seconds.
-        failures: Counts failed saves.
-
     Attributes:
+        queue: Queue of the saves.
         begun: Step of the last save that was begun and has not failed; ``None`` for none.
         newest: Step of the newest save that is complete on all ranks; ``None`` for none.
     """
@@ -151,43 +136,24 @@ class NodeTier:
         self._strategy = strategy
         self.begun: int | None = None
         self.newest: int | None = None
-        self._queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self.queue = AsyncCallsQueue(timeout_s=timeout_s)
         self._failures = failures
-
-    @property
-    def source(self) -> str:
-        """Source of this rank's part of what was loaded last."""
-        assert self.manager.last_load is not None, "a load came before"
-        return self.manager.last_load.source
 
     @property
     def is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
-        return self._queue.get_num_unfinalized_calls() > 0
-
-    def waits_for(self) -> str:
-        """Describe what the oldest save waits for on this rank."""
-        return self._queue.waits_for()
-
-    @property
-    def is_over_here(self) -> bool:
-        """True if no save is under way on this rank, whatever others do."""
-        return self._queue.is_over_here
+        return self.queue.get_num_unfinalized_calls() > 0
 
     @property
     def has_room(self) -> bool:
         """True if one more save would not wait for an older one; asks no other rank."""
-        in_flight = self._queue.get_num_unfinalized_calls()
-        return in_flight < self.manager.store.num_buffers or self._queue.coming() is not None
+        in_flight = self.queue.get_num_unfinalized_calls()
+        return in_flight < self.manager.store.num_buffers or self.queue.coming() is not None
 
     def answers(self, timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Return whether this node's storage answers in time.
 
         What a save does there at its beginning holds training up, and cannot be interrupted.
-
-        Args:
-            timeout_s: The longest wait, in seconds.
-            given_up: As for :func:`answered`.
         """
         store = self.manager.store
 
@@ -217,162 +183,95 @@ class NodeTier:
             # Of an older save, which this one has waited for; or no node has room for this one.
             self._note(error)
         else:
-            self._queue.schedule_async_request(request)
+            request.add_finalize_fn(partial(self._note_complete, step))
+            self.queue.schedule_async_request(request)
             self.begun = step
 
     def load(self, load: PartsToLoad, step: int | None) -> int:
         """Fill the state from the newest checkpoint, or from that of a step; all ranks do so.
 
-        Returns:
-            Its step. Raises as the manager's ``load``.
+        Returns its step. Raises as the manager's ``load``.
         """
         about = described(load.everything)[ABOUT]
         into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
-        compare = partial(why_parts_are_others, is_partial=load.is_partial)
-        options = LoadOptions.of(into, converts=load.converts, compare=compare)
-        if not load.is_whole:
-            options = LoadOptions.of(
-                into,
-                converts=load.converts,
-                lets_go=load.lets_go,
-                named=load.named,
-                compare=compare,
-                private=load.private,
-            )
+        options = LoadOptions.of(
+            into,
+            converts=load.selection.allow_dtype_change,
+            lets_go=let_nothing_go if load.selection.is_whole else load.lets_go,
+            named=load.named,
+            compare=partial(why_parts_are_others, is_partial=load.selection.partial),
+            private=load.private,
+        )
         return self.manager.load_as(options, step)[1].iteration
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves that are over on all ranks, or wait for all.
 
-        Args:
-            step: Step of the training loop, in which this is called once; ``None`` in a loop.
-            blocking: Whether to wait.
+        ``step`` is that of the training loop, in which this is called once; ``None`` in a loop.
         """
-        self._queue.pass_step(step)
+        self.queue.pass_step(step)
         try:
-            if self._queue.maybe_finalize_async_calls(blocking=blocking):
+            if self.queue.maybe_finalize_async_calls(blocking=blocking):
                 self._failures.end_row()
-                self.newest = self.newest if self.is_busy else self.begun
         except CheckpointingException as error:
             self._note(error)
 
-    def close(self, *, is_in_step: bool) -> None:
-        """Free everything.
+    def _note_complete(self, step: int) -> None:
+        self.newest = step
 
-        Args:
-            is_in_step: Whether the other ranks close theirs, too; else nobody is waited for.
-        """
+    def close(self, *, is_in_step: bool) -> None:
+        """Free everything. Unless ``is_in_step``, nobody is waited for."""
         with ExitStack() as closing:
             if self._strategy is not None:
                 closing.callback(self._strategy.close)
-            if is_in_step:
-                closing.callback(self.manager.close)
-                closing.callback(self._queue.close)
-            else:
-                left = CheckpointingException("the training loop was left with an error")
-                closing.callback(self.manager.__exit__, type(left), left, None)
-                closing.callback(self._queue.__exit__, type(left), left, None)
+            closing.callback(_close, self.manager, is_in_step=is_in_step)
+            closing.callback(_close, self.queue, is_in_step=is_in_step)
 
     def _note(self, error: CheckpointingException) -> None:
         self.begun = self.newest
         self._failures.note(error)
-        self._failures.raise_if_too_many()
 
 
 class SharedTier:
     """Checkpoints on shared storage, saved behind training.
 
-    Args:
-        root: A directory that all ranks share.
-        session_id: Name of the training run.
-        local: Manager of the nodes' checkpoints: both are one lineage.
-        retention: Rules by which checkpoints are kept.
-        timeout_s: Deadline of waits for other ranks, in seconds.
-        max_attempts: As for :class:`GlobalCheckpointManager`.
-        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        private, ranks: As for :class:`SharedState`.
-        failures: Counts failed saves.
-        events: Stream of events.
-        read_only: Whether to load only.
+    ``state_of`` makes the state there from parts by name.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
-        session_id: str,
-        *,
-        local: NodeManager,
-        retention: Retention,
-        timeout_s: float,
-        max_attempts: int | None,
-        safe_globals: tuple[Any, ...],
-        private: Mapping[str, PrivateRule],
-        ranks: Ranks,
+        manager: GlobalCheckpointManager,
+        state_of: Callable[[Mapping[str, Any]], SharedState],
         failures: Failures,
-        events: EventStream,
-        read_only: bool = False,
     ) -> None:
-        self.manager = GlobalCheckpointManager(
-            root,
-            session_id,
-            retention=retention,
-            timeout=timeout_s,
-            safe_globals=safe_globals,
-            local=local,
-            read_only=read_only,
-            events=events,
-            max_attempts=max_attempts,
-        )
-        self._make_state = partial(
-            SharedState,
-            manager=self.manager,
-            ranks=ranks,
-            safe_globals=safe_globals,
-            private=private,
-        )
-        self._given: SharedState | None = None
+        self.manager = manager
+        self._state_of = state_of
+        self._state: SharedState | None = None
         self._failures = failures
         self._is_checked = True
 
     def use(self, parts: Mapping[str, Any]) -> None:
-        """Save and load these parts of the state, by name.
-
-        Raises:
-            CheckpointingException: The parameters of an optimizer are in none of the modules.
-        """
-        self._given = self._make_state(parts)
-
-    @property
-    def _state(self) -> SharedState:
-        assert self._given is not None, "use() came before"
-        return self._given
+        """Save these parts of the state, by name."""
+        self._state = self._state_of(parts)
 
     def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Begin a save, after the one before; all ranks do so in the same step."""
+        assert self._state is not None, "use() came before"
         self.finish()
         try:
             self._state.save(step, metrics)
         except StorageError as error:
             # The same on all ranks, of which none has begun.
             self._failures.note(error)
-            self._failures.raise_if_too_many()
         else:
             self._is_checked = False
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; all ranks do so.
 
-        Args:
-            load: Parts to load.
-            steps: Steps of the checkpoints to try, in their order.
-
-        Returns:
-            Its step.
-
-        Raises:
-            CorruptShardError: All are damaged; of the last.
+        Returns its step; raises the error of the last one if all are damaged.
         """
-        state = self._state if load.is_whole else self._make_state(load.everything)
+        state = self._state_of(load.everything)
         *others, last = steps
         for step in others:
             try:
@@ -385,19 +284,6 @@ class SharedTier:
         state.load(last, load)
         return last
 
-    @property
-    def is_busy(self) -> bool:
-        """True if a save is under way on this rank."""
-        return self.manager.is_saving
-
-    def waits_for(self) -> str:
-        """Return in words whom or what the last save waits for on this rank."""
-        return self.manager.waits_for()
-
-    def has_saved(self, step: int) -> bool:
-        """Return whether the last save is of this step and complete; asks no other rank."""
-        return self.manager.has_saved(step)
-
     def look(self) -> None:
         """Warn of a save that has failed; waits for nothing, and asks no other rank."""
         if not self._is_checked:
@@ -405,29 +291,31 @@ class SharedTier:
                 self.manager.check_for_errors()
             except CheckpointingException as error:
                 self._is_checked = True
-                self._failures.note(error)
+                self._failures.note(error, is_known_to_all=False)
 
     def finish(self) -> None:
         """Wait for the last save; all ranks do so. Raises if too many have failed in a row."""
+        is_checked, self._is_checked = self._is_checked, True
         try:
             self.manager.wait_until_finished()
         except CheckpointingException as error:
-            self._is_checked = True
             self._failures.note(error)
         else:
-            if not self._is_checked:
+            if not is_checked:
                 self._failures.end_row()
-        self._is_checked = True
-        # Here, where all ranks have heard of it, and not in look(), where some may not have.
+        # What look() has noted, too, of which all ranks have heard by now.
         self._failures.raise_if_too_many()
 
     def close(self, *, is_in_step: bool) -> None:
         """Free everything, as :meth:`NodeTier.close` does."""
-        if is_in_step:
-            self.manager.close()
-        else:
-            left = CheckpointingException("the training loop was left with an error")
-            self.manager.__exit__(type(left), left, None)
+        _close(self.manager, is_in_step=is_in_step)
+
+
+def _close(
+    closes: NodeManager | GlobalCheckpointManager | AsyncCallsQueue, *, is_in_step: bool
+) -> None:
+    left = CheckpointingException("the training loop was left with an error")
+    closes.__exit__(*((None, None, None) if is_in_step else (type(left), left, None)))
 
 
 def with_redundancy(
@@ -439,19 +327,8 @@ def with_redundancy(
 ) -> tuple[NodeManager, ReplicationStrategy | None]:
     """Make a manager with the redundancy that was asked for, or else what the nodes allow.
 
-    Args:
-        make_manager: Makes a manager that uses a strategy.
-        repl_strategy: The caller's strategy; ``None`` to make one.
-        replication_factor: Number of nodes that each shard is to be on; ``None`` for 2 where there
-            are as many nodes.
-        timeout_s: Deadline of the waits of a strategy that is made, in seconds.
-        is_alone: Whether the job has one rank.
-
-    Returns:
-        The manager, and the strategy that was made for it.
-
-    Raises:
-        SameMachineReplicationException: There are not as many nodes as asked for.
+    Without ``replication_factor`` it is 2 where there are as many nodes. Returns the manager, and
+    the strategy that was made for it.
     """
     if repl_strategy is not None:
         return make_manager(repl_strategy), None

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from localckpt.errors import CheckpointingException
+from localckpt.interrupted import was_interrupted
 
 __all__ = ["fit", "in_own_words", "worded"]
 
@@ -28,11 +29,7 @@ _SAVING = ("step", "save", "wait_until_finished")
 
 
 def fit(*, is_partial: bool = False, converts: bool = False) -> str:
-    """Advice on the topic ``fit``, on a state that is not as it was saved.
-
-    Args:
-        is_partial, converts: Whether ``partial`` and ``allow_dtype_change`` are given already.
-    """
+    """Advice on the topic ``fit``, on a state that is not as it was saved."""
     ways = [
         "go on without some (skip=[...] or only=[...])",
         "find one under its older name (rename={'old': 'new'})",
@@ -51,13 +48,7 @@ def fit(*, is_partial: bool = False, converts: bool = False) -> str:
 def worded(
     error: CheckpointingException, call: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> CheckpointingException:
-    """Return an error with the advice of the front door.
-
-    Args:
-        error: The error.
-        call: Name of the method that was called, or is to be.
-        options: Keyword arguments that it was given.
-    """
+    """Return an error with the advice of the front door."""
     if error.topic == "slow":
         error.advice = _SLOW.replace("{call}", call)
     elif error.topic == "resize":
@@ -76,12 +67,22 @@ def in_own_words(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        checkpointer: Any = args[0]
+        interrupted = getattr(checkpointer, "_interrupted", "")
+        if interrupted and call != "close":
+            raise was_interrupted("Checkpointer", interrupted)
         try:
             return method(*args, **kwargs)
         except CheckpointingException as error:
             worded(error, call, kwargs)
             if call in _SAVING:
-                setattr(args[0], "_has_failed", True)  # noqa: B010 - of any class
+                checkpointer._has_failed = True
+            raise
+        except Exception:
+            raise
+        except BaseException:
+            # Nobody knows how far the call was, and other ranks may wait for it.
+            checkpointer._interrupted = call
             raise
 
     return called

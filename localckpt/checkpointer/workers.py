@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import mmap
-import multiprocessing
+import logging
+import multiprocessing.util
 import os
 import signal
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
+from contextlib import suppress
+from pathlib import Path
 
 __all__ = ["worker_init_fn"]
 
+logger = logging.getLogger(__name__)
+
 _LOOK_S = 0.5
-# Where workers that are not forked find the flag of the process that has started them.
-_VARIABLE = "LOCALCKPT_TRAINER_ENDS"
-_INHERITED = os.environ.get(_VARIABLE, "")
-
-
-def _make_flag() -> mmap.mmap:
-    """Make a flag of this process, which the workers that it starts see."""
-    file = os.memfd_create("localckpt-ends", os.MFD_CLOEXEC)
-    os.ftruncate(file, mmap.PAGESIZE)
-    os.environ[_VARIABLE] = f"/proc/{os.getpid()}/fd/{file}"
-    return mmap.mmap(file, mmap.PAGESIZE)
-
-
-# Not 0 once this process exits; forked workers have that of their trainer.
-_ends = _make_flag()
+# Name of the process of a worker, by which its trainer knows that signals do not end it.
+_NAME = "localckpt-data"
 
 
 def worker_init_fn(
@@ -47,30 +37,18 @@ def worker_init_fn(
         signals: The ``stop_signals`` of the :class:`Checkpointer`; for others than by default give
             the loader ``functools.partial(localckpt.worker_init_fn, signals=...)``.
     """
-    trainer_ends = _flag_of_trainer()
-
-    def leave_to_trainer(number: int, frame: FrameType | None) -> None:
-        # A trainer that exits ends workers that do not end by themselves, and waits for them.
-        if trainer_ends[0]:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    for number in signals:
-        signal.signal(number, leave_to_trainer)
-    ending = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
-    ending.start()
-
-
-def _flag_of_trainer() -> mmap.mmap:
-    """Return the flag of the process that has started this one, by fork or otherwise."""
-    trainer = multiprocessing.parent_process()
-    if trainer is None or not _INHERITED.startswith(f"/proc/{trainer.pid}/"):
-        return _ends
-    file = os.open(_INHERITED, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(file, mmap.PAGESIZE)
-    finally:
-        os.close(file)
+        Path("/proc/self/comm").write_text(_NAME)
+    except OSError as error:
+        # At its exit the trainer would wait for a worker that no signal ends.
+        logger.warning(
+            "a signal ends this worker of a data loader, since it has no name: %s", error
+        )
+    else:
+        for number in signals:
+            # A program that is started has no handlers, and would ignore what is ignored here.
+            signal.signal(number, lambda *_: None)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(trainer: int) -> None:
@@ -79,10 +57,14 @@ def _end_with(trainer: int) -> None:
     os._exit(1)
 
 
-def _note_exit(process: int) -> None:
+def _end_workers(trainer: int) -> None:
+    """End the workers of a trainer that exits, which sends them SIGTERM and waits for them."""
     # Also a fork runs this that ends by itself.
-    if os.getpid() == process:
-        _ends[0] = 1
+    for process in multiprocessing.active_children() if os.getpid() == trainer else ():
+        with suppress(OSError):
+            if Path(f"/proc/{process.pid}/comm").read_text().strip() == _NAME:
+                process.kill()
 
 
-atexit.register(_note_exit, os.getpid())
+# It runs before the exit function of multiprocessing, which was registered by the import above.
+atexit.register(_end_workers, os.getpid())

@@ -29,14 +29,15 @@ from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.lineage import EpochId
 from localckpt.own_folders import open_below
 from localckpt.storage.catalog import (
-    Leftover,
+    Removable,
     SessionFolder,
     ShardFile,
     UncountedFile,
     find_sessions,
     find_staging,
+    put_back,
+    why_quarantined,
 )
-from localckpt.storage.problem import put_back, why_quarantined
 from localckpt.storage.rank_folder import lock_store
 
 __all__ = ["clean"]
@@ -137,9 +138,9 @@ def clean(
 class _Judged(NamedTuple):
     """Files in quarantine, by what they are found to be now."""
 
-    good: list[Leftover]
+    good: list[Removable]
     """Not damaged, and there is no other copy of it in its session."""
-    bad: list[Leftover]
+    bad: list[Removable]
     """Damaged, or there is a good copy."""
     left: list[UncountedFile]
     """Nobody can say, or the job has given it up."""
@@ -147,14 +148,14 @@ class _Judged(NamedTuple):
     """Checkpoints that the job has given up, or may yet, and is to try again."""
 
 
-def _removable(root: Path) -> list[Leftover]:
+def _removable(root: Path) -> list[Removable]:
     found = [file for session in find_sessions(root) for file in session.leftovers()]
     return [
         file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
     ]
 
 
-def _of_epochs(root: Path, names: Sequence[str]) -> list[Leftover]:
+def _of_epochs(root: Path, names: Sequence[str]) -> list[Removable]:
     found = []
     for name in dict.fromkeys(names):
         epoch = EpochId.parse(name)
@@ -181,10 +182,11 @@ def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judge
         # Reading all of a store takes its time.
         shards = session.shards()[0] if quarantined else []
         kept: set[ShardIdentity] = set()
-        trust = session.noted_trust()
-        marks = trust.marked("quarantined")
+        trusts = session.noted_trusts()
+        marks = trusts.marked("quarantined")
         if put_back_given_up:
-            judged.trusted.extend((session, c) for c in {*trust.resumes, *marks})
+            counted_on = (c for c, trust in trusts.items() if trust.failed_starts)
+            judged.trusted.extend((session, c) for c in {*counted_on, *marks})
         for file in quarantined:
             found = session.verify_again(file.path)
             if isinstance(found, ShardFile):
@@ -210,7 +212,7 @@ def _is_good(session: SessionFolder, shard: ShardFile) -> bool:
     return isinstance(session.verify(shard, lambda _: None), ShardFile)
 
 
-def _remove(file: Leftover) -> bool:
+def _remove(file: Removable) -> bool:
     try:
         # Without following a link that is put in the place of a folder meanwhile.
         rank = file.path.parent

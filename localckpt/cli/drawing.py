@@ -25,12 +25,7 @@ PlotOption = Annotated[
 def picture(path: Path) -> Iterator[Any]:
     """Give a figure of matplotlib, and write what is drawn in it into a PNG.
 
-    Args:
-        path: The file, which is overwritten.
-
-    Raises:
-        CheckpointingException: matplotlib is not installed, or the file is to be no PNG.
-        StorageError: The file cannot be written.
+    Raises CheckpointingException without matplotlib, or for another kind of file, and StorageError.
     """
     if path.suffix.lower() != ".png":
         raise CheckpointingException(f"{path}: the picture is a PNG, give it a name in .png")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from localckpt.availability.explain import explain as explain_inventory
 from localckpt.availability.explanation import Explanation
+from localckpt.availability.explanation import explain as explain_inventory
 from localckpt.availability.inventory import Inventory
 from localckpt.cli.listing import SharedListing, look
 from localckpt.cli.output import (
@@ -31,9 +31,8 @@ from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
 from localckpt.lineage import Lineage
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
-from localckpt.storage.problem import why_quarantined
 from localckpt.storage.store import Stored
-from localckpt.trust import Trust
+from localckpt.trust import Trusts
 
 __all__ = ["explain"]
 
@@ -148,14 +147,14 @@ class _Found:
     shards: tuple[ShardFile, ...] = ()
     bad: tuple[Stored, ...] = ()
     noted: tuple[Lineage, ...] = ()
-    trust: Trust = Trust()  # noqa: RUF009 - a frozen value
+    trusts: Trusts = field(default_factory=Trusts)
 
     def and_also(self, other: _Found) -> _Found:
         return _Found(
             self.shards + other.shards,
             self.bad + other.bad,
             self.noted + other.noted,
-            Trust.of([*self.trust.notes, *other.trust.notes]),
+            Trusts.of([self.trusts, other.trusts]),
         )
 
 
@@ -212,8 +211,10 @@ def _read(session: SessionFolder) -> _Found:
         )
         for file in uncounted
     ]
-    bad += [Stored(path.name, problem=why_quarantined(path)) for path in session.corrupt_files()]
-    return _Found(tuple(shards), tuple(bad), tuple(session.noted_lineages()), session.noted_trust())
+    bad += [Stored(path.name, problem=problem) for path, problem in session.quarantined().items()]
+    return _Found(
+        tuple(shards), tuple(bad), tuple(session.noted_lineages()), session.noted_trusts()
+    )
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -237,13 +238,13 @@ def _explain(
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
-    trust = Trust.of([note for of_node in found.values() for note in of_node.trust.notes])
+    trusts = Trusts.of(of_node.trusts for of_node in found.values())
     lineages = [lineage for of_node in found.values() for lineage in of_node.noted]
     explanation = explain_inventory(
-        Inventory.found(records, lineages, SCHEMES, trust),
+        Inventory.found(records, lineages, SCHEMES, trusts),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
-        max_attempts=trust.most,
+        max_attempts=trusts.most_starts,
         # Whether the job's manager was made with elastic=True is not in its store.
         is_elastic=True,
     )

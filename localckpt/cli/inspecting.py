@@ -26,10 +26,9 @@ from localckpt.cli.output import (
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
-from localckpt.state_dict.boxes import Box, RankSet, parse_boxes
-from localckpt.state_dict.header import DIGESTS, FORMATS, METADATA, SKELETON, kind_of
-from localckpt.state_dict.identify import read_verified_record
-from localckpt.state_dict.regions import narrowed_rows
+from localckpt.state_dict.boxes import Box, RankSet, narrowed_rows, parse_boxes
+from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON, Skeleton, kind_of
+from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
 
@@ -75,7 +74,7 @@ def inspect(
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _NamedBytes:
     """A named run of bytes, as the header and the tensor table describe it."""
 
     name: str
@@ -101,9 +100,9 @@ class _Seen:
     data_start: int | None
     record: ShardRecord | None = None
     metadata: dict[str, Any] | None = None
-    tensors: list[_Tensor] = field(default_factory=list)
-    skeleton: _Tensor | None = None
-    digests: _Tensor | None = None
+    tensors: list[_NamedBytes] = field(default_factory=list)
+    skeleton: _NamedBytes | None = None
+    digests: _NamedBytes | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +115,7 @@ class _Seen:
     def tensors_nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def offset(self, tensor: _Tensor) -> int | None:
+    def offset(self, tensor: _NamedBytes) -> int | None:
         """From the start of the file; ``None`` if the length of the header is not known."""
         return None if self.data_start is None else self.data_start + tensor.offset
 
@@ -164,7 +163,7 @@ def _box_to_json(box: Box) -> dict[str, Any]:
         "key": box.key,
         "shape": list(box.shape),
         "runs": [[list(run) for run in runs] for runs in box.runs],
-        "ranks": None if box.ranks is None else [[n, *steps] for n, steps in box.ranks.lattices],
+        "ranks": None if box.ranks is None else [list(run) for run in box.ranks.runs],
     }
 
 
@@ -226,7 +225,7 @@ def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:
             label, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
                 raise ValueError("no figures")
-            tensor = _Tensor(name, str(label), tuple(shape), begin, end - begin)
+            tensor = _NamedBytes(name, str(label), tuple(shape), begin, end - begin)
         except (KeyError, TypeError, ValueError):
             seen.problems.append(f"its entry for tensor {name!r} cannot be read")
             continue
@@ -268,8 +267,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
     framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    of_format = FORMATS[str((seen.metadata or {}).get("format"))]
-    table, boxes_text, parts_text, _ = of_format.split_skeleton(framed)
+    table, boxes_text, parts_text, _ = Skeleton.split(framed)
     rows = json_module.loads(table)
     parts = {slot: (start, count) for slot, _, start, count, _ in json_module.loads(parts_text)[1]}
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -304,7 +302,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
         )
 
 
-def _say_boxes(tensor: _Tensor) -> tuple[str, str]:
+def _say_boxes(tensor: _NamedBytes) -> tuple[str, str]:
     """Texts of the parts of global tensors, each with its key unless that is the tensor's name."""
     places = [
         box.place if box.key == tensor.name else f"{box.key} {box.place}" for box in tensor.boxes
@@ -317,7 +315,7 @@ def _say_ranks(ranks: RankSet | None) -> str:
     if ranks is None:
         return ""
     if len(ranks) > _SHOWN_RANKS:
-        return f"{len(ranks)} of {ranks.lattices[0][0]}-{ranks.last}"
+        return f"{len(ranks)} of {ranks.runs[0][0]}-{ranks.last}"
     return ranges(ranks)
 
 

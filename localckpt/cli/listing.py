@@ -36,14 +36,14 @@ from localckpt.global_tier.folders import CommitRecord, Folder
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (
-    Leftover,
+    Removable,
     SessionFolder,
     ShardFile,
     UncountedFile,
     find_sessions,
     node_token,
 )
-from localckpt.trust import Trust, choose, resumed_in_vain
+from localckpt.trust import Trusts, choose, resumed_in_vain
 
 __all__ = ["SharedListing", "look", "ls"]
 
@@ -119,7 +119,7 @@ class _Listing:
     session_id: str
     rows: tuple[_Row, ...]
     uncounted: tuple[UncountedFile, ...]
-    leftovers: tuple[Leftover, ...]
+    leftovers: tuple[Removable, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -141,7 +141,7 @@ class _Listing:
         }
 
 
-def _describe(leftovers: Iterable[Leftover]) -> list[str]:
+def _describe(leftovers: Iterable[Removable]) -> list[str]:
     """A line for each kind of which there are any."""
     meanings = {
         "dirty_live": "being written",
@@ -189,9 +189,9 @@ def _rows(shards: Sequence[ShardFile]) -> tuple[_Row, ...]:
     )
 
 
-def _by_kind(leftovers: Iterable[Leftover]) -> dict[str, list[Leftover]]:
+def _by_kind(leftovers: Iterable[Removable]) -> dict[str, list[Removable]]:
     kinds = ("dirty_live", "dirty_dead", "recycled_live", "recycled_dead", "corrupt")
-    found: dict[str, list[Leftover]] = {kind: [] for kind in kinds}
+    found: dict[str, list[Removable]] = {kind: [] for kind in kinds}
     for file in leftovers:
         # A file in quarantine belongs to nobody any more.
         owner = "" if file.kind == "corrupt" else "_live" if file.is_live else "_dead"
@@ -237,14 +237,14 @@ class SharedListing:
     leftovers: int
     kept: Mapping[Version, tuple[Reason, ...]]
     """Why each checkpoint stays; those that are not in it go at the job's next save."""
-    trust: Trust
+    trusts: Trusts
     """Notes on starts of the job in vain."""
 
     @property
     def loads(self) -> SharedCheckpoint | None:
         """The checkpoint that a restart loads from it, as far as records and notes tell."""
         whole = {known.folder.as_checkpoint: known for known in self.checkpoints if known.is_whole}
-        usable = choose([*whole], self.trust, self.trust.most).usable
+        usable = choose([*whole], self.trusts, self.trusts.most_starts).usable
         return whole[usable[0]] if usable else None
 
     def to_json(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class SharedListing:
         else:
             say("no checkpoint")
         for known in self.checkpoints:
-            if count := self.trust.count(known.folder.as_checkpoint):
+            if count := self.trusts[known.folder.as_checkpoint].failed_starts:
                 say(f"of iteration {known.folder.iteration}: {resumed_in_vain(count)}")
             if known.problem is not None:
                 say(f"not counted: {known.folder.path}: {known.problem}", red=True)
@@ -335,13 +335,9 @@ class SharedListing:
 
 
 def look(session: SharedSession) -> SharedListing:
-    """List one session.
-
-    Raises:
-        StorageError: It cannot be read.
-    """
+    """List one session; raises StorageError."""
     checkpoints = tuple(session.checkpoints())
     return SharedListing(
         *(session, checkpoints, len(session.leftovers()), why_kept(checkpoints)),
-        session.noted_trust(),
+        session.noted_trusts(),
     )

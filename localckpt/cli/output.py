@@ -58,11 +58,7 @@ StoreArgument = Annotated[
 
 
 def stores_argument(what: str) -> Any:
-    """Argument of a command that takes the stores of several nodes.
-
-    Args:
-        what: What each directory may be, for the command's help.
-    """
+    """Argument of a command that takes the stores of several nodes."""
     return typer.Argument(
         metavar="DIR",
         readable=False,
@@ -96,14 +92,9 @@ def table_lines(
     right: Sequence[str],
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table.
+    """Lay out a table, with the columns of figures to the ``right``.
 
-    Args:
-        names: What stands above the columns.
-        rows: Their text.
-        right: Names of the columns that hold figures.
-        width: Width from which on the columns that are left stand on a line of their own, below;
-            ``None`` for a table of any width.
+    The columns beyond ``width`` stand on a line of their own, below.
     """
     table = [names, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -180,11 +171,7 @@ def duration(seconds: float) -> str:
 
 
 def store_or_default(given: Path | None) -> Path:
-    """The store that a command is about.
-
-    Raises:
-        StorageError: None was given, and there is no usual one; or a URL was.
-    """
+    """Return the store that a command is about; raises StorageError."""
     if given is not None:
         return local_path(given)
     usual = default_root()

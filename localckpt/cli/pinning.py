@@ -12,8 +12,8 @@ from localckpt.cli.output import JsonOption, counted, one_line_errors, say, say_
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
 from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.removal import pin as pin_folder
-from localckpt.global_tier.removal import unpin as unpin_folder
+from localckpt.global_tier.folders import pin as pin_folder
+from localckpt.global_tier.folders import unpin as unpin_folder
 from localckpt.storage.names import local_path
 
 __all__ = ["pin", "unpin"]
@@ -64,11 +64,7 @@ def unpin(
 
 
 def _find(directory: Path, step: int, session: str | None) -> list[SharedCheckpoint]:
-    """Checkpoints of one iteration in one session, the newest first.
-
-    Raises:
-        StorageError: There is none, or it is not clear in which session.
-    """
+    """Checkpoints of one iteration in one session, the newest first; raises StorageError."""
     root = local_path(directory)
     sessions = find_shared_sessions(root)
     if not sessions:

@@ -33,15 +33,7 @@ def read_records(directories: Sequence[Path] | None, session: str | None) -> lis
 
 
 class Records:
-    """Records of ranks, which may still grow.
-
-    Args:
-        directories: Stores, or directories or files of records; none for the usual store.
-        session: The events of this session only.
-
-    Raises:
-        StorageError: There is no usual store, or a URL was given.
-    """
+    """Records of ranks, which may still grow; of one session only, if that is given."""
 
     def __init__(self, directories: Sequence[Path] | None, session: str | None) -> None:
         usual = [] if directories else [store_or_default(None)]
@@ -52,11 +44,7 @@ class Records:
         self._events: list[Event] = []
 
     def read(self) -> list[Event]:
-        """Read all events that are there by now.
-
-        Raises:
-            CheckpointingException: Something cannot be read, or there is no event.
-        """
+        """Read all events that are there by now; raises CheckpointingException for none."""
         self._events += self._reader.read()
         if not self._events:
             raise StorageError(

@@ -8,6 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from localckpt.cli.account import (
+    PARTS,
+    Account,
+    Kind,
+    Restart,
+    SaveCounts,
+    account,
+    cells,
+    place,
+)
 from localckpt.cli.drawing import PlotOption, picture
 from localckpt.cli.output import (
     JsonOption,
@@ -21,12 +31,10 @@ from localckpt.cli.output import (
     warn,
 )
 from localckpt.cli.records import RecordsArgument, SessionOption, read_records
+from localckpt.cli.starts import Start, starts_of
 from localckpt.errors import StorageError
 from localckpt.events.event import Event
 from localckpt.failure_texts import ranks_named
-from localckpt.report.account import PARTS, Account, Kind, Restart, Saves, account
-from localckpt.report.starts import Start, starts_of
-from localckpt.report.timeline import cells, place
 
 __all__ = ["report"]
 
@@ -86,11 +94,7 @@ def report(
 
 
 def _accounts(events: Sequence[Event]) -> dict[str, Account]:
-    """Accounts of all sessions.
-
-    Raises:
-        StorageError: There is none.
-    """
+    """Accounts of all sessions; raises StorageError if there are none."""
     accounts = {name: account(starts) for name, starts in starts_of(events).items()}
     alone = {event.run for event in events}
     alone -= {event.run for event in events if event.name == "run_began"}
@@ -179,7 +183,7 @@ def _resumed(restart: Restart) -> str:
     return f"{step} ({', '.join(sorted(restart.sources)) or 'unknown'})"
 
 
-def _saves(on_nodes: Saves, on_shared: Saves) -> str:
+def _saves(on_nodes: SaveCounts, on_shared: SaveCounts) -> str:
     parts = [str(on_nodes.ok)]
     if on_shared.ok:
         parts.append(f"{on_shared.ok} shared")

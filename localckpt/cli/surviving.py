@@ -20,8 +20,8 @@ from localckpt.cli.output import (
     say_table,
     size,
 )
+from localckpt.cli.survival import Scheme, Survival, survivability, usual_schemes
 from localckpt.errors import CheckpointingException
-from localckpt.replication.survival import Scheme, Survival, survivability, usual_schemes
 
 __all__ = ["draw", "survive"]
 
@@ -181,16 +181,7 @@ def _verdict(survivals: Sequence[Survival]) -> str:
 
 
 def draw(survivals: Sequence[Survival], path: Path) -> None:
-    """Write a PNG: how likely data is lost with how many nodes, and what each scheme costs.
-
-    Args:
-        survivals: Schemes for one job.
-        path: The file, which is overwritten.
-
-    Raises:
-        CheckpointingException: matplotlib is not installed, or the file is to be no PNG.
-        StorageError: The file cannot be written.
-    """
+    """Write a PNG: how likely data is lost with how many nodes, and what each scheme costs."""
     with picture(path) as figure:
         chances, costs = figure.subplots(1, 2)
         _draw_chances(chances, survivals)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from localckpt.cli.account import account
 from localckpt.cli.output import (
     JsonOption,
     counted,
@@ -19,9 +21,14 @@ from localckpt.cli.output import (
     writing,
 )
 from localckpt.cli.records import RecordsArgument, SessionOption, read_records
-from localckpt.report.trace import trace_of
+from localckpt.cli.starts import starts_of
+from localckpt.events.event import Event
+from localckpt.exporters.chrome import trace_entries, track_entries
 
 __all__ = ["trace"]
+
+# Number of the process that stands for the job; no rank has it.
+_JOB = 1_000_000_000
 
 
 def trace(
@@ -40,7 +47,7 @@ def trace(
     """
     with one_line_errors():
         events = read_records(directories, session)
-        text = json.dumps(trace_of(events))
+        text = json.dumps(_trace_of(events))
         with writing("trace", out):
             # The user's alone, as the record is.
             file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -50,3 +57,51 @@ def trace(
         say_json({"path": str(out), "events": len(events), "nbytes": len(text)})
         return
     say(f"{out}: {counted(len(events), 'event')}, {size(len(text))}")
+
+
+def _trace_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Draw events in the trace event format, which Perfetto and Chrome read.
+
+    Above the tracks of the ranks is one for each session: what the time of the job was.
+    """
+    ranks = {event.rank: event for event in events}
+    entries = [entry for _, event in sorted(ranks.items()) for entry in track_entries(event)]
+    entries += [entry for event in events for entry in trace_entries(event)]
+    return {"traceEvents": [*_job_entries(events), *entries], "displayTimeUnit": "ms"}
+
+
+def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:
+    job = {"pid": _JOB}
+    entries: list[dict[str, Any]] = [
+        {**job, "ph": "M", "name": "process_name", "args": {"name": "job"}},
+        {**job, "ph": "M", "name": "process_sort_index", "args": {"sort_index": -1}},
+    ]
+    for track, (session, starts) in enumerate(starts_of(events).items(), 1):
+        on_track = {**job, "tid": track}
+        name = f"session {session!r}"
+        entries.append({**on_track, "ph": "M", "name": "thread_name", "args": {"name": name}})
+        accounted = account(starts)
+        entries += [
+            {
+                **on_track,
+                "ph": "X",
+                "cat": "job",
+                "name": stretch.kind,
+                "ts": 1e6 * stretch.began,
+                "dur": 1e6 * stretch.seconds,
+            }
+            for stretch in accounted.stretches
+        ]
+        entries += [
+            {
+                **on_track,
+                "ph": "i",
+                "s": "p",
+                "cat": "job",
+                "name": f"{restart.start.ending} after step {restart.start.last_step}",
+                "ts": 1e6 * restart.start.ended,
+            }
+            for restart in accounted.restarts
+            if restart.start.ending in ("killed", "failed")
+        ]
+    return entries

@@ -61,7 +61,7 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     raise typer.Exit(outcome.exit_status)
 
 
-class _Outcome:
+class _Verified:
     """Counts of what was verified so far, and the files that are not good."""
 
     def __init__(self, root: Path) -> None:
@@ -114,20 +114,18 @@ def _to_json(files: Sequence[UncountedFile]) -> list[dict[str, str]]:
 
 
 class _Check(NamedTuple):
-    """A file to be verified.
+    """File to verify, and the number of bytes that are read for it.
 
-    Attributes:
-        nbytes: Bytes that are read for it.
-        verify: Reads the file. It returns the bytes of a good file, the fault of a bad one, and
-            ``None`` if a job has removed the file meanwhile.
+    ``verify`` returns the bytes of a good file, the fault of a bad one, and ``None`` if a job has
+    removed the file meanwhile.
     """
 
     nbytes: int
     verify: Callable[[Callable[[int], None]], int | UncountedFile | None]
 
 
-def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
-    outcome = _Outcome(root)
+def _verify_all(root: Path, *, quiet: bool) -> _Verified:
+    outcome = _Verified(root)
 
     def take(found: int | UncountedFile | None) -> None:
         if found is None:
@@ -156,7 +154,7 @@ def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
     return outcome
 
 
-def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None]) -> list[_Check]:
+def _of_node(root: Path, outcome: _Verified, take: Callable[[UncountedFile], None]) -> list[_Check]:
     """Checks of a node's store; files that are no shards go to ``take`` at once."""
 
     def check(session: SessionFolder, shard: ShardFile) -> _Check:
@@ -170,7 +168,7 @@ def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None
     for session in find_sessions(root):
         shards, uncounted = session.shards()
         checks += [check(session, shard) for shard in shards]
-        outcome.quarantined += len(session.corrupt_files())
+        outcome.quarantined += len(session.quarantined())
         for file in uncounted:
             take(file)
     return checks

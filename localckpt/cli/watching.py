@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from localckpt.cli.account import degraded_since
 from localckpt.cli.output import (
     JsonOption,
     age,
@@ -24,17 +26,17 @@ from localckpt.cli.output import (
     table_lines,
 )
 from localckpt.cli.records import Records, RecordsArgument, SessionOption
+from localckpt.cli.starts import JobSave, Start, ended_at, saves_of, starts_of
 from localckpt.errors import StorageError
 from localckpt.failure_texts import ranks_named
-from localckpt.report.saves import JobSave
-from localckpt.report.starts import starts_of
-from localckpt.report.status import Status, status_of
 
-__all__ = ["watch"]
+__all__ = ["Status", "status_of", "watch"]
 
 _MOST_SAVES = 8
 # Ranks note something every 2 seconds; a rank this far behind the others does not.
 _SILENT_S = 30.0
+# Time over which the speed of training is taken.
+_RECENT_S = 60.0
 
 
 def watch(
@@ -60,6 +62,91 @@ def watch(
             say(*_lines(seen))
         else:
             _show(console, records, seen, interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Status of the last start of a job.
+
+    Attributes:
+        number: Number of the start, from 1.
+        on_other_nodes: The newest save of which the nodes have copies on others.
+        steps_per_s: Speed of training in its last minute; ``None`` if it is not known.
+        last_heard: When each rank was last heard of, in seconds since 1970.
+        degraded_since: Since when the newest checkpoint has fewer copies than asked for.
+    """
+
+    number: int
+    start: Start
+    saves: tuple[JobSave, ...]
+    on_nodes: JobSave | None
+    on_other_nodes: JobSave | None
+    on_shared: JobSave | None
+    steps_per_s: float | None
+    last_heard: dict[int, float]
+    degraded_since: float | None
+
+    @property
+    def failed(self) -> tuple[JobSave, ...]:
+        """Saves that failed."""
+        return tuple(save for save in self.saves if save.outcome == "failed")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        levels = (self.on_nodes, self.on_other_nodes, self.on_shared)
+        names = ("nodes", "other_nodes", "shared")
+        return {
+            "start": self.number,
+            "ending": self.start.ending,
+            "world_size": self.start.world_size,
+            "began": self.start.began,
+            "resumed_step": self.start.resumed_step,
+            "last_step": self.start.last_step,
+            "steps_per_s": self.steps_per_s,
+            "newest": {
+                name: None if save is None else _to_json(save)
+                for name, save in zip(names, levels, strict=True)
+            },
+            "saves": [_to_json(save) for save in self.saves],
+            "degraded_since": self.degraded_since,
+            "last_heard": {str(rank): at for rank, at in self.last_heard.items()},
+        }
+
+
+def status_of(starts: Sequence[Start]) -> Status:
+    """Status of a job, from its starts in the order in which they began; at least one."""
+    start = starts[-1]
+    saves = tuple(saves_of(start))
+    ok = [save for save in saves if save.outcome == "ok"]
+    on_nodes = [save for save in ok if not save.is_shared]
+    return Status(
+        number=len(starts),
+        start=start,
+        saves=saves,
+        on_nodes=_newest(on_nodes),
+        on_other_nodes=_newest([save for save in on_nodes if save.tier == "replicated"]),
+        on_shared=_newest([save for save in ok if save.is_shared]),
+        steps_per_s=_speed(start),
+        last_heard={r: max(map(ended_at, events)) for r, events in sorted(start.ranks.items())},
+        degraded_since=degraded_since(start),
+    )
+
+
+def _newest(saves: Sequence[JobSave]) -> JobSave | None:
+    return max(saves, key=lambda save: save.step, default=None)
+
+
+def _speed(start: Start) -> float | None:
+    """Steps per second between the last notes."""
+    marks = start.marks
+    recent = [mark for mark in marks if mark[1] >= marks[-1][1] - _RECENT_S]
+    if len(recent) < 2 or recent[-1][1] <= recent[0][1]:
+        return None
+    return (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
+
+
+def _to_json(save: JobSave) -> dict[str, Any]:
+    return {**asdict(save), "bytes_per_s": save.throughput}
 
 
 def _statuses(records: Records) -> dict[str, Status]:

@@ -13,18 +13,7 @@ __all__ = ["AppendedFile", "file_name", "file_prefix"]
 
 
 class AppendedFile:
-    """A new file, to which whole lines are appended.
-
-    Args:
-        path: The file; an error if it is there.
-        mode: Its permissions.
-
-    Attributes:
-        nbytes: Its size.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """A new file, to which whole lines are appended; raises OSError if it cannot be made."""
 
     def __init__(self, path: Path, mode: int) -> None:
         self._path = path
@@ -33,11 +22,9 @@ class AppendedFile:
         self.nbytes = 0
 
     def append(self, lines: bytes) -> None:
-        """Append lines.
+        """Append lines; raises OSError.
 
-        Raises:
-            OSError: They cannot be written.
-            StorageError: They were not written to their end: nothing may come behind a torn line.
+        StorageError: they were not written to their end, so nothing may come behind a torn line.
         """
         written = os.write(self._file, lines)
         self.nbytes += written
@@ -50,10 +37,9 @@ class AppendedFile:
 
 
 def file_name(first: Event) -> str:
-    """Beginning of the names of a run's files: in their order a rank's are in the order of time.
+    """Beginning of the names of a run's files, from an event of it that is the same for all.
 
-    Args:
-        first: An event of the run, the same for all its files.
+    In the order of the names, the files of a rank are in the order of time.
     """
     began = datetime.fromtimestamp(first.start, UTC).strftime("%Y%m%dT%H%M%S")
     return f"{file_prefix(first.rank)}{began}.{first.run}"

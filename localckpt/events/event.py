@@ -126,10 +126,9 @@ class Event:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Event:
-        """Read what :meth:`to_json` gave; fields that are not known are passed over.
+        """Read what :meth:`to_json` gave, but for fields that are not known.
 
-        Raises:
-            CheckpointingException: It is no event, or of a newer schema.
+        Raises CheckpointingException if it is no event, or of a newer schema.
         """
         version = fields.get("v")
         if not isinstance(version, int):

@@ -72,8 +72,8 @@ class JsonLines:
     def write(self, event: Event) -> None:
         """Append one event; while that fails, count the events that are lost, and try again.
 
-        Raises:
-            StorageError: The directory cannot be made, or another user can replace what is in it.
+        Raises StorageError if the directory cannot be made, or another user can replace what is in
+        it.
         """
         if self._first is None:
             make_own_folders(self._named, *self._below, shares=True)
@@ -148,39 +148,24 @@ def _line(event: Event) -> bytes:
 
 
 def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
-    """Read the events of files of JSON lines, in the order in which they began.
+    """Read the events of files, and of directories of ``.jsonl`` files, in their order, each once.
 
-    Args:
-        paths: Files, and directories in which all files are read that end in ``.jsonl``.
-
-    Returns:
-        Each event once. The torn last line of a process that was killed is left out.
-
-    Raises:
-        StorageError: A path cannot be read.
-        CheckpointingException: A line is no event, or of a newer schema; it names file and line.
+    The torn last line of a process that was killed is left out. Raises StorageError, and
+    CheckpointingException for a line that is no event, or of a newer schema.
     """
     return RecordReader(paths).read()
 
 
 class RecordReader:
-    """Reader of records that may still grow.
-
-    Args:
-        paths: As for :func:`read_events`.
-    """
+    """Reader of records that may still grow, in the files of :func:`read_events`."""
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self._paths = [Path(path) for path in paths]
-        self._places: dict[Path, _Place] = {}
+        self._places: dict[Path, _ReadUpTo] = {}
         self._seen: set[tuple[str, int]] = set()
 
     def read(self) -> list[Event]:
-        """Read the events that are new since the last call, in the order in which they began.
-
-        Raises:
-            StorageError, CheckpointingException: As for :func:`read_events`.
-        """
+        """Read the events that are new since the last call; raises as :func:`read_events`."""
         found: list[Event] = []
         for path in self._paths:
             try:
@@ -194,7 +179,7 @@ class RecordReader:
         return sorted(found, key=lambda event: (event.start, event.run, event.number))
 
     def _read(self, file: Path) -> Iterator[Event]:
-        place = self._places.get(file, _Place())
+        place = self._places.get(file, _ReadUpTo())
         with file.open("rb") as stream:
             stream.seek(place.nbytes)
             nbytes, number = place.nbytes, place.lines
@@ -211,10 +196,10 @@ class RecordReader:
                 if (key := (event.run, event.number)) not in self._seen:
                     self._seen.add(key)
                     yield event
-        self._places[file] = _Place(nbytes, number)
+        self._places[file] = _ReadUpTo(nbytes, number)
 
 
-class _Place(NamedTuple):
+class _ReadUpTo(NamedTuple):
     """Place up to which a file was read."""
 
     nbytes: int = 0

@@ -13,12 +13,6 @@ __all__ = ["SaveRecord"]
 class SaveRecord:
     """Times of one save, by ``time.monotonic()``, which become its events.
 
-    Args:
-        events: Stream for the events of the save.
-        step: The step, or iteration, that is saved.
-        began: When training asked for the save.
-        tier: Where it goes, if that is known before its end.
-
     Attributes:
         waited_s: How long training has waited for older saves, in seconds.
         copied: When the state was copied, from and to; ``None`` if it was not.
@@ -54,12 +48,7 @@ class SaveRecord:
         outcome: Outcome | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Note how it ended.
-
-        Args:
-            durable: When all that this rank keeps of it was durable; ``None`` if it was not.
-            tier, outcome, error: As for :meth:`EventStream.emit`.
-        """
+        """Note how it ended, and when all that this rank keeps was durable, if it was."""
         went_on, nbytes = self.went_on or self._began, self.nbytes or None
         details = {"blocking_s": went_on - self._began, "wait_prev_s": self.waited_s}
         if self.copied is not None:

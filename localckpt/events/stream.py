@@ -46,11 +46,8 @@ class Sink(Protocol):
 class EventStream:
     """Events of one rank, from its start to its end.
 
-    Args:
-        sinks: They belong to the stream, which closes them. Without any, emitting does nothing.
-        rank: Rank of this process in the job.
-        capacity: Events that may wait for the sinks; more are dropped.
-        is_held: Whether they wait until :meth:`release` is called.
+    The stream closes its sinks; without any, emitting does nothing. More events than ``capacity``
+    do not wait for the sinks, and are dropped. With ``is_held`` they wait for :meth:`release`.
 
     Attributes:
         run: Random name of this start of the rank.
@@ -104,14 +101,8 @@ class EventStream:
     ) -> None:
         """Add an event; from any thread, and without waiting for anything.
 
-        Args:
-            name: Kind of the event.
-            began: When it began, by ``time.monotonic()``; ``None`` for now.
-            ended: When it ended, by the same clock; ``None`` for now.
-            step, nbytes, tier: As for :class:`Event`.
-            outcome: As for :class:`Event`; ``None`` for ``"failed"`` with an error, else ``"ok"``.
-            error: What it failed with; its class and its text are noted.
-            details: As for :class:`Event`.
+        ``began`` and ``ended`` are by ``time.monotonic()``, ``None`` for now. Without an outcome it
+        is ``"failed"`` with an error, else ``"ok"``.
         """
         if not self._is_open or self._process != os.getpid():
             return
@@ -164,9 +155,7 @@ class EventStream:
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the sinks what is waiting, and close them. May be called twice.
 
-        Args:
-            timeout_s: The longest wait for them, in seconds; what they have not taken by then may
-                be lost, which a warning says.
+        What they have not taken after ``timeout_s`` may be lost, which a warning says.
         """
         is_open, self._is_open = self._is_open, False
         if not is_open or self._process != os.getpid():
@@ -176,7 +165,7 @@ class EventStream:
             self._close_sinks()
             return
         self._queue.put(None)
-        if task.begins() and not task.wait(timeout_s):
+        if not task.wait(timeout_s):
             logger.warning(
                 "sinks of events have not taken everything after %g s: about %d events are left",
                 *(timeout_s, self._queue.qsize()),

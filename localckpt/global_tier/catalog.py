@@ -1,19 +1,23 @@
-"""View of a root on shared storage from outside, while a job saves there or long after.
+"""Checkpoints of a root on shared storage by their records, for a job, and for tools beside it.
 
 Nothing is changed, locked or unpickled, and no torch is needed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
 from localckpt.availability.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.global_tier.data_files import require_trailer, verify_blocks
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
@@ -21,16 +25,24 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
-from localckpt.global_tier.trailer import FileIdentity, read_trailer
 from localckpt.lineage import Lineage
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
+from localckpt.storage.notes import NotesFile
 from localckpt.storage.open_file import OpenFile
-from localckpt.storage.trust_notes import TrustNotes
-from localckpt.trust import Trust
+from localckpt.trust import Trusts
 
-__all__ = ["SharedCheckpoint", "SharedSession", "find_shared_sessions", "verify_file", "why_kept"]
+__all__ = [
+    "CommitFound",
+    "SharedCheckpoint",
+    "SharedSession",
+    "find_shared_sessions",
+    "verify_file",
+    "why_kept",
+]
+
+logger = logging.getLogger(__name__)
 
 _METADATA_NAME = ".metadata"
 _READ_NBYTES = 4 * BLOCK_NBYTES
@@ -72,6 +84,13 @@ class SharedCheckpoint:
         return {self.folder.path / name: nbytes for name, nbytes in names.items()}
 
 
+class CommitFound(NamedTuple):
+    """A checkpoint whose files are all there."""
+
+    folder: Folder
+    record: CommitRecord
+
+
 @dataclass(frozen=True, slots=True)
 class SharedSession:
     """One training run's part of a root."""
@@ -80,28 +99,41 @@ class SharedSession:
     session_id: str
 
     def checkpoints(self) -> list[SharedCheckpoint]:
-        """Directories that were committed, the newest first; data is not read.
-
-        Raises:
-            StorageError: The root cannot be read.
-        """
+        """Directories that were committed, the newest first; data is not read."""
         found = [self._look(folder) for folder in folders_in(self.root)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
-    def noted_trust(self) -> Trust:
-        """Everything noted of starts of the job in vain.
+    def whole(self) -> list[CommitFound]:
+        """Checkpoints whose files are all there, the newest first; others are logged."""
+        found = [self.find(folder) for folder in folders_in(self.root)[0]]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
 
-        Raises:
-            StorageError: The root cannot be read.
+    def find(self, folder: Folder, *, asked_for: bool = False) -> CommitFound | None:
+        """The checkpoint in a directory whose files are all there.
+
+        Unless it is ``asked_for``, damage is logged, and it is none.
         """
-        return TrustNotes(self.root).read()
+        try:
+            record = CommitRecord.read(folder.path)
+            if record is None:
+                return None
+            record.check_identity(folder, self.session_id)
+            record.check_files(folder)
+        except CorruptShardError as error:
+            if asked_for:
+                raise
+            # A checkpoint that a job prunes meanwhile is not damaged.
+            if folder.has_record:
+                logger.error("%s is not counted: %s", folder.path, error)
+            return None
+        return CommitFound(folder, record)
+
+    def noted_trusts(self) -> Trusts:
+        """Everything noted of starts of the job in vain."""
+        return NotesFile(self.root).trusts()
 
     def leftovers(self) -> list[Path]:
-        """Directories of saves under way, of saves that were cut off, and of what is removed.
-
-        Raises:
-            StorageError: The root cannot be read.
-        """
+        """Directories of saves under way, of saves that were cut off, and of what is removed."""
         folders, leftovers = folders_in(self.root)
         unfinished = [folder.path for folder in folders if not folder.has_record]
         return [*(leftover.path for leftover in leftovers), *unfinished]
@@ -134,14 +166,17 @@ def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Rea
 
     Those that are not in it go at that job's next save.
     """
-    good = [known for known in checkpoints if known.problem is None]
-    records = {known.folder.version: known.record for known in good if known.record is not None}
-    if not records:
+    good = [
+        (known.folder.version, known.record, known.is_pinned)
+        for known in checkpoints
+        if known.is_whole and known.record is not None
+    ]
+    if not good:
         return {}
-    pinned = {known.folder.version for known in good if known.is_pinned}
-    candidates = [Candidate(v, record.metrics, v in pinned) for v, record in records.items()]
+    records = {version: record for version, record, _ in good}
     saved = max(records)
     resumed_from = _resumed_from(records, records[saved].lineage)
+    candidates = [Candidate(version, record.metrics, pinned) for version, record, pinned in good]
     return reasons_to_keep(records[saved].retention, candidates, saved, resumed_from)
 
 
@@ -163,11 +198,7 @@ def _resumed_from(
 
 
 def find_shared_sessions(root: Path) -> list[SharedSession]:
-    """The sessions of a root on shared storage; none if it is no such root.
-
-    Raises:
-        StorageError: It is a single checkpoint, or cannot be read.
-    """
+    """The sessions of a root on shared storage; none if it is no such root."""
     try:
         names = {entry.name for entry in os.scandir(root)}
     except (FileNotFoundError, NotADirectoryError):
@@ -196,52 +227,19 @@ def verify_file(
 ) -> int:
     """Read a file of a checkpoint whole, and check every block.
 
-    Args:
-        path: The file.
-        nbytes: How many bytes it must have; ``None`` for the metadata.
-        record: The commit record of its checkpoint.
-        on_read: Told how many bytes have been read, each time that some have.
-
-    Returns:
-        How many bytes it has.
-
-    Raises:
-        CorruptShardError: It is not what was saved.
-        StorageError: It cannot be read.
+    ``nbytes`` is ``None`` for the metadata. Returns how many bytes it has.
     """
     if not path.exists() and path.parent.exists():
         raise CorruptShardError(f"{path} is gone")
-    file = OpenFile(path)
-    try:
-        with storage_errors("read", path):
-            if nbytes is None:
-                _verify_metadata(file, record)
-            elif file.nbytes != nbytes:
-                raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
-            else:
-                _verify_blocks(file, record.save_id, on_read)
+    with closing(OpenFile(path)) as file, storage_errors("read", path):
+        if nbytes is None:
+            data = bytearray(file.nbytes)
+            file.read_into(0, memoryview(data))
+            if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
+                raise CorruptShardError("it is damaged, or belongs to another save")
+        elif file.nbytes != nbytes:
+            raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
+        else:
+            trailer = require_trailer(file, record.save_id, "it")
+            verify_blocks(file, trailer, memoryview(bytearray(_READ_NBYTES)), on_read)
         return file.nbytes
-    finally:
-        file.close()
-
-
-def _verify_metadata(file: OpenFile, record: CommitRecord) -> None:
-    data = bytearray(file.nbytes)
-    file.read_into(0, memoryview(data))
-    if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
-        raise CorruptShardError("it is damaged, or belongs to another save")
-
-
-def _verify_blocks(file: OpenFile, save_id: str, on_read: Callable[[int], None]) -> None:
-    trailer = read_trailer(file)
-    if trailer is None:
-        raise CorruptShardError("it is cut short or damaged: it does not end as it was written")
-    if trailer.save_id != save_id:
-        raise CorruptShardError("it belongs to another save than its checkpoint")
-    hasher = BlockHasher(FileIdentity(file.path.name, save_id))
-    buffer = memoryview(bytearray(_READ_NBYTES))
-    for start in range(0, trailer.covered_nbytes, _READ_NBYTES):
-        part = buffer[: min(_READ_NBYTES, trailer.covered_nbytes - start)]
-        file.read_into(start, part)
-        hasher.check(start, [part], memoryview(trailer.digests))
-        on_read(len(part))

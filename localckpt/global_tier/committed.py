@@ -1,57 +1,36 @@
-"""Checkpoints that are committed under a root on shared storage, as the first rank finds them."""
+"""Checkpoints of one session that are committed, as the first rank finds them for all."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from localckpt.errors import CorruptShardError, NoReplicasAvailableError
-from localckpt.global_tier.folders import CommitRecord, Folder, folders_in
-from localckpt.global_tier.removal import pin, unpin
+from localckpt.errors import CorruptShardError, NoReplicasAvailableError, StorageError
+from localckpt.global_tier.catalog import CommitFound, SharedSession
+from localckpt.global_tier.folders import CommitRecord, Folder, folders_in, pin, unpin
+from localckpt.global_tier.save_plan import require_same
 from localckpt.lineage import Lineage
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.resuming import Resuming
-from localckpt.storage.trust_notes import TrustNotes
+from localckpt.storage.notes import NotesFile
 from localckpt.trust import choose
 
-__all__ = ["Committed", "Found"]
+__all__ = ["Committed"]
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint that is there, and what its files must be told by."""
-
-    folder: Folder
-    save_id: str
-    metadata_digest: int
-    lineage: Lineage | None = None
-
-    def to_json(self) -> list[Any]:
-        lineage = None if self.lineage is None else self.lineage.to_json()
-        return [*self.folder.version, self.save_id, self.metadata_digest, lineage]
-
-    @classmethod
-    def from_json(cls, root: Path, fields: list[Any]) -> Found:
-        epoch, iteration, save_id, digest, lineage_json = fields
-        lineage = None if lineage_json is None else Lineage.from_json(lineage_json)
-        return cls(Folder(root, iteration, epoch), save_id, digest, lineage)
-
-
 class Committed:
-    """The committed checkpoints of one session.
+    """The committed checkpoints of one session. All ranks make the same calls.
 
-    Args:
-        path: Directory of the session.
-        session_id: Its name.
-        max_attempts: As for :class:`GlobalCheckpointManager`.
-        check: Raises StorageError if others can write to the directory, or it is gone; it does
-            nothing for a manager that only reads.
+    ``check`` raises StorageError if others can write to the directory, or it is gone; it does
+    nothing for a manager that only reads.
 
     Attributes:
         resuming: Counts starts of the job in vain; on the first rank.
@@ -59,35 +38,145 @@ class Committed:
 
     def __init__(
         self,
-        path: Path,
-        session_id: str,
+        session: SharedSession,
+        ranks: Ranks,
         max_attempts: int | None,
         check: Callable[[], None],
     ) -> None:
-        self.path = path
+        self.path = session.root
+        self._session = session
+        self._ranks = ranks
         self._check = check
-        self._session_id = session_id
-        self._notes = TrustNotes(path)
+        self._notes = NotesFile(session.root)
         self.resuming = Resuming(self._notes, max_attempts)
 
     def find(
+        self, iteration: int | None = None, left_by: Lineage | None = None
+    ) -> CommitFound | None:
+        """The newest checkpoint there is.
+
+        ``iteration`` is the only one that will do; ``left_by`` a lineage whose beginning the job
+        went back to, from checkpoints that are left out.
+        """
+        return self._find(iteration, lambda: self._newest(iteration, left_by=left_by))
+
+    def load_newest(
+        self, iteration: int | None, load: Callable[[CommitFound], None], *, tries_others: bool
+    ) -> CommitFound:
+        """Call ``load`` with the newest checkpoint, or that of an iteration, which it fills in.
+
+        If that ``tries_others``, a damaged one makes way for the one before, and one that a job
+        prunes meanwhile for the newest that is there then.
+        """
+        deadline = Deadline.after(self._ranks.timeout_s)
+        found = newest = self.find(iteration)
+        while found is not None and newest is not None:
+            newest = max(newest, found, key=lambda tried: tried.folder.version)
+            try:
+                load(found)
+            except (CorruptShardError, StorageError) as error:
+                if not tries_others:
+                    raise
+                logger.error(
+                    "iteration %d cannot be loaded, trying another one: %s",
+                    *(found.folder.iteration, error),
+                )
+            else:
+                return found
+            found = self._find(None, partial(self._other, found, newest, deadline))
+        where, what = f"under {self.path}", "there is no checkpoint"
+        if newest is not None:
+            raise NoReplicasAvailableError(
+                f"no checkpoint {where} can be loaded; see the errors above"
+            )
+        if iteration is not None:
+            raise NoReplicasAvailableError(f"{what} of iteration {iteration} {where}")
+        raise NoReplicasAvailableError(f"{what} {where}: load() only if find_latest() is not -1")
+
+    def iterations(self, left_by: Lineage | None = None) -> list[int]:
+        """Iterations of the checkpoints that a restart tries, in their order."""
+
+        def look() -> list[int]:
+            self._check()
+            found = (c.folder for c in self._session.whole() if not c.record.is_left_by(left_by))
+            return list(dict.fromkeys(folder.iteration for folder in self._usable([*found])))
+
+        iterations: list[int] = self._ask("find all checkpoints", "all", look, shaped([int]))
+        return iterations
+
+    def change_pin(self, what: str, iteration: int) -> None:
+        """``"pin"`` the newest checkpoint of an iteration, or ``"unpin"`` all of it."""
+
+        def change() -> None:
+            folders = [f for f in folders_in(self.path)[0] if f.iteration == iteration]
+            if what == "pin":
+                found = self._newest(iteration)
+                folders = [] if found is None else [found.folder]
+            if not folders:
+                there = ", ".join(str(c.folder.iteration) for c in self._session.whole()[:_SHOWN])
+                raise NoReplicasAvailableError(
+                    f"there is no checkpoint of iteration {iteration} under {self.path}; the "
+                    f"newest are: {there or 'none'}. Nothing was changed"
+                )
+            for folder in folders:
+                (pin if what == "pin" else unpin)(folder)
+
+        self._ask(f"{what} a checkpoint", iteration, change, lambda _: None)
+
+    def _ask(self, what: str, tag: Any, look: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+        """Call ``look`` on the first rank, and give what it returns to all."""
+
+        def judge(tags: list[Any]) -> Any:
+            require_same(tags, self._ranks.global_ranks)
+            return look()
+
+        return self._ranks.commit(what, lambda: [self._session.session_id, tag], judge, read=read)
+
+    def _find(
+        self, iteration: int | None, find: Callable[[], CommitFound | None]
+    ) -> CommitFound | None:
+        def look() -> str | None:
+            found = find()
+            # Only the first rank needs to know the files.
+            return None if found is None else replace(found.record, files={}).to_bytes().decode()
+
+        def read(text: Any) -> CommitFound | None:
+            if text is None:
+                return None
+            try:
+                record = CommitRecord.parse(self.path, shaped(str)(text).encode())
+            except CorruptShardError as error:
+                raise ValueError(error.text) from error
+            return CommitFound(Folder(self.path, record.iteration, record.epoch), record)
+
+        found: CommitFound | None = self._ask("find a checkpoint", iteration, look, read)
+        return found
+
+    # On the first rank.
+
+    def _other(
+        self, failed: CommitFound, newest: CommitFound, deadline: Deadline
+    ) -> CommitFound | None:
+        """The checkpoint to try after one that could not be loaded; ``newest`` was tried, too."""
+        found = self._newest()
+        if found is None or found.folder.version <= newest.folder.version:
+            return self._newest(older_than=failed.folder.version)
+        # A job goes on there, and pruned what was being read.
+        if deadline.left_s == 0:
+            raise NoReplicasAvailableError(
+                f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
+                f"before it was read, the last one iteration {failed.folder.iteration}, and "
+                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
+                f"let the load take longer"
+            )
+        return found
+
+    def _newest(
         self,
         iteration: int | None = None,
         older_than: tuple[int, int] | None = None,
         left_by: Lineage | None = None,
-    ) -> Found | None:
-        """The newest checkpoint there is.
-
-        Args:
-            iteration: Of this number only.
-            older_than: Before this version only.
-            left_by: None that the job went back from to begin an epoch of this lineage.
-
-        Raises:
-            NoReplicasAvailableError: All that there is was given up, and none asked for.
-            StorageError: The root cannot be read.
-            CorruptShardError: The record of the one that is asked for is damaged.
-        """
+    ) -> CommitFound | None:
         self._check()
         listed: list[Folder] | None = None
         while True:
@@ -100,29 +189,15 @@ class Committed:
                     continue
                 if older_than is not None and folder.version >= older_than:
                     continue
-                record = self.record_of(folder, asked_for=iteration is not None)
-                if record is not None and not record.is_left_by(left_by):
-                    return Found(folder, record.save_id, record.metadata_digest, record.lineage)
-
-    def iterations(self, left_by: Lineage | None = None) -> list[int]:
-        """Iterations of the checkpoints that a restart tries, in their order.
-
-        Args:
-            left_by: As for :meth:`find`.
-
-        Raises:
-            NoReplicasAvailableError: All that there is was given up.
-            StorageError: The root cannot be read.
-        """
-        self._check()
-        found = (folder for folder, record in self.complete() if not record.is_left_by(left_by))
-        return list(dict.fromkeys(folder.iteration for folder in self._usable([*found])))
+                found = self._session.find(folder, asked_for=iteration is not None)
+                if found is not None and not found.record.is_left_by(left_by):
+                    return found
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job was not resumed from in vain too often."""
-        trust = self.resuming.trust = self._notes.read()
+        trusts = self.resuming.trusts = self._notes.trusts()
         by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
-        choice = choose([*by_checkpoint], trust, self.resuming.max_attempts)
+        choice = choose([*by_checkpoint], trusts, self.resuming.max_attempts)
         given_up = {**choice.quarantined, **choice.exhausted}
         texts = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
         if given_up and not choice.usable:
@@ -135,65 +210,3 @@ class Committed:
         for text in texts:
             logger.warning("passed over: %s", text)
         return [by_checkpoint[checkpoint] for checkpoint in choice.usable]
-
-    def complete(self) -> list[tuple[Folder, CommitRecord]]:
-        """Directories of all checkpoints whose files are there, with their records, newest first.
-
-        Raises:
-            StorageError: The root cannot be read.
-        """
-        folders, _ = folders_in(self.path)
-        records = ((folder, self.record_of(folder)) for folder in folders)
-        return [(folder, record) for folder, record in records if record is not None]
-
-    def _why_not_there(self, iteration: int) -> str:
-        there = ", ".join(str(folder.iteration) for folder, _ in self.complete()[:_SHOWN])
-        return (
-            f"there is no checkpoint of iteration {iteration} under {self.path}; the newest are: "
-            f"{there or 'none'}. Nothing was changed"
-        )
-
-    def record_of(self, folder: Folder, *, asked_for: bool = False) -> CommitRecord | None:
-        """The record of a checkpoint whose files are all there, or ``None``."""
-        try:
-            record = CommitRecord.read(folder.path)
-            if record is not None:
-                record.check_identity(folder, self._session_id)
-                record.check_files(folder)
-            return record
-        except CorruptShardError as error:
-            if asked_for:
-                raise
-            # A checkpoint that a job prunes meanwhile is not damaged.
-            if folder.has_record:
-                logger.error("%s is not counted: %s", folder.path, error)
-            return None
-
-    def note_resume(self, loaded: Found) -> None:
-        """Note on the first rank what was loaded, before training goes on from it."""
-        self.resuming.begin(loaded.folder.as_checkpoint)
-
-    def pin(self, iteration: int) -> None:
-        """Have every job keep the newest checkpoint of an iteration until it is unpinned.
-
-        Raises:
-            NoReplicasAvailableError: There is none.
-            StorageError: The file system refused.
-        """
-        found = self.find(iteration)
-        if found is None:
-            raise NoReplicasAvailableError(self._why_not_there(iteration))
-        pin(found.folder)
-
-    def unpin(self, iteration: int) -> None:
-        """Leave all checkpoints of an iteration to the retention of the jobs that save.
-
-        Raises:
-            NoReplicasAvailableError: There is none.
-            StorageError: The file system refused.
-        """
-        folders = [f for f in folders_in(self.path)[0] if f.iteration == iteration]
-        if not folders:
-            raise NoReplicasAvailableError(self._why_not_there(iteration))
-        for folder in folders:
-            unpin(folder)

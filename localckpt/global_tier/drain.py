@@ -1,4 +1,4 @@
-"""One drain of one rank: shards that the nodes keep become a shared checkpoint.
+"""Drains: shards that the nodes keep become a shared checkpoint.
 
     chosen -> planned -> written -> committed | failed
 
@@ -11,16 +11,19 @@ off has written is not written again by the next attempt.
 from __future__ import annotations
 
 import logging
-import pickle
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.profiler import record_function
 
 from localckpt.errors import (
@@ -33,22 +36,22 @@ from localckpt.errors import (
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranks_named, said_by
-from localckpt.global_tier.drain_files import FILE_NBYTES, DrainFiles
-from localckpt.global_tier.drain_items import RankPlan
+from localckpt.global_tier.background import BackgroundSave
+from localckpt.global_tier.data_files import gathered, is_written, write_data_file
+from localckpt.global_tier.drain_items import DrainedShard
 from localckpt.global_tier.drain_plan import (
     Merged,
+    RankPlan,
     choose_readers,
     fingerprint,
     merge_plans,
     own_key,
     unsettled,
 )
-from localckpt.global_tier.drain_shard import DrainedShard
-from localckpt.global_tier.messages import Written, pack, unpack
-from localckpt.global_tier.metadata import FORMAT_VERSION
+from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import require_same
-from localckpt.global_tier.staging import item_nbytes
+from localckpt.global_tier.save_plan import pack, require_same, unpack
+from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
@@ -57,12 +60,13 @@ from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
+from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.write import sync_folder
-from localckpt.threads import Latch, Task
+from localckpt.threads import Latch, SerialThread
 
-__all__ = ["Drain"]
+__all__ = ["Drain", "Drains"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,25 +77,15 @@ _DECISIONS = 5
 _ATTEMPTS = 4
 # Shared storage may be slower than the rate that is asked for.
 _SLOWER = 2.0
+# Whole digest blocks. The rate is kept from piece to piece.
+_PIECE_NBYTES = 8 << 20
 
 
-class Drain:
-    """One drain.
-
-    Args:
-        shard: This rank's shard.
-        number: Number of the drain, the same on all ranks.
-        rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
-        ranks: The ranks of the job; used by one drain after another, and by nobody else.
-        root: The checkpoints.
-        safe_globals: Classes and functions that objects in the state may name, beyond torch's own.
-        events: Is told how it went.
+class Drain(BackgroundSave):
+    """One drain. ``ranks`` are used by one drain after another, and by nobody else.
 
     Attributes:
-        iteration: Iteration of the checkpoint.
-        committed: True once the checkpoint is on shared storage, as far as this rank knows.
         unequal: Keys whose values differ between ranks; known on the first rank.
-        written_nbytes: Bytes that this rank has written.
         kept_nbytes: Bytes of files that an attempt before had written.
     """
 
@@ -102,119 +96,81 @@ class Drain:
         rate_limit: float | None,
         ranks: Ranks,
         root: CheckpointRoot,
-        safe_globals: Iterable[Any],
+        safe_globals: tuple[Any, ...],
         events: EventStream,
     ) -> None:
-        self.iteration = shard.identity.iteration
-        self.committed = False
+        super().__init__(shard.identity.iteration, None, ranks, root, events)
         self.unequal: list[str] = []
         self.written_nbytes = self.kept_nbytes = 0
         self._shard = shard
         self._number = number
         self._rate_limit = rate_limit
-        self._ranks = ranks
-        self._root = root
-        allowed = tuple(safe_globals)
-        self._objects, self._allowed = ItemReader(allowed), SafeGlobals(allowed)
-        self._events = events
+        self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
-        self._is_running = False
-        # On the first rank: why nodes cannot give the shards of their ranks, and the plans.
+        self._began = time.monotonic()
+        # On the first rank: why nodes cannot give the shards of their ranks, which ranks read whose
+        # shards, and the plans of those that saved them.
         self._lacking: dict[int, str] = {}
-        self._told: list[tuple[dict[int, RankPlan], Lineage | None]] = []
+        self._owners: list[list[int]] = []
+        self._plans: list[RankPlan] = []
+        self._lineage: Lineage | None = None
         self._merged: Merged | None = None
-        self._drain: BegunSave | None = None
-        self.task: Task[None] = Task(self._run)
-        """The work, for the thread that carries it out."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is over.
-
-        Args:
-            timeout_s: The longest wait, in seconds; ``None`` for as long as it takes.
-
-        Raises:
-            CheckpointingException: What it failed with, the same on every rank.
-            TimeoutError: It is not over in time, and goes on.
-        """
-        self.task.result(timeout_s)
+        """Return when it is over, or raise its error. A TimeoutError leaves it going on."""
+        if not self.over.wait(timeout_s):
+            raise TimeoutError(f"it was not over after {timeout_s:g} s")
+        if self.error is not None:
+            raise self.error
 
     def stop(self) -> None:
         """End it soon, from any thread; what it has written stays for the next attempt."""
         self._stopped.set()
         self._pacer.stop()
         # The ranks may be those of the drain before, which goes on.
-        if self._is_running:
-            self._ranks.stop_waiting()
+        if self._thread is not None and not self.over.is_set():
+            self._ranks.abort()
 
     # In the thread.
 
-    def _run(self) -> None:
-        began = time.monotonic()
-        error: BaseException | None = None
-        self._is_running = True
-        try:
-            with record_function("localckpt.global.drain"):
-                self._carry_out()
-        except CheckpointingException as failed:
-            error = failed
-            raise
-        except BaseException as failed:
-            error = failed
-            raise CheckpointingException(
-                f"iteration {self.iteration} was not drained: {failed!r}"
-            ) from failed
-        finally:
-            self._is_running = False
-            # The plans of all ranks.
-            self._merged, self._told = None, []
-            details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
-            if self._rate_limit is not None:
-                details["rate_limit"] = self._rate_limit
-            if self.unequal:
-                details["unequal"] = self.unequal[:10]
-            outcome: Outcome | None = None
-            if isinstance(error, PeerLostError) and not self.committed:
-                outcome = "stopped" if self._stopped.is_set() else "unknown"
-            self._events.emit(
-                "drain",
-                began=began,
-                step=self.iteration,
-                nbytes=self.written_nbytes,
-                tier="shared",
-                outcome=outcome,
-                error=error,
-                details=details,
-            )
-            # Else the error would keep itself by this variable.
-            del error
+    @property
+    def _not_done(self) -> str:
+        return f"{self._what} was not drained"
 
-    def _carry_out(self) -> None:
-        ranks = self._ranks
-        ranks.wait_again()
-        if self._stopped.is_set():
-            ranks.stop_waiting()
-        ranks.rounds = _ATTEMPTS * _DECISIONS * self._number
-        fails_again = False
-        try:
-            self._attempt()
-        except BaseException as error:
-            # Ranks that were lost, or stopped, come again; anything else would fail again.
-            fails_again = not (isinstance(error, PeerLostError) or self._stopped.is_set())
-            raise
-        finally:
-            # The others write no more once they have read the verdict.
-            ranks.see_off()
-            if self._drain is not None and ranks.is_root:
-                if fails_again and not self.committed:
-                    self._root.roll_back(self._drain)
-                self._root.end_drain(self._drain)
-        if ranks.is_root and self._drain is not None:
-            self._prune(self._drain)
+    def _note_end(self) -> None:
+        # The plans of all ranks.
+        self._merged, self._plans = None, []
+        details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
+        if self._rate_limit is not None:
+            details["rate_limit"] = self._rate_limit
+        if self.unequal:
+            details["unequal"] = self.unequal[:10]
+        outcome: Outcome | None = None
+        if isinstance(self.error, PeerLostError) and not self.committed:
+            outcome = "stopped" if self._stopped.is_set() else "unknown"
+        self._events.emit(
+            "drain",
+            began=self._began,
+            step=self.iteration,
+            nbytes=self.written_nbytes,
+            tier="shared",
+            outcome=outcome,
+            error=self.error,
+            details=details,
+        )
 
-    def _attempt(self) -> None:
+    def _is_resumed(self, error: BaseException) -> bool:
+        # Ranks that were lost, or stopped, come again; anything else would fail again.
+        return isinstance(error, PeerLostError) or self._stopped.is_set()
+
+    def _save(self) -> str:
         """Drain from the copies that are good; all ranks begin the same attempts."""
+        self._began = time.monotonic()
+        self._ranks.wait_again()
+        if self._stopped.is_set():
+            self._ranks.abort()
+        self._ranks.rounds = _ATTEMPTS * _DECISIONS * self._number
         damage = ""
         for left in reversed(range(_ATTEMPTS)):
             self._pacer = Pacer(self._rate_limit)
@@ -222,8 +178,9 @@ class Drain:
             if self._stopped.is_set():
                 self._pacer.stop()
             try:
-                self._drain_shards(self._choose_shards())
-                return
+                with record_function("localckpt.global.drain"):
+                    self._drain_shards(self._choose_shards())
+                break
             except CorruptShardError as error:
                 # That copy is in quarantine now.
                 if not left:
@@ -234,39 +191,49 @@ class Drain:
                 if not damage:
                     raise
                 raise CorruptShardError(f"{damage} Also: {error}") from error
+        return ""
 
-    def _prune(self, drain: BegunSave) -> None:
-        began = time.monotonic()
-        if removed := self._root.prune(drain):
-            details = {"removed": removed}
-            self._events.emit(
-                "pruned", began=began, step=self.iteration, tier="shared", details=details
-            )
+    @property
+    def _what(self) -> str:
+        return f"iteration {self.iteration}"
+
+    def _act(
+        self,
+        kind: str,
+        what: str,
+        work: Callable[[], Any],
+        act: Callable[[list[Any]], Any],
+        read: Callable[[Any], Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        return self._ranks.commit(
+            *(what, work, act),
+            kind=kind,
+            timeout_s=timeout_s,
+            on_failure=self._pacer.stop,
+            read=read,
+        )
 
     # Chosen.
 
     def _choose_shards(self) -> dict[int, DrainedShard]:
         """The shards that this rank drains, by the ranks that saved them."""
-        ranks = self._ranks
-        lacking: list[int] = ranks.act(
-            f"look for the shards of iteration {self.iteration}",
+        own = self._ranks.rank
+        lacking: list[int] = self._act(
+            *("look for shards", f"look for the shards of {self._what}"),
             self._look,
             self._find_lacking,
-            kind="look for shards",
-            read=shaped([int]),
-            in_vain=self._pacer.stop,
+            shaped([int]),
         )
-        mine = [] if ranks.rank in lacking else [ranks.rank]
+        mine = [] if own in lacking else [own]
         if lacking:
-            found: Any = ranks.act(
-                f"find copies of the shards of iteration {self.iteration}",
+            _, found = self._act(
+                *("find copies of shards", f"find copies of the shards of {self._what}"),
                 lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
                 lambda readable: self._choose_readers(lacking, readable),
-                kind="find copies of shards",
-                read=shaped((object, list | None)),
-                in_vain=self._pacer.stop,
+                shaped((object, list | None)),
             )
-            mine += found[1] or []
+            mine += found or []
         return {owner: DrainedShard(self._shard_of(owner), self._objects) for owner in mine}
 
     def _look(self) -> list[Any]:
@@ -315,47 +282,38 @@ class Drain:
         return PerRank(None, readers)
 
     def _drain_shards(self, shards: dict[int, DrainedShard]) -> None:
-        ranks = self._ranks
-        planned: Any = ranks.act(
-            f"plan the drain of iteration {self.iteration}",
-            lambda: self._plan(shards),
-            self._merge,
-            kind="plan a drain",
-            read=shaped((list | None, Message | None)),
-            in_vain=self._pacer.stop,
+        common, part = self._act(
+            *("plan a drain", f"plan the drain of {self._what}"),
+            *(lambda: self._plan(shards), self._merge),
+            shaped((list | None, Message | None)),
         )
-        common, part = planned
         if common is None:
-            asked: dict[int, list[MetadataIndex]] = {}
-            if part is not None:
-                asked = unpack(part.data, dict, self._allowed)
-            planned = ranks.act(
-                f"compare parts of one name in iteration {self.iteration}",
-                lambda: self._compare(shards, asked),
+            asked = self._read_part(part)
+            common, part = self._act(
+                *("compare parts", f"compare parts of one name in {self._what}"),
+                lambda: Message(
+                    None, pack({o: shards[o].digests(asked[o], self._check) for o in asked})
+                ),
                 self._merge_compared,
-                kind="compare parts",
-                read=shaped(((int, str, bool, int), Message | None)),
-                in_vain=self._pacer.stop,
+                shaped(((int, str, bool, int), Message | None)),
             )
-            common, part = planned
         epoch, save_id, is_there, nbytes = common
-        if is_there:
-            self.committed = True
-            return
-        if not ranks.is_root:
-            self._drain = self._root.drain(self.iteration, epoch, save_id)
-        plans: dict[int, SavePlan] = unpack(part.data, dict, self._allowed)
-        # Ranks write different numbers of bytes, at one rate.
-        slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
-        ranks.act(
-            f"drain iteration {self.iteration}",
-            lambda: self._write(shards, plans),
-            self._commit,
-            kind="drain",
-            timeout_s=ranks.timeout_s + slower_s,
-            in_vain=self._pacer.stop,
-        )
+        if not is_there:
+            if not self._ranks.is_root:
+                self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
+            plans = self._read_part(part)
+            # Ranks write different numbers of bytes, at one rate.
+            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+            self._act(
+                *("drain", f"drain {self._what}"),
+                *(lambda: self._write(shards, plans), self._commit),
+                timeout_s=self._ranks.timeout_s + slower_s,
+            )
         self.committed = True
+
+    def _read_part(self, part: Message | None) -> dict[int, Any]:
+        """What this rank is told of the shards that it reads."""
+        return {} if part is None else unpack(part.data, dict, self._allowed)
 
     # Planned.
 
@@ -367,45 +325,37 @@ class Drain:
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: ask for what must be compared, or divide what is to be written."""
-        self._told = [
-            (
-                unpack(report.data, dict, self._allowed),
-                None if report.record is None else Lineage.from_json(report.record),
-            )
-            for report in reports
+        told: list[dict[int, RankPlan]] = [
+            unpack(report.data, dict, self._allowed) for report in reports
         ]
-        by_owner = self._plans_by_owner()
-        lacking = unsettled(by_owner)
-        if not lacking:
-            return self._divide(by_owner)
-        asked = {
-            rank: {owner: lacking[owner] for owner in plans if owner in lacking}
-            for rank, (plans, _) in enumerate(self._told)
-        }
-        return PerRank(None, {r: Message(None, pack(of)) for r, of in asked.items() if of})
+        self._owners = [list(plans) for plans in told]
+        by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
+        self._plans = [by_owner[owner] for owner in range(len(by_owner))]
+        lineages = (report.record for report in reports if report.record is not None)
+        self._lineage = next(map(Lineage.from_json, lineages), None)
+        if lacking := unsettled(self._plans):
+            return self._for_readers(lacking)
+        return self._divide()
 
-    def _compare(
-        self, shards: dict[int, DrainedShard], asked: dict[int, list[MetadataIndex]]
-    ) -> Message:
-        digests = {o: shards[o].digests(indices, self._check) for o, indices in asked.items()}
-        return Message(None, pack(digests))
+    def _for_readers(self, by_owner: Mapping[int, Any], common: Any = None) -> PerRank:
+        """Verdict with a part for each rank: what is known of the shards that it reads."""
+        parts = {
+            rank: Message(None, pack({o: by_owner[o] for o in owners if o in by_owner}))
+            for rank, owners in enumerate(self._owners)
+            if not by_owner.keys().isdisjoint(owners)
+        }
+        return PerRank(common, parts)
 
     def _merge_compared(self, reports: list[Message]) -> PerRank:
         """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
-        by_owner = self._plans_by_owner()
         for report in reports:
             for owner, digests in unpack(report.data, dict, self._allowed).items():
-                by_owner[owner].digests.update(digests)
-        return self._divide(by_owner)
+                self._plans[owner].digests.update(digests)
+        return self._divide()
 
-    def _plans_by_owner(self) -> list[RankPlan]:
-        by_owner = {owner: plan for plans, _ in self._told for owner, plan in plans.items()}
-        return [by_owner[owner] for owner in range(len(by_owner))]
-
-    def _divide(self, by_owner: list[RankPlan]) -> PerRank:
+    def _divide(self) -> PerRank:
         """Divide what is to be written, and begin or go on."""
-        told, self._told = self._told, []
-        merged = merge_plans(by_owner)
+        merged, self._plans = merge_plans(self._plans), []
         if merged.unequal:
             self.unequal = merged.unequal
             logger.warning(
@@ -413,41 +363,56 @@ class Drain:
                 "rank (as %s), and as the first rank has them: %s",
                 *(self.iteration, own_key(merged.unequal[0], 1), ", ".join(merged.unequal[:10])),
             )
-        lineage = next(lineage for plans, lineage in told if 0 in plans)
         save_id = _save_id(self._shard.identity, merged)
-        drain, is_there = self._root.begin_drain(self.iteration, save_id, lineage)
-        parts = {
-            rank: {owner: merged.plans[owner] for owner in plans}
-            for rank, (plans, _) in enumerate(told)
-        }
-        most = max(sum(map(_nbytes, plans.values())) for plans in parts.values())
-        common = [drain.folder.epoch, save_id, is_there, most]
+        begun, is_there = self._root.begin_drain(self.iteration, save_id, self._lineage)
+        sizes = [_nbytes(plan) for plan in merged.plans]
+        most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
+        common = [begun.folder.epoch, save_id, is_there, most]
         if is_there:
-            logger.info("%s is there: nothing is drained", drain.folder.path)
+            logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
-        self._drain, self._merged = drain, merged
-        return PerRank(common, {r: Message(None, pack(p)) for r, p in parts.items()})
+        self._begun, self._merged = begun, merged
+        return self._for_readers(dict(enumerate(merged.plans)), common)
 
     # Written.
 
     def _write(self, shards: dict[int, DrainedShard], plans: dict[int, SavePlan]) -> Message:
-        assert self._drain is not None, "it is planned"
-        began = time.monotonic()
-        files = DrainFiles(self._drain.path, self._drain.save_id, self._before_write)
-        try:
-            written = [shard.write(plans[owner], files) for owner, shard in shards.items()]
-            if any(part.files for part in written):
-                with storage_errors("make durable", self._drain.path):
-                    sync_folder(self._drain.path)
-        finally:
-            self.written_nbytes, self.kept_nbytes = files.written_nbytes, files.kept_nbytes
-            files.close()
+        assert self._begun is not None, "it is planned"
+        began, path = time.monotonic(), self._begun.path
+        self.written_nbytes = self.kept_nbytes = 0
+        results: list[WriteResult] = []
+        with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
+            write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
+            for owner, shard in shards.items():
+                results += shard.write(plans[owner], write)
+        if results:
+            with storage_errors("make durable", path):
+                sync_folder(path)
         seconds = time.monotonic() - began
         logger.info(
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
-            *(self._drain.path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
+            *(path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
-        return Message(None, pack(written))
+        return Message(None, pack(results))
+
+    def _write_file(
+        self,
+        begun: BegunSave,
+        memory: memoryview,
+        name: str,
+        nbytes: int | None,
+        content: Callable[[], Iterable[bytes | memoryview]],
+    ) -> None:
+        """Write a file by way of ``memory``, unless an attempt before has, where it has a size."""
+        path, save_id = begun.path / name, begun.save_id
+        if nbytes is not None and is_written(
+            path, save_id, nbytes, memory, lambda _: self._before_write(0)
+        ):
+            self.kept_nbytes += nbytes
+            return
+        self.written_nbytes += write_data_file(
+            *(path, save_id, lambda: gathered(content(), memory)), before_write=self._before_write
+        )
 
     def _before_write(self, nbytes: int) -> None:
         self._check()
@@ -465,20 +430,9 @@ class Drain:
 
     @collection_paused()
     def _commit(self, reports: list[Message]) -> None:
-        """On the first rank: make it a checkpoint."""
         assert self._merged is not None, "it is planned"
-        assert self._drain is not None, "it is planned"
-        written: list[Written] = [
-            part for report in reports for part in unpack(report.data, list, self._allowed)
-        ]
-        metadata = self._merged.metadata
-        metadata.version = FORMAT_VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for part in written for result in part.results
-        }
-        files = {name: nbytes for part in written for name, nbytes in part.files.items()}
-        self._root.commit(self._drain, pickle.dumps(metadata), files, self._ranks.world_size)
-        self.committed = True
+        written = (unpack(report.data, list, self._allowed) for report in reports)
+        self._commit_files(*pickled_metadata(self._merged.metadata, chain.from_iterable(written)))
 
 
 def _nbytes(plan: SavePlan) -> int:
@@ -492,3 +446,75 @@ def _save_id(identity: ShardIdentity, merged: Merged) -> str:
         *(fingerprint(merged), FILE_NBYTES, torch.__version__),
     )
     return xxhash.xxh3_128_hexdigest(repr(what).encode())
+
+
+class Drains:
+    """Drains of one manager, carried out one after another; all ranks begin the same ones."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        root: CheckpointRoot,
+        safe_globals: tuple[Any, ...],
+        events: EventStream,
+    ) -> None:
+        self._ranks = ranks
+        self._path = root.path
+        self._new = partial(Drain, ranks=ranks, root=root, safe_globals=safe_globals, events=events)
+        self._thread = SerialThread("localckpt-drain")
+        self._process = os.getpid()
+        self._begun = 0
+        self._under_way: list[Drain] = []
+
+    def begin(self, shard: KeptShard, rate_limit: float | None) -> Drain:
+        """Begin a drain, or put it behind those that are not over."""
+        self._check(shard.identity, rate_limit)
+        self._ranks.prepare()
+        self._under_way = [drain for drain in self._under_way if not drain.task.done()]
+        drain = self._new(shard, self._begun, rate_limit)
+        self._begun += 1
+        self._under_way.append(drain)
+        try:
+            self._thread.submit(drain.task)
+        except RuntimeError as error:
+            drain.task.call_off()
+            raise CheckpointingException(
+                f"this process cannot start a thread ({error}): nothing was drained"
+            ) from error
+        return drain
+
+    def _check(self, identity: ShardIdentity, rate_limit: float | None) -> None:
+        ranks = self._ranks
+        if (identity.rank, identity.world_size) != (ranks.rank, ranks.world_size):
+            raise CheckpointingException(
+                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
+                f"the one of shared storage rank {ranks.rank} of {ranks.world_size}: make both "
+                f"with the same process_group. Nothing was drained"
+            )
+        if rate_limit is not None and rate_limit <= 0:
+            raise CheckpointingException(
+                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
+            )
+
+    def close(self, *, is_in_step: bool) -> None:
+        """End what is under way, and free everything. May be called twice.
+
+        With ``is_in_step`` the other ranks close theirs, too.
+        """
+        if os.getpid() != self._process:
+            return
+        for drain in self._under_way:
+            if not drain.task.done():
+                logger.error("the drain of iteration %d is ended by close()", drain.iteration)
+                drain.stop()
+        # Whatever ends a drain is looked at before each piece that it writes.
+        until = time.monotonic() + self._ranks.timeout_s
+        if all(drain.task.wait(until - time.monotonic()) for drain in self._under_way):
+            self._thread.close()
+        else:
+            logger.error("a drain does not end: is %s stuck?", self._path)
+        self._under_way = []
+        if is_in_step:
+            self._ranks.close()
+        else:
+            self._ranks.abandon()

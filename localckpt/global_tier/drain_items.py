@@ -1,4 +1,4 @@
-"""Items of a checkpoint on shared storage that one rank's image has.
+"""Items of a checkpoint on shared storage that one rank's image has, and the files they go to.
 
 The keys are those that DCP's planner gives the same state, and the chunks are those of the image's
 table of boxes.
@@ -6,8 +6,8 @@ table of boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,19 +26,28 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
+from localckpt.global_tier.data_files import (
+    file_nbytes,
+)
+from localckpt.global_tier.drain_plan import RankPlan, own_key
 from localckpt.global_tier.metadata import create_write_items
-from localckpt.global_tier.misdescribed import why_misdescribed
+from localckpt.global_tier.staging import FileLayout, FileSlot, lay_out_in_order
+from localckpt.global_tier.write_items import ItemReader, frame_of
+from localckpt.lineage import Lineage
+from localckpt.memory.host_memory import memory_at
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet
-from localckpt.state_dict.global_view import shard_runs
-from localckpt.state_dict.lazy_image import LazyImage
-from localckpt.state_dict.skeleton import take_tensors
-from localckpt.state_dict.value_digests import digest_of
+from localckpt.state_dict.global_view import has_other_order, shard_runs
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.skeleton import collection_paused, take_tensors
+from localckpt.state_dict.values import digest_of
+from localckpt.storage.kept_shard import KeptShard
 
-__all__ = ["ImageItems", "Place", "RankPlan"]
+__all__ = ["DrainedShard", "why_misdescribed"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MEGATRON = "megatron.core.dist_checkpointing.mapping"
@@ -46,11 +55,127 @@ _MEGATRON = "megatron.core.dist_checkpointing.mapping"
 _LEAVES = (int, float, bool, str, bytes, type(None))
 
 
-class Place(NamedTuple):
+# Writes a file of some name, of some bytes or of any number, with a content.
+WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]]], None]
+
+
+class DrainedShard:
+    """One shard; :meth:`plan` comes before :meth:`write`.
+
+    It may be that of another rank whose node lacks it.
+
+    Attributes:
+        lineage: Lineage of the epoch that saved it; known once it is planned.
+    """
+
+    def __init__(self, shard: KeptShard, objects: ItemReader) -> None:
+        self.lineage: Lineage | None = None
+        self._shard = shard
+        self._owner = shard.identity.rank
+        self._objects = objects
+        self._suffix = own_key("", self._owner)
+        self._items: ImageItems
+
+    # The items.
+
+    def plan(self, before_read: Callable[[], None]) -> RankPlan:
+        """List the items."""
+
+        def list_items(image: ImageReader) -> tuple[ImageItems, RankPlan]:
+            self.lineage = image.identity.lineage
+            with collection_paused():
+                items = ImageItems(image)
+            return items, items.rank_plan(image, before_read)
+
+        self._items, plan = self._shard.use(list_items)
+        return plan
+
+    def digests(
+        self, indices: Sequence[MetadataIndex], before_read: Callable[[], None]
+    ) -> dict[MetadataIndex, str]:
+        """Digests of the values of some items; errors are those of :meth:`plan`."""
+        items = self._items
+        return self._shard.use(
+            lambda image: {index: items.digest(index, image, before_read) for index in indices}
+        )
+
+    # Their values.
+
+    def write(self, plan: SavePlan, write: WriteFile) -> list[WriteResult]:
+        """Write the items that are this shard's to write; raises as :meth:`KeptShard.use`.
+
+        ``write`` gets the size of a file that need not be written again; pickles of equal objects
+        may differ.
+        """
+        return self._shard.use(lambda image: self._write(image, plan, write))
+
+    def _write(self, image: ImageReader, plan: SavePlan, write: WriteFile) -> list[WriteResult]:
+        starts = {
+            number: image.start_of(place.number)
+            for number, item in enumerate(plan.items)
+            if (place := self._place(item)) is not None
+        }
+        results: list[WriteResult] = []
+        # By its owner, so that an attempt on another rank goes on with the same files.
+        for file in lay_out_in_order(plan, starts, f"__{self._owner}_"):
+            others = [self._object(plan.items[number]) for number in file.others]
+            nbytes = None if others else file_nbytes(file.nbytes)
+            write(file.name, nbytes, partial(self._content, image, plan, file, others))
+            results += file.results(plan, others)
+        return results
+
+    def _content(
+        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
+    ) -> Iterator[bytes | memoryview]:
+        at = 0
+        for slot in file.slots:
+            yield bytes(slot.offset - at)
+            yield slot.frame.head
+            yield from self._values(image, plan.items[slot.number], slot)
+            yield slot.frame.tail
+            at = slot.end
+        yield from others
+
+    def _object(self, item: WriteItem) -> memoryview:
+        """Bytes of an object, as a save of the state would write them."""
+        planner, key = self._items.planner, item.index.fqn
+        plain = key.removesuffix(self._suffix)
+        if key not in planner.state_dict and plain in planner.state_dict:
+            planner.state_dict[key] = planner.state_dict[plain]
+        value = self._objects.read(item, planner)
+        if isinstance(value, torch.Tensor):
+            head, tail = frame_of(value.dtype, value.shape)
+            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
+        return value
+
+    def _values(self, image: ImageReader, item: WriteItem, slot: FileSlot) -> Iterator[memoryview]:
+        place = self._place(item)
+        assert place is not None, "it is a tensor"
+        if not slot.nbytes:
+            return
+        run = image.run_of(place.number)
+        if run is not None and place.part is None:
+            yield from image.pieces(*run)
+            return
+        tensor = place.of(image.tensor(place.number))
+        yield _memory_of(tensor)
+
+    def _place(self, item: WriteItem) -> ItemPlace | None:
+        """Place of an item's tensor, also under a key of this rank; ``None`` for an object."""
+        places, index = self._items.places, item.index
+        if index in places or not index.fqn.endswith(self._suffix):
+            return places.get(index)
+        return places.get(MetadataIndex(index.fqn.removesuffix(self._suffix), index.offset))
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
+
+
+class ItemPlace(NamedTuple):
     """Place of one item's values in an image.
 
     Attributes:
-        number: Number of the tensor.
         part: First index and end along each dimension of the tensor; ``None`` for all of it.
     """
 
@@ -65,44 +190,22 @@ class Place(NamedTuple):
         return tensor.contiguous()
 
 
-@dataclass
-class RankPlan:
-    """Items that one rank's image has.
-
-    Attributes:
-        plan: The items, as DCP's planner would list them.
-        digests: Digests of the values that the image does not say to be equal on other ranks.
-        ranks: Ranks on which the image says that a part of a global tensor is equal.
-    """
-
-    plan: SavePlan
-    digests: dict[MetadataIndex, str] = field(default_factory=dict)
-    ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
-
-
 class ImageItems:
     """Items of one rank's image, and their values.
 
-    Args:
-        image: The image; not used after the constructor, but for its digests.
-
-    Raises:
-        MismatchError: The state is no dict, so DCP has no keys for it. Or DCP has no form for a
-            DTensor of it.
-        CorruptShardError, RestoreError, UnsafeGlobalError: As for :class:`LazyImage`.
+    The image is not used after the constructor, but for its digests.
 
     Attributes:
         planner: Planner that knows the objects of the state by their keys; its tensors have no
             data.
         places: Places of the tensors in the image; other items are objects, whose values are in
             memory.
-        plan: The items.
     """
 
-    def __init__(self, image: LazyImage) -> None:
+    def __init__(self, image: ImageReader) -> None:
         self._saved_by = image.identity.rank
         self.planner = DefaultSavePlanner()
-        self.places: dict[MetadataIndex, Place] = {}
+        self.places: dict[MetadataIndex, ItemPlace] = {}
         self._world_size = image.identity.world_size
         self._items: list[WriteItem] = []
         self._ranks: dict[MetadataIndex, RankSet] = {}
@@ -115,12 +218,10 @@ class ImageItems:
             self._add(key, value, image)
         self.plan = SavePlan(self._items, planner_data=self.planner.mappings)
 
-    def rank_plan(self, image: LazyImage, before_read: Callable[[], None]) -> RankPlan:
+    def rank_plan(self, image: ImageReader, before_read: Callable[[], None]) -> RankPlan:
         """The items with the digests of their values, read from the image.
 
-        Args:
-            image: The image.
-            before_read: Called before each piece is read: may raise what ends the drain.
+        ``before_read`` is called before each piece is read, and may raise what ends the drain.
         """
         own = {}
         if self._world_size > 1:
@@ -129,7 +230,7 @@ class ImageItems:
 
     # The state, with values for what is saved as an object.
 
-    def _rebuild(self, image: LazyImage) -> None:
+    def _rebuild(self, image: ImageReader) -> None:
         filled = image.arrays
         try:
             self._take(*image.rebuild(filled))
@@ -187,16 +288,10 @@ class ImageItems:
 
     # Items.
 
-    def _add(self, key: str, value: Any, image: LazyImage) -> None:
+    def _add(self, key: str, value: Any, image: ImageReader) -> None:
         numbers = self._tensors_of(value)
         if isinstance(value, DTensor) and numbers:
-            box = image.box_of(numbers[0]) or self._computed_box(key, value)
-            if box is not None and box.shape != tuple(value.shape):
-                raise RestoreError(
-                    f"{key} of rank {self._saved_by} is a DTensor of shape {list(value.shape)}, "
-                    f"and the image's table of boxes says {list(box.shape)}: another program has "
-                    f"written it. Nothing was drained"
-                )
+            box = self._box_of(key, value, image.box_of(numbers[0]))
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
             return
@@ -213,7 +308,7 @@ class ImageItems:
             self._own |= {item.index for item in items}
             return
         for item, number in zip(items, numbers, strict=True):
-            self.places[item.index] = Place(number)
+            self.places[item.index] = ItemPlace(number)
             # Shards of a ShardedTensor are nowhere else.
             if not isinstance(value, ShardedTensor) and not self._is_on_all(image.box_of(number)):
                 self._own.add(item.index)
@@ -221,28 +316,25 @@ class ImageItems:
     def _is_on_all(self, box: Box | None) -> bool:
         return box is not None and (box.ranks is None or len(box.ranks) == self._world_size)
 
-    def _computed_box(self, key: str, value: DTensor) -> Box | None:
-        """Compute the box of a DTensor that the image has none for, as format 1 has none.
-
-        Returns:
-            The box, which does not name the ranks with equal values; ``None`` if the rank that
-            saved it is not in the tensor's mesh.
-
-        Raises:
-            MismatchError: The rank has another part than DCP would say.
-        """
-        if (why := why_misdescribed(value)) is not None:
-            raise MismatchError(
-                f"{key} of rank {self._saved_by} is a DTensor of which "
-                f"torch.distributed.checkpoint would describe another part: {why}. Save what its "
-                f"redistribute() or full_tensor() gives. Nothing was drained"
+    def _box_of(self, key: str, value: DTensor, box: Box | None) -> Box | None:
+        """The part that an image has of a DTensor; ``None`` if its rank is not in the mesh."""
+        if box is None:
+            if (why := why_misdescribed(value)) is not None:
+                raise MismatchError(
+                    f"{key} of rank {self._saved_by} is a DTensor of which "
+                    f"torch.distributed.checkpoint would describe another part: {why}. Save what "
+                    f"its redistribute() or full_tensor() gives. Nothing was drained"
+                )
+            # A mesh is pickled with the place of the rank that saves it.
+            if value.device_mesh.get_coordinate() is None:
+                return None
+        if box is None or box.ranks is None or box.shape != tuple(value.shape):
+            raise RestoreError(
+                f"{key} of rank {self._saved_by} is a DTensor of shape {list(value.shape)}, and "
+                f"the image's table of boxes says {None if box is None else list(box.shape)}: "
+                f"another program has written it. Nothing was drained"
             )
-        mesh, shape = value.device_mesh, tuple(value.shape)
-        # A mesh is pickled with the place of the rank that saves it.
-        if (coordinate := mesh.get_coordinate()) is None:
-            return None
-        runs = shard_runs(shape, mesh.shape, coordinate, value.placements)
-        return None if runs is None else Box(key, shape, runs, None)
+        return box
 
     def _add_box(self, key: str, value: DTensor, box: Box, number: int) -> None:
         properties = TensorProperties.create_from_tensor(value.to_local())
@@ -251,27 +343,17 @@ class ImageItems:
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             data = TensorWriteData(chunk, properties, torch.Size(box.shape))
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            self.places[index] = Place(number, part)
+            self.places[index] = ItemPlace(number, part)
             # A part without items has the same place on all ranks that have none.
-            if 0 in sizes:
-                continue
-            if box.ranks is None:
-                self._own.add(index)
-            else:
+            if 0 not in sizes and box.ranks is not None:
                 self._ranks[index] = box.ranks
 
     # What other ranks may have otherwise.
 
     def digest(
-        self, index: MetadataIndex, image: LazyImage, before_read: Callable[[], None]
+        self, index: MetadataIndex, image: ImageReader, before_read: Callable[[], None]
     ) -> str:
-        """Digest of an item's values, read from the image.
-
-        Args:
-            index: The item.
-            image: The image.
-            before_read: As for :meth:`rank_plan`.
-        """
+        """Digest of an item's values, read from the image."""
         before_read()
         place = self.places.get(index)
         if place is None:
@@ -287,7 +369,7 @@ class ImageItems:
         elif (run := image.run_of(place.number)) is None:
             hasher.update(digest_of(image.tensor(place.number), str).encode())
         else:
-            for part in image.read(*run):
+            for part in image.pieces(*run):
                 hasher.update(part)
                 before_read()
         return hasher.hexdigest()
@@ -319,3 +401,27 @@ def _chunks(
 
 
 # On one rank, for all.
+
+
+def why_misdescribed(value: DTensor) -> str | None:
+    """Say why the part that a rank has of a DTensor is not the one that would be described.
+
+    The reason is a clause about the tensor; ``None`` if there is none.
+    """
+    if any(placement.is_partial() for placement in value.placements):
+        return "it has a Partial placement: each rank has terms of a sum"
+    if has_other_order(value):
+        return "its shard_order is not the order of the dimensions of its mesh"
+    mesh, shape = value.device_mesh, tuple(value.shape)
+    if (coordinate := mesh.get_coordinate()) is None:
+        return None
+    runs = shard_runs(shape, mesh.shape, coordinate, value.placements)
+    if runs is None:
+        return f"its placements {value.placements} are not known"
+    if any(len(along) > 1 for along in runs):
+        return "this rank has several runs of its rows or columns, and one would be described"
+    sizes = [sum(count for _, count in along) for along in runs]
+    local = list(value._local_tensor.shape)
+    if local != sizes:
+        return f"its placements give a local tensor of shape {sizes}, and it has one of {local}"
+    return None

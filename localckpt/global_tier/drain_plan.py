@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import xxhash
@@ -17,11 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from localckpt.errors import MismatchError
-from localckpt.global_tier.drain_items import RankPlan
 from localckpt.state_dict.boxes import RankSet
 
 __all__ = [
     "Merged",
+    "RankPlan",
     "choose_readers",
     "fingerprint",
     "merge_plans",
@@ -30,13 +31,27 @@ __all__ = [
 ]
 
 
+@dataclass
+class RankPlan:
+    """Items that one rank's image has.
+
+    Attributes:
+        plan: The items, as DCP's planner would list them.
+        digests: Digests of the values that the image does not say to be equal on other ranks.
+        ranks: Ranks on which the image says that a part of a global tensor is equal.
+    """
+
+    plan: SavePlan
+    digests: dict[MetadataIndex, str] = field(default_factory=dict)
+    ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
+
+
 class Merged(NamedTuple):
     """Plans of all ranks, in which each value is written once.
 
     Attributes:
         plans: What each rank writes.
         metadata: Description of the checkpoint, without the places of the items.
-        unequal: Keys whose values differ between ranks.
     """
 
     plans: list[SavePlan]
@@ -49,12 +64,7 @@ def choose_readers(
 ) -> dict[int, list[int]]:
     """Choose ranks to read the shards that the nodes of their own ranks lack.
 
-    Args:
-        lacking: Ranks that saved these shards.
-        readable: For each rank those of the shards that its node can give.
-
-    Returns:
-        For each reader its shards; those that nobody can read are left out.
+    Those that nobody can read are left out.
     """
     # The others have a shard of their own to read.
     loads = [int(rank not in lacking) for rank in range(len(readable))]
@@ -79,8 +89,7 @@ def unsettled(parts: Sequence[RankPlan]) -> dict[int, list[MetadataIndex]]:
     Ranks that shard a tensor over meshes of their own have such parts, as those of tensor
     parallelism where a layer is left out of it.
 
-    Returns:
-        The parts whose digests are lacking, for one rank of each set that says it is equal.
+    Returns the parts whose digests are lacking, for one rank of each set that says it is equal.
     """
     lacking: dict[int, list[MetadataIndex]] = {}
     for index, ranks in _tellers(parts).items():
@@ -91,16 +100,9 @@ def unsettled(parts: Sequence[RankPlan]) -> dict[int, list[MetadataIndex]]:
 
 
 def merge_plans(parts: Sequence[RankPlan]) -> Merged:
-    """Merge the plans of all ranks, in rank order; a pure function.
-
-    Raises:
-        MismatchError: Ranks have different values of one part of a global tensor, or parts that do
-            not make it up.
-    """
+    """Merge the plans of all ranks, in rank order; a pure function."""
     _require_one_value(parts)
-    unequal = _unequal(parts)
-    sharded = _sharded(parts)
-    firsts = {key: ranks[0] for key, ranks in unequal.items() if key not in sharded}
+    unequal, firsts = _unequal(parts)
     plans = [_with_own_keys(part.plan, rank, unequal, firsts) for rank, part in enumerate(parts)]
     _require_free(parts, unequal)
     try:
@@ -137,40 +139,26 @@ def _require_one_value(parts: Sequence[RankPlan]) -> None:
                 )
 
 
-def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
-    """Keys whose values differ, with the ranks that have them.
+def _unequal(parts: Sequence[RankPlan]) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Keys whose values differ, with the ranks that have them, and with the first of these.
 
-    Raises:
-        MismatchError: The values are parts of a global tensor.
+    A value that another rank has under the key of a global tensor is none of its parts, and no rank
+    is the first to have it.
     """
     found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
-    sharded = _sharded(parts)
-    shards: dict[MetadataIndex, str] = {}
+    sharded: set[str] = set()
     for rank, part in enumerate(parts):
         for item in part.plan.items:
-            index, digest = item.index, part.digests.get(item.index)
-            if item.type != WriteItemType.SHARD:
-                found[index.fqn][rank] = (digest, item.type)
-                continue
-            if digest is None or index in part.ranks:
-                continue
-            if shards.setdefault(index, digest) != digest:
-                raise MismatchError(
-                    f"{index.fqn} is a DTensor whose image does not say which ranks have equal "
-                    f"values, and theirs differ: save it replicated, or as its local tensor. "
-                    f"Nothing was drained"
-                )
-    return {
+            if item.type == WriteItemType.SHARD:
+                sharded.add(item.index.fqn)
+            else:
+                found[item.index.fqn][rank] = (part.digests.get(item.index), item.type)
+    unequal = {
         key: sorted(values)
         for key, values in found.items()
         if len(set(values.values())) > 1 or key in sharded
     }
-
-
-def _sharded(parts: Sequence[RankPlan]) -> set[str]:
-    """Keys of global tensors; a value that another rank has under one is none of their parts."""
-    items = (item for part in parts for item in part.plan.items)
-    return {item.index.fqn for item in items if item.type == WriteItemType.SHARD}
+    return unequal, {key: ranks[0] for key, ranks in unequal.items() if key not in sharded}
 
 
 def _with_own_keys(
@@ -178,11 +166,7 @@ def _with_own_keys(
 ) -> SavePlan:
     """Add each value that differs under its rank's key.
 
-    Args:
-        plan: Plan of one rank.
-        rank: The rank.
-        unequal: Keys of the values, with the ranks that have them.
-        firsts: Of these the rank whose value has the plain key, too, unless nobody's has.
+    Of each key the rank among ``firsts`` has the plain key, too.
     """
     items: list[WriteItem] = []
     paths = dict(plan.planner_data)

@@ -1,14 +1,18 @@
-"""The directories of a root on shared storage: which hold checkpoints, and which are unfinished.
+"""The directories of a root on shared storage: checkpoints with their records and pins, and others.
 
 ``root/iteration_<number>.<epoch>/`` is a checkpoint if it holds its record, which is written last.
 The epoch counts the starts of the job that saved: a job that went back to iteration 90 and saved 95
-is newer than the 100 that it abandoned.
+is newer than the 100 that it abandoned. A pin is a file in the directory of its checkpoint, seen by
+every job and tool. It may be set while a job prunes: a checkpoint is then either put back, or was
+never pinned.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +25,14 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     FormatVersionError,
+    StorageError,
 )
 from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import Lineage
+from localckpt.own_folders import file_mode
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
+from localckpt.storage.write import replace_file, sync_folder
 
 __all__ = [
     "LOCK_NAME",
@@ -35,9 +42,15 @@ __all__ = [
     "Folder",
     "Leftover",
     "folders_in",
-    "is_there",
+    "pin",
+    "put_back_if_pinned",
+    "remove",
     "session_root",
+    "try_to_remove",
+    "unpin",
 ]
+
+logger = logging.getLogger(__name__)
 
 RECORD_NAME = "localckpt.json"
 LOCK_NAME = ".localckpt.lock"
@@ -45,7 +58,7 @@ LOCK_NAME = ".localckpt.lock"
 PIN_NAME = "localckpt.pin"
 """File in the directory of a checkpoint that no job may remove."""
 
-_FORMAT = 1
+_FORMAT = 2
 _PARTIAL = ".partial"
 _DRAIN = "drain_"
 _REMOVED = ".removed"
@@ -92,13 +105,13 @@ class Folder:
     def has_record(self) -> bool:
         """True once the checkpoint is committed; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
-            return is_there(self.path / RECORD_NAME)
+            return _is_there(self.path / RECORD_NAME)
 
     @property
     def is_pinned(self) -> bool:
         """True if no job may remove it; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
-            return is_there(self.path / PIN_NAME)
+            return _is_there(self.path / PIN_NAME)
 
     def _unfinished(self, attempt: str) -> Path:
         return self.root / f".{self._name}.{attempt}{_PARTIAL}"
@@ -113,13 +126,9 @@ class CommitRecord:
     """Record that makes a directory a checkpoint: written last, when everything else is durable.
 
     Attributes:
-        session_id, iteration, epoch: Which checkpoint it is.
         save_id: Stands in the trailer of each of its files.
-        world_size: How many ranks saved it.
         files: The bytes of each data file.
-        metadata_digest: Digest of the metadata file.
-        lineage: Lineage of the epoch that saved it; earlier versions recorded none.
-        metrics: Values that were given with the save.
+        lineage: Lineage of the epoch that saved it; ``None`` if its manager had none.
         retention: Rules by which the job that saved it keeps checkpoints.
     """
 
@@ -150,28 +159,23 @@ class CommitRecord:
         fields = {"format": _FORMAT, **asdict(self)}
         fields["lineage"] = None if self.lineage is None else self.lineage.to_json()
         fields["metrics"] = metrics_to_json(self.metrics)
-        # What says nothing is left out, and earlier versions can read the rest.
-        if not self.metrics:
-            del fields["metrics"]
-        if self.retention.keeps_all:
-            del fields["retention"]
         text = json.dumps(fields, sort_keys=True).encode()
         return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
-        """The record of a directory; ``None`` if there is none.
-
-        Raises:
-            CorruptShardError: It is damaged, cut short, or of another version.
-            StorageError: It cannot be read.
-        """
+        """The record of a directory; ``None`` if there is none."""
         path = folder / RECORD_NAME
         with storage_errors("read", path):
             try:
                 data = path.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        return cls.parse(path, data)
+
+    @classmethod
+    def parse(cls, path: Path, data: bytes) -> CommitRecord:
+        """Read what :meth:`to_bytes` made; ``path`` is for messages."""
         text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
         if digest != b"%016x" % xxhash.xxh3_64_intdigest(text):
             raise CorruptShardError(f"{path} is damaged or cut short")
@@ -184,15 +188,13 @@ class CommitRecord:
                 f"{path} is of another version of the format: load it with the version of "
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
             )
-        lineage_json = fields.pop("lineage", None)
-        retention_json = fields.pop("retention", None)
         try:
-            lineage = None if lineage_json is None else Lineage.from_json(lineage_json)
-            if retention_json is not None:
-                fields["retention"] = Retention.from_json(retention_json)
-            fields["metrics"] = metrics_from_json(fields.get("metrics", {}))
-            record = cls(**fields, lineage=lineage)
-        except (CheckpointingException, TypeError) as error:
+            if fields["lineage"] is not None:
+                fields["lineage"] = Lineage.from_json(fields["lineage"])
+            fields["retention"] = Retention.from_json(fields["retention"])
+            fields["metrics"] = metrics_from_json(fields["metrics"])
+            record = cls(**fields)
+        except (CheckpointingException, KeyError, TypeError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
         if not record._is_plain():
             raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
@@ -226,12 +228,7 @@ class CommitRecord:
             )
 
     def check_files(self, folder: Folder) -> None:
-        """Check that all files are there, by their sizes.
-
-        Raises:
-            CorruptShardError: One is gone, or has another size.
-            StorageError: They cannot be looked at.
-        """
+        """Check that all files are there, by their sizes."""
         for name, nbytes in self.files.items():
             path = folder.path / name
             with storage_errors("look at", path):
@@ -243,11 +240,10 @@ class CommitRecord:
                 raise CorruptShardError(f"{path} has {found} bytes, and was saved with {nbytes}")
 
 
-def is_there(path: Path) -> bool:
+def _is_there(path: Path) -> bool:
     """Return whether a file is there.
 
-    Raises:
-        OSError: That cannot be seen. ``Path.exists`` of some versions of Python takes it for no.
+    ``Path.exists`` of some versions of Python takes an error for no.
     """
     try:
         path.stat()
@@ -276,12 +272,8 @@ class Leftover(NamedTuple):
 def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
     """List the directories of a root, by their names.
 
-    Returns:
-        The directories that may be checkpoints, the newest first; and those that are unfinished,
-        or were about to be removed.
-
-    Raises:
-        StorageError: It cannot be read.
+    Returns those that may be checkpoints, the newest first; and those that are unfinished, or were
+    about to be removed.
     """
     folders, leftovers = [], []
     with storage_errors("read", root):
@@ -297,3 +289,75 @@ def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
         elif path == folder.path:
             folders.append(folder)
     return sorted(folders, key=lambda folder: folder.version, reverse=True), leftovers
+
+
+# Removing.
+
+
+def remove(folder: Folder, *, by_rename: bool) -> bool:
+    """Remove a checkpoint, unless it is pinned; what is half removed is never found.
+
+    Without ``by_rename`` its record goes first. Returns whether it is gone: it may have been pinned
+    since it was decided on.
+    """
+    with storage_errors("remove", folder.path):
+        if folder.is_pinned:
+            return False
+        path = folder.path
+        if by_rename:
+            path = path.rename(folder.removed)
+            if put_back_if_pinned(folder):
+                return False
+        _remove_folder(path)
+        return True
+
+
+def put_back_if_pinned(folder: Folder) -> bool:
+    """Give a checkpoint its name again that was pinned while it was on its way out.
+
+    Returns whether it is a checkpoint again.
+    """
+    removed = folder.removed
+    if not (_is_there(removed / PIN_NAME) and _is_there(removed / RECORD_NAME)):
+        return False
+    removed.rename(folder.path)
+    return True
+
+
+def try_to_remove(path: Path) -> None:
+    """Remove what is no checkpoint; what cannot go now goes at a later save."""
+    try:
+        _remove_folder(path)
+    except OSError as error:
+        logger.warning("%s could not be removed, and will be at a later save: %s", path, error)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a directory, its record first: without that it is no checkpoint.
+
+    Of a link in its place the link is removed, and nothing of what it leads to.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    (path / RECORD_NAME).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def pin(folder: Folder) -> None:
+    """Have every job keep a checkpoint until it is unpinned, whatever its retention is."""
+    with storage_errors("pin", folder.path):
+        replace_file(folder.path / PIN_NAME, b"pinned\n", file_mode(folder.path))
+        sync_folder(folder.path)
+    if not (folder.is_pinned and folder.has_record):
+        raise StorageError(
+            f"{folder.path} was not pinned in time: a job is removing it. Look whether it is still "
+            f"there, and pin it again"
+        )
+
+
+def unpin(folder: Folder) -> None:
+    """Leave a checkpoint to the retention of the jobs that save; nothing if it is not pinned."""
+    with storage_errors("unpin", folder.path):
+        (folder.path / PIN_NAME).unlink(missing_ok=True)
+        sync_folder(folder.path)

@@ -1,4 +1,4 @@
-"""Loads: all ranks agree on a checkpoint, compare it with their states, and read it together."""
+"""Loads: all ranks compare a checkpoint with their states, and read it together."""
 
 from __future__ import annotations
 
@@ -16,152 +16,28 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from localckpt.errors import (
-    CorruptShardError,
     MismatchError,
-    NoReplicasAvailableError,
-    StorageError,
 )
-from localckpt.global_tier.committed import Committed, Found
+from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.load_planner import FIT, ReshardingLoadPlanner
-from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.lineage import Lineage
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
-from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.state_dict.targets import overlapping_spans
 
-__all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
+__all__ = ["FillOptions", "OpenCheckpoint"]
 
 logger = logging.getLogger(__name__)
+
+# A state with the states of its ``Stateful`` values, and what one rank reads for it.
+_Planned = tuple[dict[str, Any], ReshardingLoadPlanner, LoadPlan]
 
 _SHOWN = 10
 _ALIGNMENT = 16
 
-OpenReader = Callable[[Found], CachedMetadataFileSystemReader]
-
-
-class Loads:
-    """The loads of one manager. All ranks make the same calls.
-
-    Args:
-        session_id: The training run.
-        committed: Its checkpoints, which the first rank sees for all.
-        ranks: Those of the job.
-        open_reader: Returns the storage reader of a checkpoint.
-    """
-
-    def __init__(
-        self, session_id: str, committed: Committed, ranks: Ranks, open_reader: OpenReader
-    ) -> None:
-        self._session_id = session_id
-        self._committed = committed
-        self._ranks = ranks
-        self._open_reader = open_reader
-
-    def find(self, iteration: int | None = None, left_by: Lineage | None = None) -> Found | None:
-        """The newest checkpoint; the arguments and errors are those of :meth:`Committed.find`."""
-        return self._find(iteration, lambda: self._committed.find(iteration, left_by=left_by))
-
-    def _find(self, iteration: int | None, find: Callable[[], Found | None]) -> Found | None:
-        """Call ``find`` on the first rank, which sees the checkpoints for all."""
-
-        def look(tags: list[Any]) -> list[Any] | None:
-            require_same(tags, self._ranks.global_ranks)
-            found = find()
-            return None if found is None else found.to_json()
-
-        def read(found: Any) -> Found | None:
-            return None if found is None else Found.from_json(self._committed.path, found)
-
-        tag = [self._session_id, iteration]
-        return self._ranks.act("find a checkpoint", lambda: tag, look, read=read)  # type: ignore[return-value]
-
-    def _find_other(self, failed: Found, newest: Found, deadline: Deadline) -> Found | None:
-        """Find, on the first rank, the checkpoint to try after one that could not be loaded.
-
-        Args:
-            failed: The checkpoint that could not be loaded.
-            newest: The newest that was tried.
-            deadline: End of the time in which a newer one is tried.
-
-        Raises:
-            NoReplicasAvailableError: At the deadline there is still a newer one.
-        """
-        found = self._committed.find()
-        if found is None or found.folder.version <= newest.folder.version:
-            return self._committed.find(older_than=failed.folder.version)
-        # A job goes on there, and pruned what was being read.
-        if deadline.left_s == 0:
-            raise NoReplicasAvailableError(
-                f"for {deadline.timeout_s:g} s every checkpoint under {self._committed.path} was "
-                f"pruned before it was read, the last one iteration {failed.folder.iteration}, and "
-                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
-                f"let the load take longer"
-            )
-        return found
-
-    def iterations(self, left_by: Lineage | None) -> list[int]:
-        """Iterations of all checkpoints; see :meth:`Committed.iterations`."""
-
-        def look(tags: list[Any]) -> list[int]:
-            require_same(tags, self._ranks.global_ranks)
-            return self._committed.iterations(left_by)
-
-        tag = [self._session_id, "all"]
-        return self._ranks.act("find all checkpoints", lambda: tag, look, read=shaped([int]))
-
-    def open(self, found: Found) -> OpenCheckpoint:
-        """Read what a checkpoint holds; all ranks call it."""
-        return OpenCheckpoint(found, self._open_reader(found), self._ranks)
-
-    def load_newest(
-        self, state_dict: dict[str, Any], iteration: int | None, options: LoadOptions
-    ) -> Found:
-        """Fill a state from the newest checkpoint that is not damaged, or from one iteration.
-
-        One that a job prunes meanwhile makes way for the newest that is there then.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            NoReplicasAvailableError: There is no such checkpoint.
-            CorruptShardError, StorageError: It is damaged, or cannot be read, and no older one may
-                take its place.
-        """
-        deadline = Deadline.after(self._ranks.timeout_s)
-        found = newest = self.find(iteration)
-        while found is not None and newest is not None:
-            newest = max(newest, found, key=lambda tried: tried.folder.version)
-            try:
-                self.open(found).fill(state_dict, options)
-            except (CorruptShardError, StorageError) as error:
-                # With a partial load, values of both would be left.
-                if iteration is not None or options.is_partial:
-                    raise
-                logger.error(
-                    "iteration %d cannot be loaded, trying another one: %s",
-                    found.folder.iteration,
-                    error,
-                )
-            else:
-                return found
-            found = self._find(iteration, partial(self._find_other, found, newest, deadline))
-        raise NoReplicasAvailableError(self._why_none(iteration, is_first=newest is None))
-
-    def _why_none(self, iteration: int | None, *, is_first: bool) -> str:
-        if not is_first:
-            return f"no checkpoint under {self._committed.path} can be loaded; see the errors above"
-        if iteration is not None:
-            return f"there is no checkpoint of iteration {iteration} under {self._committed.path}"
-        return (
-            f"there is no checkpoint under {self._committed.path}: load() only if find_latest() is "
-            f"not -1"
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class FillOptions:
     """What may differ between a state and the checkpoint that fills it.
 
     Attributes:
@@ -181,22 +57,13 @@ class LoadOptions:
 class OpenCheckpoint:
     """Checkpoint whose metadata all ranks have read.
 
-    Args:
-        found: The checkpoint.
-        reader: Its storage reader.
-        ranks: The ranks of the job.
-
     Attributes:
-        found: The checkpoint.
-        saved: Descriptions of the saved values, by name.
         paths: Keys on the way to each value in the state that was saved, by name.
-
-    Raises:
-        CorruptShardError, StorageError: The metadata is damaged, or cannot be read.
-        PeerLostError: The rank that reads it did not answer in time.
     """
 
-    def __init__(self, found: Found, reader: CachedMetadataFileSystemReader, ranks: Ranks) -> None:
+    def __init__(
+        self, found: CommitFound, reader: CachedMetadataFileSystemReader, ranks: Ranks
+    ) -> None:
         self.found = found
         self._reader = reader
         self._ranks = ranks
@@ -205,13 +72,11 @@ class OpenCheckpoint:
         self.saved = metadata.state_dict_metadata
         self.paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
 
-    def fill(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
+    def fill(self, state_dict: dict[str, Any], options: FillOptions) -> None:
         """Fill a state in place; all ranks call it.
 
-        Raises:
-            MismatchError: The state does not fit the checkpoint, on some rank; nothing is changed.
-            CorruptShardError, StorageError: It is damaged, or cannot be read; the state may be
-                partly filled. As every error it is raised on every rank.
+        After a MismatchError nothing is changed; after another error the state may be partly
+        filled. Every error is raised on every rank.
         """
         began = time.monotonic()
         iteration = self.found.folder.iteration
@@ -220,7 +85,7 @@ class OpenCheckpoint:
 
         def plan() -> str | None:
             planned.append(self._plan(state_dict, options))
-            given = planned[0].planner.state_dict
+            given = planned[0][1].state_dict
             self._require_apart(given, options)
             return _packed_bits([name in given for name in names])
 
@@ -228,14 +93,14 @@ class OpenCheckpoint:
         unwanted = self._ranks.decide(
             f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
         )
-        self._log_partial(unwanted, planned[0].planner.state_dict)
+        self._log_partial(unwanted, planned[0][1].state_dict)
 
         def read() -> None:
             with record_function("localckpt.global.load"):
-                planned[0].read(self._reader)
+                self._read(planned[0])
 
-        self._ranks.act(f"load iteration {iteration}", read, lambda _: None)
-        _give(state_dict, planned[0].state)
+        self._ranks.commit(f"load iteration {iteration}", read, lambda _: None)
+        _give(state_dict, planned[0][0])
         nbytes, seconds = self._reader.nbytes_read / 1e9, time.monotonic() - began
         logger.info(
             "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
@@ -243,13 +108,12 @@ class OpenCheckpoint:
         )
 
     def compare(
-        self, state_dict: dict[str, Any], options: LoadOptions
+        self, state_dict: dict[str, Any], options: FillOptions
     ) -> tuple[list[str], list[str]]:
         """Compare a state with the checkpoint on this rank alone, and read nothing.
 
-        Returns:
-            What does not fit, in words; and the names of the saved values that this rank does not
-            give, and that are not let go.
+        Returns what does not fit, in words; and the names of the saved values that this rank does
+        not give, and that are not let go.
         """
         _, planner = self._set_up(state_dict, options)
         lines, given = planner.differences(), planner.state_dict
@@ -261,24 +125,24 @@ class OpenCheckpoint:
         return lines, [name for name in lacking if not options.let_go(name)]
 
     def read(self, state_dict: dict[str, Any]) -> None:
-        """Fill a state of plain values on this rank alone; the other ranks are not asked.
+        """Fill a state of plain values on this rank alone; the other ranks are not asked."""
+        planned = self._plan(state_dict, FillOptions())
+        self._read(planned)
+        _give(state_dict, planned[0])
 
-        Raises:
-            MismatchError, CorruptShardError, StorageError: As :meth:`fill`, on this rank.
-        """
-        planned = self._plan(state_dict, LoadOptions())
-        planned.read(self._reader)
-        _give(state_dict, planned.state)
-
-    def _plan(self, state_dict: dict[str, Any], options: LoadOptions) -> _Planned:
+    def _plan(self, state_dict: dict[str, Any], options: FillOptions) -> _Planned:
         """Plan what ``dcp.load`` reads on one rank."""
         state, planner = self._set_up(state_dict, options)
         self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
         local = self._reader.prepare_local_plan(planner.create_local_plan())
-        return _Planned(state, planner, planner.finish_plan(local))
+        return state, planner, planner.finish_plan(local)
+
+    def _read(self, planned: _Planned) -> None:
+        _, planner, plan = planned
+        self._reader.read_data(plan, planner).wait()
 
     def _set_up(
-        self, state_dict: dict[str, Any], options: LoadOptions
+        self, state_dict: dict[str, Any], options: FillOptions
     ) -> tuple[dict[str, Any], ReshardingLoadPlanner]:
         planner = ReshardingLoadPlanner(
             allow_partial_load=options.is_partial,
@@ -293,18 +157,14 @@ class OpenCheckpoint:
         planner.set_up_planner(state, self._reader.read_metadata())
         return state, planner
 
-    def _require_apart(self, given: Mapping[str, Any], options: LoadOptions) -> None:
-        """Refuse tensors that share memory, unless it can hold what was saved of both.
-
-        Raises:
-            MismatchError: One would overwrite another. Nothing is changed.
-        """
+    def _require_apart(self, given: Mapping[str, Any], options: FillOptions) -> None:
+        """Refuse tensors that share memory, unless it can hold what was saved of both."""
         besides = options.besides
         for one, other in _sharing_memory({**given, **{n: own for n, (own, _) in besides.items()}}):
             if any(name not in besides and name not in self.saved for name in (one, other)):
                 continue
             values = {n: _empty_like(given[n]) for n in (one, other) if n not in besides}
-            self._plan(values, options).read(self._reader)
+            self._read(self._plan(values, options))
             pairs = [
                 besides[n] if n in besides else (_local(given[n]), _local(values[n]))
                 for n in (one, other)
@@ -323,18 +183,6 @@ class OpenCheckpoint:
                 "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
                 *(self.found.folder.iteration, _listed(unwanted), _listed(absent)),
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Load of one rank: the state with the states of its ``Stateful`` values, and the plan."""
-
-    state: dict[str, Any]
-    planner: ReshardingLoadPlanner
-    plan: LoadPlan
-
-    def read(self, reader: CachedMetadataFileSystemReader) -> None:
-        reader.read_data(self.plan, self.planner).wait()
 
 
 def _judge_given(names: list[str], is_partial: bool, given_by: Sequence[str | None]) -> list[str]:
@@ -367,7 +215,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of tensors that share memory, in pairs that connect all of them."""
-    spans = []
+    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, value in state.items():
         tensor = _local(value) if isinstance(value, torch.Tensor) else None
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -376,22 +224,14 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             first, last = byte_span(tensor)
             start = storage_address(tensor)
-            spans.append((str(tensor.device), start + first, start + last, name))
-    found = []
-    device, end, holder = "", 0, ""
-    for on, start, stop, name in sorted(spans):
-        if on == device and start < end:
-            found.append((holder, name))
-        if on != device or stop >= end:
-            device, end, holder = on, stop, name
-    return found
+            spans.setdefault(tensor.device, []).append((start + first, start + last, name))
+    return [pair for on_device in spans.values() for pair in overlapping_spans(on_device)]
 
 
 def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Return whether tensors that share memory can have their values at the same time.
 
-    Args:
-        pairs: A tensor, which is not changed, and the value for it.
+    A pair is a tensor, which is not changed, and the value for it.
     """
     spans = [byte_span(tensor) for tensor, _ in pairs]
     tensor = pairs[0][0]

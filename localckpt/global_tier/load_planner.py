@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError
+from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.metadata import (
     create_chunk_list,
     create_read_items,
     format_version,
 )
-from localckpt.global_tier.misdescribed import why_misdescribed
-from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
 from localckpt.global_tier.write_items import load_object
+from localckpt.state_dict.overlaps import overlapping_pairs
+from localckpt.state_dict.resharded import is_expanded
 
-__all__ = ["FIT", "ReshardingLoadPlanner"]
+__all__ = ["FIT", "ReshardingLoadPlanner", "create_read_items_for_chunk_list"]
 
 FIT = (
     "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
@@ -128,7 +135,7 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
                 return None
             why = why_misdescribed(value)
             return None if why is None else f"is a DTensor that cannot be filled: {why}"
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and _overlaps_itself(value):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and is_expanded(value):
             return "is expanded: several of its elements are one, and cannot be filled"
         return None
 
@@ -170,7 +177,53 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
             _make_meta_tensors(value)
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+def create_read_items_for_chunk_list(
+    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """Plan the reads that fill the chunks that this rank wants of a tensor.
+
+    It gives the items that torch's function of this name gives, but in another order, and none of
+    no elements.
+
+    Items are ordered by the wanted chunk, then the saved one.
+    """
+    saved_chunks = checkpoint_md.chunks
+
+    # The items of a chunk share these: of many objects the garbage collector takes the most time.
+    @cache
+    def wanted_index(w: int) -> MetadataIndex:
+        return MetadataIndex(fqn, local_chunks[w].offsets, w)
+
+    @cache
+    def saved_index(s: int) -> MetadataIndex:
+        return MetadataIndex(fqn, saved_chunks[s].offsets, s)
+
+    items = []
+    for w, s in overlapping_pairs(local_chunks, saved_chunks):
+        in_wanted, in_saved, lengths = _intersection(local_chunks[w], saved_chunks[s])
+        items.append(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=wanted_index(w),
+                dest_offsets=in_wanted,
+                storage_index=saved_index(s),
+                storage_offsets=in_saved,
+                lengths=lengths,
+            )
+        )
+    return items
+
+
+def _intersection(
+    wanted: ChunkStorageMetadata, saved: ChunkStorageMetadata
+) -> tuple[torch.Size, torch.Size, torch.Size]:
+    """Its offsets in either chunk, and its lengths."""
+    in_wanted, in_saved, lengths = [], [], []
+    for a, a_size, b, b_size in zip(
+        wanted.offsets, wanted.sizes, saved.offsets, saved.sizes, strict=True
+    ):
+        start = max(a, b)
+        in_wanted.append(start - a)
+        in_saved.append(start - b)
+        lengths.append(min(a + a_size, b + b_size) - start)
+    return torch.Size(in_wanted), torch.Size(in_saved), torch.Size(lengths)

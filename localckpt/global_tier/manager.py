@@ -12,33 +12,34 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, SupportsIndex, overload
+from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack, overload
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
-from localckpt.availability.retention import Retention, plain_metrics, rules
+from localckpt.availability.retention import plain_metrics
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
-from localckpt.global_tier.committed import Found
-from localckpt.global_tier.drain import Drain
-from localckpt.global_tier.drains import Drains
-from localckpt.global_tier.load import LoadOptions, Loads, OpenCheckpoint
+from localckpt.global_tier.catalog import CommitFound
+from localckpt.global_tier.committed import Committed
+from localckpt.global_tier.drain import Drain, Drains
+from localckpt.global_tier.load import FillOptions, OpenCheckpoint
 from localckpt.global_tier.root import CheckpointRoot
-from localckpt.global_tier.save import Save
-from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, require_same
+from localckpt.global_tier.save import SharedSave
+from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
+from localckpt.interrupted import closed_by_interrupts, was_interrupted
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
+from localckpt.options import Options, SharedOptions
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import refused_together
@@ -51,6 +52,9 @@ __all__ = ["GlobalCheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
+# For a save under way when a call is interrupted.
+_ENDING_S = 1.0
+
 
 class GlobalCheckpointManager:
     """Manager of checkpoints of all ranks together, in torch.distributed.checkpoint's format.
@@ -61,31 +65,16 @@ class GlobalCheckpointManager:
     Args:
         root: A directory that all ranks share.
         session_id: A name for the training run; runs with different ones may share a root.
-        keep_last: How many checkpoints to keep; ``None`` for all. Short for
-            ``retention=Retention(last=...)``.
-        retention: Rules by which checkpoints are kept; the newest one, the one that the job resumed
-            from, and pinned ones always are.
-        timeout: Deadline of every wait, in seconds: how much longer than the fastest rank the
-            slowest one may take to write.
         concurrent_bytes: How many bytes a rank that loads reads at once at most, beside its
             tensors.
-        process_group: The ranks of the job; ``None`` for all.
         thread_count: Into how many files, written side by side, a rank's items are divided.
         separation_hint: Items whose names begin with it go to files of their own.
-        staging_threads: Threads that copy tensors; by default this rank's share of the cores.
         atomic_rename: Whether a directory on this storage is renamed at once or not at all. Else
             saves are written where they stay, and only their record makes them checkpoints.
-        safe_globals: Classes and functions that objects in a state may name, beyond torch's own.
-        read_only: Only load; another job may save in this session.
-        max_attempts: Number of starts of the job that may resume from a checkpoint here, begin a
-            save or call :meth:`count_attempt`, and end before a later one is committed (with
-            ``local``: before :meth:`note_progress`), in a row. Then it is passed over, and an older
-            one is taken. ``None`` to count none.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
-        events: Stream that is told what happens here; it stays the caller's to close. ``None`` for
-            none.
+        options: See :class:`localckpt.options.Options`.
 
     Attributes:
         plans: Plans of the saves before; they tell what the last save sent.
@@ -98,33 +87,20 @@ class GlobalCheckpointManager:
         root: str | os.PathLike[str],
         session_id: str = "",
         *,
-        keep_last: int | None = None,
-        retention: Retention | None = None,
-        timeout: float = 1800.0,
         concurrent_bytes: int = 32_000_000_000,
-        process_group: dist.ProcessGroup | None = None,
         thread_count: int = 2,
         separation_hint: str | None = None,
-        staging_threads: int | None = None,
         atomic_rename: bool = True,
-        safe_globals: Iterable[Any] = (),
         local: LineageKeeper | None = None,
-        read_only: bool = False,
-        events: EventStream | None = None,
-        max_attempts: int | None = None,
+        **options: Unpack[SharedOptions],
     ) -> None:
-        with refused_together("global manager", process_group, timeout):
-            retention = rules(keep_last, retention)
-            if timeout <= 0:
-                raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
+        process_group = options.get("process_group")
+        with refused_together("global manager", process_group, options.get("timeout")):
+            chosen = Options.of_shared(options)
+            timeout, read_only = chosen.timeout, chosen.read_only
             if concurrent_bytes < 1:
                 raise CheckpointingException(
                     f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
-                )
-            if max_attempts is not None and (max_attempts < 1 or read_only):
-                raise CheckpointingException(
-                    f"max_attempts is {max_attempts}; it must be above 0, or None, and with "
-                    f"read_only=True None: such a manager notes nothing"
                 )
             self.session_id = session_id
             self.timeout = timeout
@@ -132,13 +108,11 @@ class GlobalCheckpointManager:
             self._root = CheckpointRoot(
                 local_path(root),
                 session_id,
-                retention=retention,
+                retention=chosen.retention,
                 atomic_rename=atomic_rename,
                 timeout_s=timeout,
-                max_attempts=max_attempts,
-                is_read_only=read_only,
             )
-            allowed = tuple(safe_globals)
+            allowed = tuple(chosen.safe_globals)
             # The most frequent cause of ranks that do not come to plan a save.
             self._hint = ""
             self._ranks = Ranks("global manager", process_group, timeout, hint=lambda: self._hint)
@@ -150,32 +124,31 @@ class GlobalCheckpointManager:
                 thread_count=thread_count,
                 separation_hint=separation_hint,
                 writer="thread",
-                staging_threads=staging_threads,
+                staging_threads=chosen.staging_threads,
                 timeout_s=timeout,
                 safe_globals=allowed,
                 _own_folders=True,
             )
             self._local = local
-            self._events = events or EventStream()
+            self._events = chosen.events or EventStream()
             self._drains = Drains(draining, self._root, allowed, self._events)
             self.read_only = read_only
             self._newest_iteration = -1
-            self._save: Save | None = None
+            self._save: SharedSave | None = None
 
-            def open_reader(found: Found) -> CachedMetadataFileSystemReader:
-                return CachedMetadataFileSystemReader(
-                    found.folder.path,
-                    concurrent_bytes=concurrent_bytes,
-                    process_group=process_group,
-                    safe_globals=allowed,
-                    save_id=found.save_id,
-                    metadata_digest=found.metadata_digest,
-                    timeout_s=timeout,
-                )
-
-            self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
+            self._committed = Committed(
+                *(self._root.session, self._ranks, chosen.max_attempts),
+                (lambda: None) if read_only else self._root.lock.look,
+            )
+            self._make_reader = partial(
+                CachedMetadataFileSystemReader,
+                concurrent_bytes=concurrent_bytes,
+                process_group=process_group,
+                safe_globals=allowed,
+                timeout_s=timeout,
+            )
             self._process = os.getpid()
-            self._closed = False
+            self._closed, self._interrupted = False, ""
 
     def __repr__(self) -> str:
         return shown(self, self.session_id, self._root.path)
@@ -220,6 +193,7 @@ class GlobalCheckpointManager:
         except Exception as error:  # noqa: BLE001 - on this rank alone; the save itself tells all
             logger.warning("such a state cannot be saved: %s", error)
 
+    @closed_by_interrupts
     def save(
         self,
         state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
@@ -277,11 +251,10 @@ class GlobalCheckpointManager:
                 state_dict, iteration, lambda: self._begin(iteration, lineage)
             )
         self._saving.prepare()
-        # A rank that is interrupted before the save is its own has planned nothing.
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
-            save = self._save = Save(
-                self._root.begun(iteration, epoch, save_id, plain),
+            save = self._save = SharedSave(
+                self._root.begun(iteration, epoch, save_id, metrics=plain),
                 planned,
                 number,
                 ranks=self._saving,
@@ -324,6 +297,7 @@ class GlobalCheckpointManager:
         if self._save is not None and self._save.over.is_set():
             self._take_error()
 
+    @closed_by_interrupts
     def wait_until_finished(self) -> None:
         """Return when the last save is committed on all ranks, or raise what it failed with."""
         self._await_last_save()
@@ -356,6 +330,7 @@ class GlobalCheckpointManager:
 
     # Keeping.
 
+    @closed_by_interrupts
     def pin(self, iteration: int) -> None:
         """Have every job keep a checkpoint until it is unpinned; all ranks call it.
 
@@ -370,18 +345,20 @@ class GlobalCheckpointManager:
             StorageError: It could not be written; the same on every rank, as all errors.
             PeerLostError: Some rank did not come in time.
         """
-        self._change_pin("pin", iteration, self._root.committed.pin)
+        self._change_pin("pin", iteration)
 
+    @closed_by_interrupts
     def unpin(self, iteration: int) -> None:
         """Leave a checkpoint to the retention again; all ranks call it. May be called twice.
 
         Raises:
             NoReplicasAvailableError, StorageError, PeerLostError: As for :meth:`pin`.
         """
-        self._change_pin("unpin", iteration, self._root.committed.unpin)
+        self._change_pin("unpin", iteration)
 
     # Loading.
 
+    @closed_by_interrupts
     def find_latest(self) -> int:
         """Iteration of the newest checkpoint, or ``-1``; all ranks call it.
 
@@ -389,11 +366,9 @@ class GlobalCheckpointManager:
             StorageError: The root cannot be read; the same on every rank.
             PeerLostError: A rank did not come in time.
         """
-        self._require_usable()
-        with self._events.timed("find"):
-            found = self._loads.find()
-        return -1 if found is None else found.folder.iteration
+        return self._find(None)
 
+    @closed_by_interrupts
     def all_iterations(self) -> list[int]:
         """Iterations that :meth:`load` can give, in the order in which a restart tries them.
 
@@ -404,10 +379,11 @@ class GlobalCheckpointManager:
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._loads.iterations(None)
+        return self._committed.iterations()
 
     # For a program that has checkpoints on the nodes, too.
 
+    @closed_by_interrupts
     def find_beside(self, on_nodes: int) -> int:
         """Find the newest checkpoint as :meth:`find_latest`; all ranks call it.
 
@@ -415,16 +391,15 @@ class GlobalCheckpointManager:
             on_nodes: Newest iteration on the nodes, -1 for none. What the job went back from to
                 begin its epoch is left out.
         """
-        self._require_usable()
-        with self._events.timed("find"):
-            found = self._loads.find(left_by=self._lineage_on_nodes(on_nodes))
-        return -1 if found is None else found.folder.iteration
+        return self._find(on_nodes)
 
+    @closed_by_interrupts
     def iterations_beside(self, on_nodes: int) -> list[int]:
         """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
         self._require_usable()
-        return self._loads.iterations(self._lineage_on_nodes(on_nodes))
+        return self._committed.iterations(self._lineage_on_nodes(on_nodes))
 
+    @closed_by_interrupts
     def go_back(self, iteration: int) -> None:
         """Give up all that is newer: the job goes on from an older one, here or on the nodes.
 
@@ -437,7 +412,7 @@ class GlobalCheckpointManager:
         self._require_writable()
         self._require_usable()
         self._newest_iteration = iteration
-        points = self._ranks.act(
+        points = self._ranks.commit(
             f"go back to iteration {iteration}",
             lambda: None,
             lambda _: [[*point.epoch, point.iteration] for point in self._root.go_back(iteration)],
@@ -446,8 +421,16 @@ class GlobalCheckpointManager:
         if self._local is not None:
             self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])
 
-    def _lineage_on_nodes(self, iteration: int) -> Lineage | None:
-        return None if self._local is None else self._local.lineage_of(iteration)
+    def _find(self, on_nodes: int | None) -> int:
+        self._require_usable()
+        with self._events.timed("find"):
+            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
+        return -1 if found is None else found.folder.iteration
+
+    def _lineage_on_nodes(self, iteration: int | None) -> Lineage | None:
+        if self._local is None or iteration is None:
+            return None
+        return self._local.lineage_of(iteration)
 
     @overload
     def load(
@@ -469,6 +452,7 @@ class GlobalCheckpointManager:
         allow_dtype_change: bool = False,
     ) -> int: ...
 
+    @closed_by_interrupts
     def load(
         self,
         state_dict: dict[str, Any] | None = None,
@@ -509,9 +493,14 @@ class GlobalCheckpointManager:
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
         given = without_markers(given)
         self._prepare_load()
-        options = LoadOptions(partial, allow_dtype_change)
+        options = FillOptions(partial, allow_dtype_change)
         with self._events.timed("read"):
-            found = self._loads.load_newest(given, iteration, options)
+            found = self._committed.load_newest(
+                iteration,
+                lambda found: self._open(found).fill(given, options),
+                # With a partial load, values of both would be left.
+                tries_others=iteration is None and not partial,
+            )
         self._go_on_from(found)
         if into is None:
             return found.folder.iteration
@@ -528,13 +517,21 @@ class GlobalCheckpointManager:
         """
         self._prepare_load()
         with self._events.timed("read"):
-            found = self._loads.find(iteration)
+            found = self._committed.find(iteration)
             if found is None:
                 raise NoReplicasAvailableError(
                     f"there is no checkpoint of iteration {iteration} under {self._root.path}"
                 )
-            yield self._loads.open(found)
+            yield self._open(found)
         self._go_on_from(found)
+
+    def _open(self, found: CommitFound) -> OpenCheckpoint:
+        reader = self._make_reader(
+            found.folder.path,
+            save_id=found.record.save_id,
+            metadata_digest=found.record.metadata_digest,
+        )
+        return OpenCheckpoint(found, reader, self._ranks)
 
     def _prepare_load(self) -> None:
         self._require_usable()
@@ -543,33 +540,33 @@ class GlobalCheckpointManager:
         except CheckpointingException as error:
             logger.error("the last save had failed: %s", error)
 
-    def _go_on_from(self, found: Found) -> None:
+    def _go_on_from(self, found: CommitFound) -> None:
         """Have what is saved from here on belong to a new epoch, newer than all there is."""
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)
         if self.rank == 0:
-            self._root.committed.note_resume(found)
+            self._committed.resuming.begin(found.folder.as_checkpoint)
         if self._local is not None and not self.read_only:
-            self._local.begin(found.folder.iteration, lineage=found.lineage)
+            self._local.begin(found.folder.iteration, lineage=found.record.lineage)
 
     def note_progress(self, iteration: int) -> None:
         """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
-        self._root.committed.resuming.note_progress(iteration)
+        self._committed.resuming.note_progress(iteration)
 
     def forget_attempts(self) -> None:
         """Count no start so far as one in vain: the job has got on by its own account."""
         if self.rank == 0:
-            self._root.committed.resuming.forget()
+            self._committed.resuming.forget()
 
     def count_attempt(self) -> None:
         """Count this start from here on, as the managers of the nodes do on request."""
         if self.rank == 0 and os.getpid() == self._process:
-            self._root.committed.resuming.count()
+            self._committed.resuming.count()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""
         if os.getpid() == self._process:
-            self._root.committed.resuming.take_back()
+            self._committed.resuming.take_back()
 
     def close(self) -> None:
         """Wait for the last save, then free everything. May be called twice.
@@ -586,8 +583,8 @@ class GlobalCheckpointManager:
         finally:
             self._closed = True
             self._drains.close(is_in_step=True)
-            self._free()
-            self._ranks.see_off()
+            self._writer.close()
+            self._root.close()
             self._ranks.close()
             self._saving.close()
 
@@ -605,19 +602,32 @@ class GlobalCheckpointManager:
         elif not self._closed and os.getpid() == self._process:
             if is_orderly(error):
                 self.take_back_attempt()
-            # The others may never come: a save under way goes on, and frees everything at its end.
-            self._closed = True
-            self._ranks.abandon()
-            self._drains.close(is_in_step=False)
-            if self._save is None or self._save.over.is_set():
-                self._leave()
+            self._close_alone()
+
+    def _close_interrupted(self, call: str) -> None:
+        if not self._closed and os.getpid() == self._process:
+            self._interrupted = call
+            if (save := self._save) is not None:
+                save.begin_if_interrupted()
+                # A new manager finds the root held as long as a save goes on.
+                save.over.wait(_ENDING_S)
+            self._close_alone()
+
+    def _close_alone(self) -> None:
+        # The others may never come: a save under way goes on, and frees everything at its end.
+        self._closed = True
+        self._ranks.abandon()
+        self._drains.close(is_in_step=False)
+        if self._save is None or self._save.over.is_set():
+            self._leave()
 
     def _free_if_left(self) -> None:
         if self._closed:
             self._leave()
 
     def _leave(self) -> None:
-        self._free()
+        self._writer.close()
+        self._root.close(is_alone=True)
         self._saving.abandon()
 
     # On every rank.
@@ -630,7 +640,7 @@ class GlobalCheckpointManager:
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
 
-        def check() -> None:
+        def prepare(plan: SavePlan) -> SavePlan:
             # Here, where all ranks learn of it: each may have been told of the last save, or not.
             self._take_error()
             if isinstance(what, int) and what <= self._newest_iteration:
@@ -638,8 +648,6 @@ class GlobalCheckpointManager:
                     f"iteration {what} cannot be saved after {self._newest_iteration}: numbers "
                     f"must grow. To go back, load() the checkpoint to go on from"
                 )
-
-        def prepare(plan: SavePlan) -> SavePlan:
             if plan != self.plans.local:
                 # Before training goes on, with what could never be loaded.
                 self._writer.require_loadable(plan, planner)
@@ -651,11 +659,10 @@ class GlobalCheckpointManager:
                 self._ranks,
                 state_dict if callable(state_dict) else without_markers(state_dict),
                 planner,
-                self._writer,
+                *(self._writer, self.plans),
                 what=what if isinstance(what, str) else f"the save of iteration {what}",
                 order=what if isinstance(what, int) else None,
                 tag=[self.session_id, what],
-                check=check,
                 begin=begin,
                 begun=(int, str, int) if isinstance(what, int) else object,
                 prepare=prepare,
@@ -663,28 +670,22 @@ class GlobalCheckpointManager:
         self._hint = ""
         return planner, planned
 
-    def _change_pin(self, what: str, iteration: int, change: Callable[[int], None]) -> None:
+    def _change_pin(self, what: str, iteration: int) -> None:
         self._require_writable()
         self._require_usable()
-
-        def judge(tags: list[Any]) -> None:
-            require_same(tags, self._ranks.global_ranks)
-            change(iteration)
-
-        iteration = operator.index(iteration)
-        self._ranks.act(f"{what} a checkpoint", lambda: [self.session_id, iteration], judge)
+        self._committed.change_pin(what, operator.index(iteration))
 
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""
         begin = partial(self._root.begin, iteration, lineage)
         begun = answered("begin a save in", self._root.path, self.timeout, begin, self.is_to_stop)
         number = self._saving.rounds
-        # Drawn once, also by a rank that an interrupt keeps from the save.
         self._saving.rounds += 1
         return [begun.folder.epoch, begun.save_id, number]
 
     def _await_last_save(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""
+        self._require_not_interrupted()
         if os.getpid() != self._process:
             raise CheckpointingException(
                 f"this manager belongs to process {self._process}, of which this one is a fork; "
@@ -710,16 +711,17 @@ class GlobalCheckpointManager:
         self._await_last_save()
 
     def _require_open(self) -> None:
+        self._require_not_interrupted()
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
         self._ranks.require_same_world()
+
+    def _require_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise was_interrupted("manager", self._interrupted)
 
     def _require_writable(self) -> None:
         if self.read_only:
             raise CheckpointingException(
                 "this manager was made with read_only=True: it loads, and saves nothing"
             )
-
-    def _free(self) -> None:
-        self._writer.close()
-        self._root.close()

@@ -1,19 +1,22 @@
 """Reads of the items of a load: runs of bytes in data files, and the tensors that they fill.
 
 Values that torch writes as contiguous bytes go straight into their tensors, piece by piece. All
-other items are read whole, and parsed by torch.
+other items are read whole, and parsed by torch. Several runs are read at a time, within a budget,
+and each block of them is verified.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -21,16 +24,172 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.global_tier.data_files import FileIdentity, Trailer, read_trailer, require_trailer
 from localckpt.global_tier.metadata import StorageInfo
-from localckpt.global_tier.read_files import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
-from localckpt.memory.host_memory import address_of
+from localckpt.memory.copying import Copier
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.memory.tensor_bytes import copy_values, is_host_run
+from localckpt.ranks.deadline import interruptible
+from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import OpenFile, close_read
 
-__all__ = ["ItemRead", "LoadContext", "add_runs"]
+__all__ = ["READ_NBYTES", "FileRange", "FileReads", "ItemRead", "LoadContext", "add_runs"]
+READ_NBYTES = 4 << 20
+"""Runs between two multiples of it are best: whole blocks, and few enough for the cache."""
 
+# A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
+_THREADS = 8
 # Rows that are not taken whole are read in pieces that do not end where blocks do.
 _ROWS_NBYTES = 4 * READ_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes ``[start, stop)`` of a file, and who takes them.
+
+    ``use`` is called with them, in any thread; they are gone when it returns.
+    """
+
+    start: int
+    stop: int
+    use: Callable[[memoryview], None]
+
+
+class FileReads:
+    """Reads of one load.
+
+    At most ``concurrent_bytes`` are in flight; a larger run goes alone. Without ``save_id`` files
+    of any writer are verified if they can be.
+    """
+
+    def __init__(self, folder: Path, concurrent_bytes: int, save_id: str | None) -> None:
+        self._folder = folder
+        self._save_id = save_id
+        self._limit, self._in_flight = concurrent_bytes, 0
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[_DataFile, FileRange]] = []
+        self._is_stopped = False
+        self.nbytes = 0
+        """Bytes that were read."""
+
+    def add(self, name: str, runs: Iterable[FileRange]) -> None:
+        """Have these runs of a file read; in the order of their offsets it goes fastest."""
+        file = _DataFile(self._folder / name, self._save_id)
+        for run in runs:
+            file.pending += 1
+            self._waiting.append((file, run))
+
+    def carry_out(self) -> None:
+        """Read all that was added since the last time; the caller's thread takes part."""
+        waiting, self._waiting = self._waiting, []
+        try:
+            interruptible(lambda: Copier(_THREADS).share(waiting, self._work), self._stop)
+        finally:
+            for file, _ in waiting:
+                file.close()
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    def _work(self, left: Iterator[tuple[_DataFile, FileRange]]) -> None:
+        with contextlib.closing(PrivateBuffer(READ_NBYTES + 2 * BLOCK_NBYTES)) as scratch:
+            for file, run in left:
+                if self._is_stopped:
+                    break
+                self._read(file, run, scratch.view)
+                with self._changed:
+                    file.pending -= 1
+                if not file.pending:
+                    file.close()
+
+    def _read(self, file: _DataFile, run: FileRange, scratch: memoryview) -> None:
+        file.open()
+        start, stop = file.span(run)
+        nbytes = round_up(stop - start, PAGE_NBYTES)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._in_flight or self._in_flight + nbytes <= self._limit
+            )
+            self._in_flight += nbytes
+        try:
+            with contextlib.ExitStack() as own:
+                if nbytes > len(scratch):
+                    with storage_errors("read", file.path):
+                        scratch = own.enter_context(contextlib.closing(PrivateBuffer(nbytes))).view
+                file.read(start, stop, scratch[:nbytes])
+                run.use(scratch[run.start - start : run.stop - start])
+        finally:
+            with self._changed:
+                self._in_flight -= nbytes
+                self.nbytes += stop - start
+                self._changed.notify_all()
+
+
+class _DataFile:
+    """One file while runs of it are waiting."""
+
+    def __init__(self, path: Path, save_id: str | None) -> None:
+        self.path = path
+        self.pending = 0
+        self._save_id = save_id
+        self._lock = threading.Lock()
+        self._file: OpenFile | None = None
+        self._direct: io.FileIO | None = None
+        self._trailer: Trailer | None = None
+
+    def open(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                return
+            file = OpenFile(self.path)
+            try:
+                with storage_errors("read", self.path):
+                    self._trailer = (
+                        read_trailer(file)
+                        if self._save_id is None
+                        else require_trailer(file, self._save_id, self.path)
+                    )
+                    self._direct = None if file.is_cached() else file.open_direct()
+            except BaseException:
+                file.close()
+                raise
+            self._file = file
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            if self._direct is not None:
+                close_read(self._direct)
+            self._file = self._direct = None
+
+    def span(self, run: FileRange) -> tuple[int, int]:
+        """Return the bytes to read for a run: whole blocks, if they are verified."""
+        if self._trailer is None:
+            return run.start // PAGE_NBYTES * PAGE_NBYTES, run.stop
+        if run.stop > self._trailer.covered_nbytes:
+            raise CorruptShardError(
+                f"{self.path} holds {self._trailer.covered_nbytes} bytes of values, and those from "
+                f"{run.start} to {run.stop} are wanted"
+            )
+        start = run.start // BLOCK_NBYTES * BLOCK_NBYTES
+        return start, min(round_up(run.stop, BLOCK_NBYTES), self._trailer.covered_nbytes)
+
+    def read(self, start: int, stop: int, view: memoryview) -> None:
+        """Read and verify ``[start, stop)`` into whole pages."""
+        assert self._file is not None
+        with storage_errors("read", self.path):
+            wanted = stop - start
+            if self._direct is None:
+                self._file.read_into(start, view[:wanted])
+            else:
+                self._file.read_into(start, view, wanted, fd=self._direct.fileno())
+        if self._trailer is not None:
+            hasher = BlockHasher(FileIdentity(self.path.name, self._trailer.save_id))
+            hasher.check(start, [view[:wanted]], memoryview(self._trailer.digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +198,6 @@ class LoadContext:
 
     Attributes:
         planner: Planner of the load, which knows the tensors.
-        metadata: Metadata of the checkpoint.
-        transforms: torch's stream transforms, as compression.
         safe_globals: Classes that tensors of other classes than torch's may name.
         lock: Held during each call of the planner: planners are not made for several threads.
     """
@@ -55,13 +212,7 @@ class LoadContext:
 class ItemRead:
     """Read of one item.
 
-    Args:
-        context: Objects that all items of the load share.
-        request: The item.
-        info: Place of the item in its file.
-
     Attributes:
-        info: Place of the item in its file.
         is_foreign: True once the item turned out to have another frame than the expected one.
         device: Device of the tensor that gets the values.
     """
@@ -73,11 +224,11 @@ class ItemRead:
         self._context = context
         self._request = request
 
-    def whole(self) -> Run:
+    def whole(self) -> FileRange:
         """Return the run of the whole item, which torch then parses."""
-        return Run(self.info.offset, self.info.offset + self.info.length, self._load)
+        return FileRange(self.info.offset, self.info.offset + self.info.length, self._load)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[FileRange]:
         """Return the runs of the values that are wanted, which may be read in any order."""
         if self._request.type == LoadItemType.BYTE_IO or self.info.transform_descriptors:
             return [self.whole()]
@@ -103,7 +254,7 @@ class ItemRead:
             arrived("frame")
 
         values = _Values(dtype, shape, begin, self._request, target, partial(arrived, "values"))
-        return [Run(self.info.offset, begin, check), *values.runs()]
+        return [FileRange(self.info.offset, begin, check), *values.runs()]
 
     def _target(self) -> torch.Tensor:
         with self._context.lock:
@@ -146,13 +297,7 @@ def _saved_part(
 ) -> tuple[torch.dtype, torch.Size, Frame] | None:
     """Describe the saved part of a tensor that a request reads from, as torch would write it now.
 
-    Args:
-        metadata: Metadata of the checkpoint.
-        request: The request.
-        nbytes: Size of the part in its file.
-
-    Returns:
-        The dtype, shape and frame of the part; ``None`` if torch would write another size.
+    Returns its dtype, shape and frame; ``None`` if torch would write another size.
     """
     index = request.storage_index
     described = metadata.state_dict_metadata[index.fqn]
@@ -173,9 +318,9 @@ def _saved_part(
     return dtype, shape, frame
 
 
-def add_runs(reads: FileReads, runs: list[tuple[ItemRead, Run]]) -> None:
+def add_runs(reads: FileReads, runs: list[tuple[ItemRead, FileRange]]) -> None:
     """Add runs of items to the reads of files, and join those within one ``READ_NBYTES``."""
-    by_file: dict[str, list[Run]] = {}
+    by_file: dict[str, list[FileRange]] = {}
     for item, run in runs:
         by_file.setdefault(item.info.relative_path, []).append(run)
     for name, of_file in by_file.items():
@@ -184,11 +329,11 @@ def add_runs(reads: FileReads, runs: list[tuple[ItemRead, Run]]) -> None:
         reads.add(name, [joined for (_, alone), group in groups for joined in _join(group, alone)])
 
 
-def _end_of(run: Run) -> int:
+def _end_of(run: FileRange) -> int:
     return (run.start // READ_NBYTES + 1) * READ_NBYTES
 
 
-def _join(group: Iterable[Run], alone: bool) -> list[Run]:
+def _join(group: Iterable[FileRange], alone: bool) -> list[FileRange]:
     runs = list(group)
     if alone or len(runs) == 1:
         return runs
@@ -198,18 +343,14 @@ def _join(group: Iterable[Run], alone: bool) -> list[Run]:
         for run in runs:
             run.use(data[run.start - start : run.stop - start])
 
-    return [Run(start, max(run.stop for run in runs), use)]
+    return [FileRange(start, max(run.stop for run in runs), use)]
 
 
 class _Values:
     """Values that one request wants of a saved part of a tensor.
 
-    Args:
-        dtype, shape: Dtype and shape of the saved part, which is contiguous in the file.
-        begin: Offset of the first value in the file.
-        request: The request, which wants at least one value.
-        target: Tensor for the values, of the shape that is wanted.
-        filled: Called once the target has all values.
+    The saved part is contiguous in the file, from ``begin`` on. ``filled`` is called once the
+    target has all values.
     """
 
     def __init__(
@@ -236,7 +377,7 @@ class _Values:
         self._missing = self._end - self._begin
         self._lock = threading.Lock()
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[FileRange]:
         """Return the runs to read."""
         whole_rows = torch.Size(length for _, length in self._inner) == self._row_shape
         target = self._target
@@ -245,10 +386,10 @@ class _Values:
                 self._begin // READ_NBYTES * READ_NBYTES + READ_NBYTES, self._end, READ_NBYTES
             )
             cuts = [self._begin, *ends, self._end]
-            return [Run(a, b, self._taking_bytes(a)) for a, b in pairwise(cuts)]
+            return [FileRange(a, b, self._taking_bytes(a)) for a, b in pairwise(cuts)]
         step = max(1, _ROWS_NBYTES // self._row_nbytes)
         return [
-            Run(
+            FileRange(
                 self._begin + row * self._row_nbytes,
                 self._begin + min(row + step, self._rows) * self._row_nbytes,
                 self._taking_rows(row),
@@ -288,11 +429,7 @@ class _Values:
 
 
 def _copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape, whatever the dtypes and the devices.
-
-    Raises:
-        CorruptShardError: What was saved has another shape than the metadata says.
-    """
+    """Copy values to a tensor of the same shape, whatever the dtypes and the devices."""
     if target.shape != source.shape:
         raise CorruptShardError(
             f"a part of shape {tuple(source.shape)} was saved where one of shape "

@@ -8,7 +8,6 @@ ranks are not all of one mesh or group, which keeps its own replicas equal.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.memory.host_memory import memory_at
-from localckpt.state_dict.value_digests import digest_of
+from localckpt.state_dict.values import digest_of
 
 __all__ = ["CommonItems", "CommonValues", "common_items", "differing", "judge_differing"]
 
@@ -32,12 +30,7 @@ _SHOWN = 8
 
 
 class CommonItems(NamedTuple):
-    """Items of one rank's plan that a set of ranks has in common.
-
-    Attributes:
-        ranks: The ranks.
-        numbers: Numbers of the items in the plan.
-    """
+    """Items of one rank's plan that a set of ranks has in common."""
 
     ranks: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -46,12 +39,8 @@ class CommonItems(NamedTuple):
 def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
     """Group the items of each rank's plan that other ranks plan, too.
 
-    Args:
-        plans: Plans of all ranks.
-
-    Returns:
-        For each rank, by the number of a set of ranks, the items that these ranks have in common.
-        Sets have the same numbers on all ranks.
+    Returns for each rank, by the number of a set of ranks, the items that these ranks have in
+    common. Sets have the same numbers on all ranks.
     """
     owners: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -77,12 +66,7 @@ def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
 class CommonValues:
     """Digests of the values that this rank saves and other ranks save, too.
 
-    Args:
-        plan: This rank's plan, before others were told to write some of its items.
-        common: Items by set of ranks, of :func:`common_items`.
-        global_ranks: The ranks of the plans, as ranks of the job.
-        planner: Knows the values.
-        is_compared: Tells by name and value whether all ranks that have a value must have it equal.
+    ``plan`` is this rank's, before others were told to write some of its items.
     """
 
     def __init__(
@@ -125,11 +109,7 @@ class CommonValues:
 def differing(reports: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[int]]]:
     """Find the sets of ranks whose values differ.
 
-    Args:
-        reports: For each rank, what :meth:`CommonValues.folded` returned.
-
-    Returns:
-        By the number of a set, the ranks whose values are equal, in several lists.
+    Returns by the number of a set the ranks whose values are equal, in several lists.
     """
     by_digest: dict[int, dict[str, list[int]]] = {}
     for rank, pairs in enumerate(reports):
@@ -149,11 +129,8 @@ def judge_differing(
 ) -> None:
     """Raise MismatchError that names the values that differ, and the ranks.
 
-    Args:
-        iteration: Iteration of the save.
-        groups: What :func:`differing` returned.
-        told_by: For each rank, what :meth:`CommonValues.told` returned where the first rank of each
-            group was asked.
+    ``told_by`` has what :meth:`CommonValues.told` returned where the first rank of each group was
+    asked.
     """
     texts = []
     for set_id, equal in groups.items():
@@ -175,43 +152,6 @@ def judge_differing(
     )
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of a strided tensor's dtype, shape and bits, equal on all ranks.
-
-    A tensor on a GPU is reduced there: it is not copied to the host.
-    """
-    about = f"{tensor.device.type != 'cpu'}{tensor.dtype}{tuple(tensor.shape)}"
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    if tensor.is_cpu:
-        whole = memory_at(content.data_ptr(), content.numel())
-        return f"{about}{xxhash.xxh3_64_hexdigest(whole)}"
-    return f"{about}{device_digest(content)}"
-
-
-# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
-_REDUCED_NBYTES = 64 << 20
-
-
-def device_digest(content: torch.Tensor) -> list[int]:
-    """Reduce bytes to integers where they are, so that other bytes give other integers.
-
-    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
-
-    Args:
-        content: The bytes, uint8, contiguous.
-    """
-    whole = content.numel() // 8 * 8
-    totals = []
-    for start in range(0, whole, _REDUCED_NBYTES):
-        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
-        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
-        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
-        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
-    rest = content[whole:].tolist()
-    return [*(int(total) for total in totals), *rest]
-
-
 def _kept_equal_on(value: Any) -> set[int]:
     """Return the ranks of the job that shard a global tensor together, and keep replicas equal."""
     if isinstance(value, DTensor):
@@ -222,10 +162,28 @@ def _kept_equal_on(value: Any) -> set[int]:
 
 
 def _digest(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_cpu:
         return digest_of(value, str)
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return tensor_digest(value)
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return xxhash.xxh3_64_hexdigest(stream.getbuffer())
+    return f"{value.dtype}{tuple(value.shape)}{_device_digest(value)}"
+
+
+# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
+_REDUCED_NBYTES = 64 << 20
+
+
+def _device_digest(tensor: torch.Tensor) -> list[int]:
+    """Reduce a tensor to integers where it is, so that other bytes give other integers.
+
+    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    whole = content.numel() // 8 * 8
+    totals = []
+    for start in range(0, whole, _REDUCED_NBYTES):
+        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
+        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
+        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
+        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
+    rest = content[whole:].tolist()
+    return [*(int(total) for total in totals), *rest]

@@ -6,40 +6,57 @@ job saves there at a time, as long as its first rank lives.
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
+import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
+from filelock import FileLock, Timeout
 
 from localckpt.availability.retention import Candidate, Retention, reasons_to_keep
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.global_tier.committed import Committed, Found
+from localckpt.global_tier.catalog import CommitFound, SharedSession
+from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.folders import (
+    LOCK_NAME,
     RECORD_NAME,
     CommitRecord,
     Folder,
     Leftover,
     folders_in,
+    put_back_if_pinned,
+    remove,
     session_root,
+    try_to_remove,
 )
-from localckpt.global_tier.leftovers import remove_leftovers, try_to_remove
 from localckpt.global_tier.metadata import METADATA_NAME
-from localckpt.global_tier.removal import remove
-from localckpt.global_tier.root_lock import RootLock
-from localckpt.global_tier.write_files import write_durably
 from localckpt.lineage import EpochId, Lineage, Origin, Point, Resumed, begin_lineage
-from localckpt.own_folders import folder_mode
+from localckpt.own_folders import (
+    file_mode,
+    folder_mode,
+    lock_holder,
+    make_own_folders,
+    require_own_file,
+)
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.write import sync_folder
+from localckpt.storage.owner import Owner
+from localckpt.storage.write import replace_file, sync_folder
 
 __all__ = ["BegunSave", "CheckpointRoot"]
 
 logger = logging.getLogger(__name__)
+
+# What file systems answer that cannot lock files; anything else is an error.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_OWNER_NAME = ".localckpt.owner"
+# Storage may take that long to see that the node of the job before is gone.
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +64,6 @@ class BegunSave:
     """A save as all ranks know it.
 
     Attributes:
-        folder: The checkpoint that it is to become.
-        path: Where it is written.
-        save_id: Tells it from all other saves.
         lineage: Of the epoch of the job that saves; only the first rank knows it.
         metrics: Values that were given with it; those of the first rank are recorded.
     """
@@ -64,17 +78,9 @@ class BegunSave:
 class CheckpointRoot:
     """The checkpoints of one session.
 
-    Args:
-        root: Of all sessions.
-        session_id: Which one.
-        retention: Rules by which checkpoints are kept.
-        atomic_rename: Whether directories are renamed at once or not at all.
-        timeout_s: The longest wait for another job to leave the root, in seconds.
-        max_attempts: As for :class:`GlobalCheckpointManager`.
-        is_read_only: Whether the checkpoints are only read, which may be another user's.
-
     Attributes:
-        committed: The checkpoints that are there.
+        session: The checkpoints that are there.
+        lock: Keeps other jobs from saving there.
     """
 
     def __init__(
@@ -85,17 +91,11 @@ class CheckpointRoot:
         retention: Retention,
         atomic_rename: bool,
         timeout_s: float,
-        max_attempts: int | None,
-        is_read_only: bool,
     ) -> None:
         self.path = session_root(root, session_id)
         below = self.path.relative_to(root).parts
-        self._lock = RootLock(root, *below)
-        self.committed = Committed(
-            *(self.path, session_id, max_attempts),
-            (lambda: None) if is_read_only else self._lock.look,
-        )
-        self._session_id = session_id
+        self.lock = RootLock(root, *below)
+        self.session = SharedSession(self.path, session_id)
         self._retention = retention
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
@@ -109,76 +109,66 @@ class CheckpointRoot:
         self._loaded: tuple[int, int] | None = None
 
     def begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
-        """Make the directory of a save on the first rank, when no rank is busy with one before.
-
-        Args:
-            iteration: Its number.
-            lineage: Of the job's epoch on the nodes; ``None`` if it saves here alone.
-
-        Raises:
-            StorageError: The root cannot be written to, or another live job saves there.
-        """
+        """Make the directory of a save on the first rank, when no rank is busy with one before."""
         with self._beginning:
-            return self._begin(iteration, lineage)
-
-    def _begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
-        self._lock.take(self._timeout_s)
-        epoch = self._epoch
-        if epoch is None:
-            epoch = _next_epoch(*folders_in(self.path))
-        begun = self.begun(iteration, epoch, uuid.uuid4().hex)
-        with storage_errors("make", begun.path):
-            if begun.path.exists() and not begun.folder.has_record:
-                # What a save of this number has left that failed.
-                try_to_remove(begun.path)
-            begun.path.mkdir(folder_mode(begun.path.parent))
-            try:
-                sync_folder(self.path)
-            except BaseException:
-                begun.path.rmdir()
-                raise
-        self._epoch, self._lineage = epoch, lineage or self._lineage
-        if self._lineage is None:
-            started = EpochId(epoch, secrets.randbelow(2**32))
-            self._lineage = begin_lineage(started, self._resumed, [], {})
-        return begun
+            self.lock.take(self._timeout_s)
+            epoch = self._epoch
+            if epoch is None:
+                epoch = _next_epoch(*folders_in(self.path))
+            begun = self.begun(iteration, epoch, uuid.uuid4().hex)
+            with storage_errors("make", begun.path):
+                if begun.path.exists() and not begun.folder.has_record:
+                    # What a save of this number has left that failed.
+                    try_to_remove(begun.path)
+                begun.path.mkdir(folder_mode(begun.path.parent))
+                try:
+                    sync_folder(self.path)
+                except BaseException:
+                    begun.path.rmdir()
+                    raise
+            self._epoch, self._lineage = epoch, lineage or self._lineage
+            if self._lineage is None:
+                started = EpochId(epoch, secrets.randbelow(2**32))
+                self._lineage = begin_lineage(started, self._resumed, [], {})
+            return begun
 
     def begun(
-        self, iteration: int, epoch: int, save_id: str, metrics: Mapping[str, float] | None = None
+        self,
+        iteration: int,
+        epoch: int,
+        save_id: str,
+        *,
+        is_drain: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> BegunSave:
-        """The save that the first rank has begun, which alone knows its lineage."""
+        """The save or drain that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
-        path = folder.partial(save_id) if self._atomic_rename else folder.path
-        return BegunSave(folder, path, save_id, self._lineage, metrics or {})
+        path = folder.path
+        if self._atomic_rename:
+            path = folder.drained(save_id) if is_drain else folder.partial(save_id)
+        return BegunSave(
+            *(folder, path, save_id), None if is_drain else self._lineage, metrics or {}
+        )
 
     def begin_drain(
         self, iteration: int, save_id: str, lineage: Lineage | None
     ) -> tuple[BegunSave, bool]:
         """Make the directory of a drain on the first rank, or go on in that of an attempt before.
 
-        Args:
-            iteration: Number of the checkpoint.
-            save_id: The same for all attempts to drain it.
-            lineage: Of the epoch that saved it on the nodes.
-
-        Returns:
-            The drain, which :meth:`end_drain` ends, and whether the checkpoint is there already.
-
-        Raises:
-            CheckpointingException: A newer checkpoint is there, or another one of this iteration.
-            StorageError: The root cannot be written to, or another live job saves there.
+        ``save_id`` is the same for all attempts to drain it. Returns the drain, which :meth:`end`
+        ends, and whether the checkpoint is there already.
         """
         with self._beginning:
-            self._lock.take(self._timeout_s)
+            self.lock.take(self._timeout_s)
             folders, leftovers = folders_in(self.path)
             for folder in (folder for folder in folders if folder.iteration == iteration):
-                record = self.committed.record_of(folder)
-                if record is not None and record.save_id == save_id:
-                    return BegunSave(folder, folder.path, save_id, record.lineage), True
+                found = self.session.find(folder)
+                if found is not None and found.record.save_id == save_id:
+                    return BegunSave(folder, folder.path, save_id), True
             epoch = self._epoch
             if epoch is None:
                 epoch = _next_epoch(folders, [left for left in leftovers if not left.is_drain])
-            begun = self.drain(iteration, epoch, save_id, lineage)
+            begun = replace(self.begun(iteration, epoch, save_id, is_drain=True), lineage=lineage)
             self._require_newest(begun, folders)
             self._draining.add(begun.path)
             try:
@@ -188,18 +178,6 @@ class CheckpointRoot:
                 raise
             self._epoch = epoch
             return begun, False
-
-    def drain(
-        self, iteration: int, epoch: int, save_id: str, lineage: Lineage | None = None
-    ) -> BegunSave:
-        """The drain that the first rank has begun, which alone knows its lineage."""
-        folder = Folder(self.path, iteration, epoch)
-        path = folder.drained(save_id) if self._atomic_rename else folder.path
-        return BegunSave(folder, path, save_id, lineage)
-
-    def end_drain(self, drain: BegunSave) -> None:
-        """Leave a drain, committed or not; what it has written stays for the next attempt."""
-        self._draining.discard(drain.path)
 
     def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
         mine = [left for left in before if left.folder.drained(drain.save_id) == left.path]
@@ -229,8 +207,8 @@ class CheckpointRoot:
             if self._loaded is not None and folder.version > self._loaded:
                 # The job went back from it.
                 continue
-            record = self.committed.record_of(folder)
-            if record is None or record.is_left_by(drain.lineage):
+            found = self.session.find(folder)
+            if found is None or found.record.is_left_by(drain.lineage):
                 continue
             raise CheckpointingException(
                 f"{folder.path} is newer than iteration {drain.folder.iteration}, which would "
@@ -241,20 +219,10 @@ class CheckpointRoot:
     def commit(
         self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
     ) -> None:
-        """Make a checkpoint of what all ranks have written.
-
-        Args:
-            save: As it was begun.
-            metadata: torch's, pickled.
-            files: The bytes of each data file.
-            world_size: How many ranks saved it.
-
-        Raises:
-            StorageError: The file system refused; it is no checkpoint.
-        """
+        """Make a checkpoint of what all ranks have written. After an error it is no checkpoint."""
         folder = save.folder
         record = CommitRecord(
-            *(self._session_id, folder.iteration, folder.epoch, save.save_id, world_size),
+            *(self.session.session_id, folder.iteration, folder.epoch, save.save_id, world_size),
             files=files,
             metadata_digest=xxhash.xxh3_64_intdigest(metadata),
             lineage=save.lineage,
@@ -280,38 +248,58 @@ class CheckpointRoot:
         """Remove what there is of a save that failed."""
         try_to_remove(save.path)
 
+    def end(self, save: BegunSave) -> None:
+        """Leave a save or a drain; what a drain has written stays for the next attempt."""
+        self._draining.discard(save.path)
+
     def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves than this one have left that were never committed.
+
+        Checkpoints that were pinned while a job removed them get their names again. What a drain
+        has left stays until something newer is there: the next attempt goes on from it.
 
         Nobody is writing there: the root is locked, and saves follow one another.
         """
         writing = {*self._draining, *(() if save is None else [save.path])}
-        remove_leftovers(self.path, writing, atomic_rename=self._atomic_rename)
+        try:
+            folders, leftovers = folders_in(self.path)
+            newest = -1
+            if any(leftover.is_drain for leftover in leftovers):
+                newest = max((f.iteration for f in folders if f.has_record), default=-1)
+            paths = [
+                leftover.path
+                for leftover in leftovers
+                if not _is_put_back(leftover)
+                and not (leftover.is_drain and leftover.folder.iteration > newest)
+            ]
+            if not self._atomic_rename:
+                paths += [folder.path for folder in folders if not folder.has_record]
+        except StorageError as error:
+            logger.warning("what was never committed stays for now: %s", error)
+            return
+        for path in paths:
+            if path not in writing:
+                logger.info("removing %s, which is no checkpoint", path)
+                try_to_remove(path)
 
-    def go_on_from(self, loaded: Found) -> None:
+    def go_on_from(self, loaded: CommitFound) -> None:
         """Begin a new epoch at the next save. What is newer until then was left behind."""
-        origin: Origin = "elsewhere" if loaded.lineage is None else "shared"
-        self._resumed = Resumed(origin, loaded.folder.iteration, loaded.lineage)
+        lineage = loaded.record.lineage
+        origin: Origin = "elsewhere" if lineage is None else "shared"
+        self._resumed = Resumed(origin, loaded.folder.iteration, lineage)
         self._epoch = self._lineage = None
         self._loaded = loaded.folder.version
 
     def go_back(self, iteration: int) -> list[Point]:
         """Begin a new epoch at the next save, after going back to what another tier has.
 
-        Args:
-            iteration: Iteration that the job goes on from.
-
-        Returns:
-            What the job goes back from, as far as its lineage is known.
-
-        Raises:
-            StorageError: The root cannot be read.
+        Returns what the job goes back from, as far as its lineage is known.
         """
-        there = self.committed.complete()
+        there = self.session.whole()
         self._epoch = self._lineage = None
-        older = (folder.version for folder, _ in there if folder.iteration <= iteration)
+        older = (c.folder.version for c in there if c.folder.iteration <= iteration)
         self._loaded = max(older, default=None)
-        newer = (record for folder, record in there if folder.iteration > iteration)
+        newer = (c.record for c in there if c.folder.iteration > iteration)
         return [Point(r.lineage.epoch, r.iteration) for r in newer if r.lineage is not None]
 
     def prune(self, save: BegunSave) -> list[int]:
@@ -320,27 +308,150 @@ class CheckpointRoot:
         if self._retention.keeps_all:
             return removed
         try:
-            complete = {
-                folder.version: Candidate(folder.version, record.metrics, folder.is_pinned)
-                for folder, record in self.committed.complete()
-            }
+            whole = self.session.whole()
             kept = reasons_to_keep(
-                self._retention, complete.values(), save.folder.version, self._loaded
+                self._retention,
+                [Candidate(c.folder.version, c.record.metrics, c.folder.is_pinned) for c in whole],
+                *(save.folder.version, self._loaded),
             )
-            for epoch, iteration in sorted(complete.keys() - kept.keys()):
-                if remove(Folder(self.path, iteration, epoch), by_rename=self._atomic_rename):
-                    removed.append(iteration)
+            going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
+            by_rename = self._atomic_rename
+            removed.extend(f.iteration for f in going if remove(f, by_rename=by_rename))
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
         return removed
 
-    def close(self) -> None:
-        """Remove what was never committed, and let other jobs save here. May be called twice."""
-        if self._lock.is_held:
+    def close(self, *, is_alone: bool = False) -> None:
+        """Remove what was never committed, and let other jobs save here. May be called twice.
+
+        If it ``is_alone``, other ranks may still write: what they leave goes with the next save.
+        """
+        if self.lock.is_held and not is_alone:
             self.sweep(None)
-        self._lock.release()
+        self.lock.release()
 
 
 def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int:
     epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
     return 1 + max(epochs, default=0)
+
+
+def _is_put_back(leftover: Leftover) -> bool:
+    """Give a checkpoint its name again that was pinned when a job that ended was removing it."""
+    try:
+        if leftover.path != leftover.folder.removed or not put_back_if_pinned(leftover.folder):
+            return False
+    except OSError as error:
+        logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
+    return True
+
+
+class RootLock:
+    """A lock that the operating system gives back when its process ends, however it ends.
+
+    The last of the directories ``below`` the named one is locked; all are made when the lock is
+    taken.
+    """
+
+    def __init__(self, named: Path, *below: str) -> None:
+        self._named, self._below = named, below
+        self._root = named.joinpath(*below)
+        self._lock: FileLock | None = None
+        self._was_there = False
+        # What this process has noted beside the lock that it has; empty without.
+        self._noted = ""
+
+    def take(self, timeout_s: float) -> None:
+        """Take it, if this process has not.
+
+        Where the file system has no locks there is none to take, which is logged.
+
+        The error names the process that has it.
+        """
+        self.look()
+        if self._lock is not None:
+            return
+        self.require_own()
+        lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                patience_s = min(timeout_s, _PATIENCE_S)
+                logger.warning(
+                    "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
+                )
+                lock.acquire(timeout=patience_s)
+        except Timeout:
+            raise StorageError(
+                f"another job saves into {self._root} ({self._owner()}): give each its own root "
+                f"or session_id, or end the other. Nothing was changed"
+            ) from None
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                with storage_errors("lock", self._root):
+                    raise
+            logger.warning(
+                "%s has no locks, so nothing keeps two jobs from saving there: %s",
+                self._root,
+                error,
+            )
+        else:
+            try:
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
+                    self._noted = text
+            except BaseException:
+                # Else it lives as long as the error does.
+                lock.release()
+                raise
+        self._lock, self._was_there = lock, True
+
+    def look(self) -> None:
+        """Check the directories, if they are there; once they were, they must be there still.
+
+        On nodes without the mount, what is saved or begun anew there would be lost.
+        """
+        with storage_errors("read", self._root):
+            is_there = self._root.exists()
+            noted = self._root / _OWNER_NAME
+            is_kept = not self._noted or (noted.exists() and noted.read_text() == self._noted)
+        if self._was_there and not (is_there and is_kept):
+            raise StorageError(
+                f"{self._root} was removed, emptied or unmounted while the job ran: mount it "
+                f"again, or restart the job if it is to begin anew there. Nothing was changed"
+            )
+        self._was_there = is_there
+        if is_there:
+            self.require_own()
+
+    def require_own(self) -> None:
+        """Make the directories, and check that only this user and its groups can write there."""
+        with storage_errors("use", self._root):
+            make_own_folders(
+                self._named,
+                *self._below,
+                shares=True,
+                may_be_sticky=bool(self._below),
+            )
+            require_own_file(self._root / LOCK_NAME)
+
+    @property
+    def is_held(self) -> bool:
+        """True while this process may write to the root."""
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+            self._noted = ""
+
+    def _owner(self) -> str:
+        try:
+            noted = (self._root / _OWNER_NAME).read_text(errors="replace")
+        except OSError as error:
+            noted = f"which one is not known: {error}"
+        return f"{noted}; {lock_holder(self._root / LOCK_NAME)}"

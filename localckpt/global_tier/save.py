@@ -1,21 +1,19 @@
 """One save of one rank: planned, staged, written, and then committed or failed, as on all ranks.
 
-:class:`Save` is the manager's: training waits until the tensors are staged, and a thread of each
-rank does the rest. The two functions are the ends of a save whose middle runs in whatever queue the
-job has: planning, and finishing. Their names and the order of their arguments are those of
-Megatron-Core and NVRx.
+:class:`SharedSave` is the manager's: training waits until the tensors are staged, and a thread of
+each rank does the rest. The two functions are the ends of a save whose middle runs in whatever
+queue the job has: planning, and finishing. Their names and the order of their arguments are those
+of Megatron-Core and NVRx.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -26,47 +24,29 @@ from torch.profiler import record_function
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.messages import Written
-from localckpt.global_tier.metadata import FORMAT_VERSION
+from localckpt.global_tier.background import BackgroundSave
+from localckpt.global_tier.data_files import FileWrite, write_files
 from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import PlannedSave, plan_save
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.global_tier.write_files import FileWrite, write_files
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
-from localckpt.threads import Latch, Task
+from localckpt.threads import Task
 
-if TYPE_CHECKING:
-    from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-
-__all__ = ["Save", "save_state_dict_async_finalize", "save_state_dict_async_plan"]
+__all__ = ["SharedSave", "save_state_dict_async_finalize", "save_state_dict_async_plan"]
 
 logger = logging.getLogger(__name__)
 
 
-class Save:
+class SharedSave(BackgroundSave):
     """One save, which all ranks have planned.
 
-    Args:
-        begun: The save, as the first rank has begun it.
-        planned: What this rank writes, and on the first rank what the checkpoint will hold.
-        number: Number of the decision of ``ranks`` in which it ends.
-        ranks: Those of the job. Nothing else is decided with them.
-        root: The checkpoints.
-        writer: Stages what this rank writes.
-        on_commit: Called on the first rank once the checkpoint is there.
-        on_over: Called on each rank when everybody can know that the save is over.
-        began: When the trainer asked for it, by ``time.monotonic()``.
-        called: When the save before was over, by the same clock.
-        events: Stream for the end of the save.
-        is_compared: Tells by name and value whether all ranks that have a value must have it equal.
-
-    Attributes:
-        committed: The checkpoint is there, as far as this rank knows.
-        error: What the save failed with.
-        over: Set when it is, well or badly.
+    ``began`` and ``called`` are times by ``time.monotonic()``: when the trainer asked for it, and
+    when the save before was over.
     """
+
+    _begun: BegunSave
 
     def __init__(
         self,
@@ -84,38 +64,23 @@ class Save:
         events: EventStream,
         is_compared: Callable[[str, Any], bool],
     ) -> None:
-        self.iteration = begun.folder.iteration
-        self.committed = False
-        self.error: CheckpointingException | None = None
-        self.over = Latch()
-        self._begun = begun
+        super().__init__(begun.folder.iteration, begun, ranks, root, events, on_over)
         self._planned = planned
         self._number = number
-        self._ranks = ranks
-        self._root = root
         self._writer = writer
         self._plans = writer.plans
         self._on_commit = on_commit
-        self._on_over = on_over
         self._is_compared = is_compared
         self._common: CommonValues | None = None
-        self._process = os.getpid()
         self._writes: list[FileWrite] = []
-        self._staging_error: BaseException | None = None
-        self._task: Task[None] | None = None
-        self._thread: threading.Thread | None = None
+        self._staging_error: Exception | None = None
         self._called, self._planned_at = called, time.monotonic()
         self._staged_at = 0.0
-        self._events = events
         self._record = SaveRecord(events, self.iteration, began, "shared")
         self._record.waited_s = called - began
 
     def stage(self, planner: SavePlanner) -> None:
-        """Copy this rank's tensors. What goes wrong is told to all ranks, by what follows.
-
-        Raises:
-            BaseException: An interrupt.
-        """
+        """Copy this rank's tensors. What goes wrong is told to all ranks, by what follows."""
         try:
             with record_function("localckpt.global.stage"):
                 self._writer.reset(self._begun.path)
@@ -129,14 +94,8 @@ class Save:
                     self._is_compared,
                 )
                 self._writes = self._writer.preload_tensors()
-        except BaseException as error:
-            if os.getpid() != self._process:
-                # A fork that ends here: the save goes on in the process that was forked.
-                raise
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
             self._staging_error = error
-            if not isinstance(error, Exception):
-                self.start()
-                raise
 
     def start(self) -> None:
         """Have the rest done by a thread, also if nothing could be staged."""
@@ -145,28 +104,26 @@ class Save:
         self._record.nbytes = self._nbytes
         if self._staging_error is not None:
             self._writer.give_up(self._staging_error)
-        self._task = Task(self._run)
         try:
             # Not a daemon: the interpreter must not take the memory away that is being written.
-            self._task.start("localckpt-global", daemon=False)
+            self.task.start("localckpt-global", daemon=False)
         except RuntimeError:
             # No thread can be had: training waits for this save.
-            self._task.run()
+            self.task.run()
+
+    def begin_if_interrupted(self) -> None:
+        """Have a save that an interrupt kept from beginning be given up on all ranks."""
+        if self.task.call_off() and not self.over.is_set():
+            self._staging_error = CheckpointingException("it was interrupted")
+            self.task = Task(self._run)
+            self.start()
 
     def note_blocking(self) -> None:
         """Note that training goes on."""
         self._record.note_blocking()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is over, well or badly.
-
-        Raises:
-            CheckpointingException: It is not in time.
-        """
-        if not (self.over.is_set() or (self._task is not None and self._task.begins())):
-            # An interrupt came first: the other ranks wait to be told.
-            self._staging_error = CheckpointingException("it was interrupted")
-            self.start()
+        """Return when it is over, well or badly; raises CheckpointingException if not in time."""
         if threading.current_thread() is self._thread:
             raise CheckpointingException(
                 "on_commit called the manager that waits for it: leave word for the training loop"
@@ -188,21 +145,9 @@ class Save:
 
     # In the thread.
 
-    def _run(self) -> None:
-        self._thread = threading.current_thread()
-        try:
-            self._carry_out()
-        except CheckpointingException as error:
-            self.error = error
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the outcome
-            self.error = CheckpointingException(
-                f"{self._begun.folder.path} was not saved: {error!r}"
-            )
-            self.error.__cause__ = error
-        finally:
-            self._note_end()
-            self.over.set()
-            self._on_over()
+    @property
+    def _not_done(self) -> str:
+        return f"{self._begun.folder.path} was not saved"
 
     def _note_end(self) -> None:
         # Another rank may know more than one that has lost it.
@@ -214,53 +159,30 @@ class Save:
             error=None if self.committed else self.error,
         )
 
-    def _carry_out(self) -> None:
-        """Write, decide with the others, and commit or give up together.
-
-        Raises:
-            CheckpointingException: Some rank could not write, or the first could not commit; the
-                same on every rank. Or it is committed, and ``on_commit`` failed.
-            PeerLostError: Some rank did not come in time.
-        """
-        try:
-            self._ranks.rounds = self._number
-            with self._plans.kept_if_all_is_well():
-                what = f"save iteration {self.iteration}"
-                problem, groups = self._ranks.act(
-                    what, self._write, self._commit, read=shaped((str, dict))
-                )
-                if groups:
-                    self._raise_differing(groups)
-        except BaseException:
-            if self._ranks.is_root and not self.committed:
-                self._root.roll_back(self._begun)
-            raise
-        finally:
-            self._ranks.see_off()
+    def _save(self) -> str:
+        self._ranks.rounds = self._number
+        with self._plans.kept_if_all_is_well():
+            problem, groups = self._ranks.commit(
+                f"save iteration {self.iteration}",
+                self._write,
+                self._commit,
+                read=shaped((str, dict)),
+            )
+            if groups:
+                self._raise_differing(groups)
         self.committed = True
-        if self._ranks.is_root:
-            began = time.monotonic()
-            if removed := self._root.prune(self._begun):
-                details = {"removed": removed}
-                self._events.emit(
-                    "pruned", began=began, step=self.iteration, tier="shared", details=details
-                )
-        if problem:
-            raise CheckpointingException(problem)
+        return problem
 
     def _write(self) -> Message:
-        if isinstance(self._staging_error, Exception):
-            raise self._staging_error
         if self._staging_error is not None:
-            raise CheckpointingException("it was interrupted") from self._staging_error
+            raise self._staging_error
         if self._ranks.is_root:
             self._root.sweep(self._begun)
         with record_function("localckpt.global.write"):
-            results = self._writer.results(write_files(self._writes))
+            write_files(self._writes)
         self._log_written()
-        files = {write.path.name: write.nbytes for write in self._writes}
         assert self._common is not None, "everything is staged"
-        return self._plans.report_written(Written(results, files), self._common.folded())
+        return self._plans.report_written(self._writer.planned_results(), self._common.folded())
 
     def _raise_differing(self, groups: dict[str, list[list[int]]]) -> None:
         common = self._common
@@ -276,34 +198,18 @@ class Save:
     def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
         """On the first rank: make it a checkpoint, unless values under one name differ.
 
-        Returns:
-            What went wrong after the commit, and the sets of ranks whose values differ.
+        Returns what went wrong after the commit, and the sets of ranks whose values differ.
         """
         if groups := differing([message.record for message in reports]):
             return "", groups
-        written, as_before = self._plans.merge_written(reports)
-        files = {name: nbytes for part in written for name, nbytes in part.files.items()}
-        metadata = self._pickle_metadata(written, as_before)
-        self._root.commit(self._begun, metadata, files, self._ranks.world_size)
-        self.committed = True
+        assert self._planned.metadata is not None, "the first rank has planned"
+        self._commit_files(*self._plans.pickled(self._planned.metadata, reports))
         try:
             if self._on_commit is not None:
                 self._on_commit()
         except Exception as error:  # noqa: BLE001 - raised on every rank
             return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", {}
         return "", {}
-
-    def _pickle_metadata(self, written: list[Written], as_before: bool) -> bytes:
-        """Pickle the checkpoint's metadata, unless it is the same as that of the save before."""
-        metadata, plans = self._planned.metadata, self._plans
-        assert metadata is not None, "the first rank has planned"
-        if not (as_before and plans.pickled and plans.pickled[0] is metadata):
-            metadata.version = FORMAT_VERSION
-            metadata.storage_data = {
-                result.index: result.storage_data for part in written for result in part.results
-            }
-            plans.pickled = (metadata, pickle.dumps(metadata))
-        return plans.pickled[1]
 
     def _log_written(self) -> None:
         nbytes = self._nbytes / 1e9
@@ -359,7 +265,7 @@ def save_state_dict_async_plan(
             ranks,
             state_dict,
             planner,
-            storage_writer,
+            *(storage_writer, storage_writer.plans),
             what=f"the save to {storage_writer.path}",
             tag=str(storage_writer.path),
             begin=lambda: storage_writer.save_id,
@@ -392,17 +298,13 @@ def save_state_dict_async_finalize(
 
     def finish(reports: list[Message]) -> None:
         assert global_metadata is not None, "the coordinator has planned"
-        written, _ = plans.merge_written(reports)
-        results = [storage_writer.named(part.results) for part in written]
-        storage_writer.finish(global_metadata, results)
+        storage_writer.finish(global_metadata, plans.merge_written(reports))
 
     try:
         with plans.kept_if_all_is_well():
-            dist_wrapper.act(
+            dist_wrapper.commit(
                 f"finish the checkpoint {storage_writer.path}",
-                lambda: plans.report_written(
-                    Written(storage_writer.retrieve_unnamed_results(), {})
-                ),
+                lambda: plans.report_written(storage_writer.retrieve_write_results()),
                 finish,
                 kind="finish the checkpoint",
             )
@@ -410,5 +312,4 @@ def save_state_dict_async_finalize(
         storage_writer.give_up(error)
         raise
     finally:
-        dist_wrapper.see_off()
         dist_wrapper.close()

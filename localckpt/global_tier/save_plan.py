@@ -9,38 +9,60 @@ coordinator goes on from it, and the others do not. So the plans are torch's, an
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
-from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.global_tier.messages import Written, pack, unpack
-from localckpt.global_tier.misdescribed import why_misdescribed
+from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
+from localckpt.global_tier.drain_items import why_misdescribed
+from localckpt.global_tier.drain_plan import RankPlan
+from localckpt.global_tier.metadata import (
+    Fields,
+    StorageInfo,
+    StoragePrefix,
+    pickled_metadata,
+    read_pickled,
+    require_fields,
+)
 from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
+from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
+from localckpt.state_dict.skeleton import collection_paused
 
-if TYPE_CHECKING:
-    from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+__all__ = ["PlanCache", "PlannedSave", "pack", "plan_save", "require_same", "unpack"]
 
-__all__ = ["PlanCache", "PlannedSave", "plan_save", "require_same"]
+
+T = TypeVar("T")
 
 
 class PlanCache:
     """Plans of a job's last save, as this rank knows them.
-
-    Args:
-        allowed: Classes that plans of a user's planner may name beside torch's; none by default.
 
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
@@ -56,14 +78,14 @@ class PlanCache:
         self.coordinated: _Coordinated | None = None
         self.common: dict[int, CommonItems] = {}
 
-        # The metadata of the last checkpoint, and its pickle.
-        self.pickled: tuple[Metadata, bytes] | None = None
-        self._last_report: Written | None = None
-        self._last_reports: list[Written] | None = None
+        # The metadata of the last checkpoint, its pickle, and its files.
+        self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None
+        self._last_report: list[WriteResult] | None = None
+        self._last_reports: list[list[WriteResult]] | None = None
 
     def clear(self) -> None:
         """Plan anew at the next save. All ranks do it after a save that failed on any."""
-        self.local = self.final = self.coordinated = self.pickled = None
+        self.local = self.final = self.coordinated = self._pickled = None
         self._last_report = self._last_reports = None
 
     @contextmanager
@@ -75,29 +97,39 @@ class PlanCache:
             self.clear()
             raise
 
-    def report_written(self, written: Written, record: Any = None) -> Message:
+    def report_written(self, results: list[WriteResult], record: Any = None) -> Message:
         """Report of this rank to the coordinator: a record, and what it wrote unless as before."""
-        if written == self._last_report:
+        if results == self._last_report:
             return Message(record)
-        self._last_report = written
-        return Message(record, pack(written))
+        self._last_report = results
+        return Message(record, pack(results))
 
-    def merge_written(self, reports: list[Message]) -> tuple[list[Written], bool]:
-        """Merge the reports on the coordinator; returns also whether all is as it was before."""
+    def merge_written(self, reports: list[Message]) -> list[list[WriteResult]]:
+        """Merge the reports on the coordinator."""
         parts = [message.data for message in reports]
         self.bytes_gathered += sum(map(len, parts))
+        if any(parts):
+            self._pickled = None
         if self._last_reports is None:
             if not all(parts):
                 raise MismatchError(
                     "some ranks count on what the coordinator has forgotten: save again, and "
                     "everything is planned anew"
                 )
-            self._last_reports = [Written([], {}) for _ in parts]
+            self._last_reports = [[] for _ in parts]
         self._last_reports = [
-            unpack(part, Written, self.allowed) if part else last
+            unpack(part, list, self.allowed) if part else last
             for part, last in zip(parts, self._last_reports, strict=True)
         ]
-        return self._last_reports, not any(parts)
+        return self._last_reports
+
+    def pickled(self, metadata: Metadata, reports: list[Message]) -> tuple[bytes, dict[str, int]]:
+        """As :func:`pickled_metadata`, unless it is the same as that of the save before."""
+        written = self.merge_written(reports)
+        if self._pickled is None or self._pickled[0] is not metadata:
+            pickled = pickled_metadata(metadata, chain.from_iterable(written))
+            self._pickled = metadata, *pickled
+        return self._pickled[1:]
 
 
 @dataclass(frozen=True)
@@ -129,12 +161,12 @@ def plan_save(
     ranks: Ranks,
     state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
     planner: SavePlanner,
-    writer: FileSystemWriterAsync,
+    writer: StorageWriter,
+    cache: PlanCache,
     *,
     what: str,
     order: int | None = None,
     tag: Any,
-    check: Callable[[], None] = lambda: None,
     begin: Callable[[], Any],
     begun: Any = object,
     prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
@@ -143,37 +175,21 @@ def plan_save(
 
     A rank whose structure is that of its last save sends none; if that holds for all, nobody plans.
 
-    Args:
-        ranks: The ranks; their root is the coordinator.
-        state_dict: This rank's state, whose values may be ``Stateful``; or a function that returns
-            it, whose errors are raised on all ranks.
-        planner: Made for this save; torch's own, or a user's.
-        writer: Keeps what was planned before, and says where this rank writes.
-        what: Name of the save, for messages.
-        order: Its iteration, where it has one; see :meth:`Ranks.agree`.
-        tag: What must be the same on all ranks, as the number of the checkpoint.
-        check: Called on each rank before anything is planned; what it raises is raised on all.
-        begin: Called on the coordinator when all have planned; gives what all ranks return, or
-            raises what is then raised on all.
-        begun: Shape of what it gives; see :func:`shaped`.
-        prepare: This rank's own preparations, with its plan.
-
-    Raises:
-        MismatchError: The tags differ.
-        CheckpointingException: Planning failed on some rank; the same on every rank.
-        PeerLostError: Some rank did not come in time.
+    ``tag`` must be the same on all ranks. ``prepare`` makes each rank's own preparations, with its
+    plan; ``begin`` is called on the coordinator when all have planned. What they raise is raised on
+    all ranks, and what ``begin`` gives, of the shape ``begun``, all ranks return.
     """
-    cache = writer.plans
     local: SavePlan | None = None
     pending: _Coordinated | None = None
 
     def local_step() -> Message:
         nonlocal local
         # First of all, since a state may be made by all ranks together.
-        state = _plain(state_dict() if callable(state_dict) else state_dict)
-        check()
+        given = state_dict() if callable(state_dict) else state_dict
         planner.set_up_planner(
-            state_dict=state,
+            state_dict={
+                k: v.state_dict() if isinstance(v, Stateful) else v for k, v in given.items()
+            },
             storage_meta=writer.storage_meta(),
             is_coordinator=ranks.is_root,
         )
@@ -201,7 +217,7 @@ def plan_save(
         if before is not None and not any(plans):
             pending = before
             return PerRank(begin(), {})
-        pending = _coordinate(before, plans, planner, writer)
+        pending = _coordinate(before, plans, planner, writer, cache.allowed)
         # Who sent a plan may have forgotten what came of it, even if it is what it was.
         parts = list(zip(pending.final, pending.common, strict=True))
         parts_before = (
@@ -220,7 +236,7 @@ def plan_save(
         return verdict if verdict is None else shaped((begun, Message | None))(verdict)
 
     with cache.kept_if_all_is_well():
-        planned: Any = ranks.act(
+        planned: Any = ranks.commit(
             *(f"plan {what}", local_step, global_step),
             kind="plan the save",
             order=order,
@@ -228,7 +244,7 @@ def plan_save(
         )
         if planned is None:
             cache.clear()
-            planned = ranks.act(
+            planned = ranks.commit(
                 f"plan {what} anew", report, global_step, kind="plan anew", read=read
             )
         told, changed = planned
@@ -241,11 +257,6 @@ def plan_save(
             f"one. Does another program write to that store? Nothing was saved"
         )
     return PlannedSave(cache.final, None if pending is None else pending.metadata, told)
-
-
-def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state with each ``Stateful`` object replaced by its own state."""
-    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 
 
 def _require_described(planner: SavePlanner) -> None:
@@ -270,10 +281,11 @@ def _coordinate(
     before: _Coordinated | None,
     plans: Sequence[bytes],
     planner: SavePlanner,
-    writer: FileSystemWriterAsync,
+    writer: StorageWriter,
+    allowed: SafeGlobals,
 ) -> _Coordinated:
     local = [
-        unpack(plan, SavePlan, writer.plans.allowed) if plan else before.local[rank]  # type: ignore[union-attr]
+        unpack(plan, SavePlan, allowed) if plan else before.local[rank]  # type: ignore[union-attr]
         for rank, plan in enumerate(plans)
     ]
     final, metadata = planner.create_global_plan(local)
@@ -288,3 +300,84 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
             f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
             f"calls in the same order. What was saved before stands"
         )
+
+
+# Messages between ranks. torch's store asks nobody who he is, so what comes from it is read as a
+# file of a stranger is: no code is run, and nothing is made but the classes that are named here.
+
+_NOTHING = type(None)
+# Planners keep what they like beside the items of a plan.
+_FIELDS: Fields = {
+    SavePlan: {"items": (list,)},
+    WriteItem: {
+        "index": (MetadataIndex,),
+        "type": (WriteItemType,),
+        "bytes_io_data": (BytesIOWriteData, _NOTHING),
+        "tensor_data": (TensorWriteData, _NOTHING),
+    },
+    WriteItemType: {},
+    BytesIOWriteData: {"nbytes": (int,)},
+    TensorWriteData: {
+        "chunk": (ChunkStorageMetadata,),
+        "properties": (TensorProperties,),
+        "size": (torch.Size,),
+    },
+    StoragePrefix: {"prefix": (str,)},
+    WriteResult: {
+        "index": (MetadataIndex,),
+        "size_in_bytes": (int,),
+        "storage_data": (StorageInfo,),
+    },
+    RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
+    RankSet: {"runs": (tuple,)},
+    CommonItems: {"ranks": (tuple,), "numbers": (tuple,)},
+}
+
+
+def pack(value: Any) -> bytes:
+    """Pickle what :func:`unpack` reads."""
+    with collection_paused():
+        return pickle.dumps(value, protocol=4)
+
+
+def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
+    """Read what another rank has packed; plans have items, and files in their own directory.
+
+    ``allowed`` are classes that planners of the user's may name.
+    """
+    try:
+        value = read_pickled(data, allowed, _FIELDS)
+        require_fields((value,), _FIELDS)
+        if (why := _why_foreign(value, kind)) is None:
+            return value  # type: ignore[no-any-return]
+    except UnsafeGlobalError:
+        raise
+    except Exception as error:
+        raise _foreign(f"{type(error).__name__}: {error}") from error
+    raise _foreign(why)
+
+
+def _why_foreign(value: Any, kind: type) -> str | None:
+    if type(value) is not kind:
+        return f"a {type(value).__name__} in place of a {kind.__name__}"
+    parts: Any = [value] if isinstance(value, SavePlan) else value
+    if kind is list and not {*map(type, parts)} <= {WriteResult}:
+        return "its results are none"
+    for part in value.values() if isinstance(value, dict) else parts:
+        plan = part.plan if isinstance(part, RankPlan) else part
+        if not isinstance(plan, SavePlan):
+            continue
+        if any(type(item) is not WriteItem for item in plan.items):
+            return "its items are none"
+        # Each rank writes the files that its plan names.
+        prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
+        if "/" in prefix or "\0" in prefix:
+            return f"files named {prefix!r:.100}"
+    return None
+
+
+def _foreign(why: str) -> MismatchError:
+    return MismatchError(
+        f"a plan that came by the job's store is none that a rank sends ({why}). Does another "
+        f"program write to that store? Nothing was saved, and what was saved before stands"
+    )

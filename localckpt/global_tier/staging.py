@@ -1,60 +1,54 @@
 """Layout of a rank's data files, and the buffers in which they are staged.
 
-The layout is a pure function of the save plan. Buffers are made once and used again. Training waits
-for one copy of its tensors into a buffer, and for nothing else.
+The layout is a pure function of the plan. Buffers are made once and used again. Training waits for
+one copy of its tensors into a buffer, and for nothing else.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.metadata import DATA_SUFFIX
-from localckpt.global_tier.trailer import covered_nbytes, trailer_nbytes
-from localckpt.global_tier.write_files import Stream
+from localckpt.global_tier.data_files import covered_nbytes
+from localckpt.global_tier.metadata import DATA_SUFFIX, StorageInfo
 from localckpt.global_tier.write_items import Frame, frame_of
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.memory.tensor_bytes import is_flat
-from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
-from localckpt.storage.pool import BufferPool
+from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
 from localckpt.storage.staging import StagingFolder, remove_orphans
 
 __all__ = [
+    "FILE_NBYTES",
     "FileLayout",
-    "Region",
-    "Slot",
+    "FileSlot",
     "Staging",
     "WriteData",
     "item_nbytes",
     "lay_out_files",
-    "place_items",
+    "lay_out_in_order",
     "split_by_size_and_type",
 ]
+FILE_NBYTES = 256 << 20
+"""Bytes of tensors after which a file ends: what a drain that is cut off writes again at most."""
 
 # Values of this size begin on a page: copies between memory that is not aligned alike take longer.
 _PAGE_ALIGNED_NBYTES = 256 << 10
 _ALIGNMENT = 64
+_PURPOSE = "files"
 
 
-class Slot(NamedTuple):
-    """One tensor in a file.
-
-    Attributes:
-        number: Number of its item in the plan.
-        offset: Where its frame begins in the file.
-        data: Where its values begin.
-        nbytes: Size of its values.
-        frame: What stands around them.
-    """
+class FileSlot(NamedTuple):
+    """One tensor in a file."""
 
     number: int
     offset: int
@@ -72,16 +66,25 @@ class FileLayout:
     """One file of a rank.
 
     Attributes:
-        name: Name of the file.
-        slots: The tensors, by offset.
         others: Numbers of the items that follow them, whose sizes are known when they are saved.
-        nbytes: Size of all slots together.
+        nbytes: Where those begin.
     """
 
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[FileSlot, ...]
     others: tuple[int, ...]
     nbytes: int
+
+    def results(self, plan: SavePlan, others: Sequence[memoryview]) -> Iterator[WriteResult]:
+        """Yield the place of each item, given the bytes of the others."""
+        places = [(slot.number, slot.offset, slot.end - slot.offset) for slot in self.slots]
+        end = self.nbytes
+        for number, content in zip(self.others, others, strict=True):
+            places.append((number, end, len(content)))
+            end += len(content)
+        for number, offset, nbytes in places:
+            info = StorageInfo(self.name, offset, nbytes)
+            yield WriteResult(plan.items[number].index, nbytes, info)
 
 
 def lay_out_files(
@@ -94,15 +97,8 @@ def lay_out_files(
 ) -> tuple[FileLayout, ...]:
     """Divide a rank's items among files, and place them there.
 
-    Args:
-        plan: The items.
-        others: Numbers of those that are saved as a run of bytes.
-        prefix: Begins the names of this rank's files.
-        bins: How many files of about the same size there are.
-        separation_hint: Items whose names begin with it go to as many files of their own.
-
-    Raises:
-        CheckpointingException: The hint cannot be part of a file's name.
+    ``others`` are the numbers of items that are saved as a run of bytes. Items whose names begin
+    with ``separation_hint`` go to as many files of their own.
     """
     if separation_hint is not None and (not separation_hint or "/" in separation_hint):
         raise CheckpointingException(
@@ -119,8 +115,7 @@ def lay_out_files(
         for bucket in split_by_size_and_type(bins, items):
             if bucket:
                 name = f"{group}{prefix}{len(files)}{DATA_SUFFIX}"
-                placed = [(numbers[id(item)], item) for item in bucket]
-                files.append(place_items(name, placed, others))
+                files.append(_placed(name, plan, [numbers[id(item)] for item in bucket], others))
     return tuple(files)
 
 
@@ -142,6 +137,29 @@ def split_by_size_and_type(bins: int, items: Sequence[WriteItem]) -> list[list[W
     return buckets
 
 
+def lay_out_in_order(plan: SavePlan, starts: Mapping[int, int], prefix: str) -> list[FileLayout]:
+    """Divide a rank's items among files, in the order in which their values lie in its image.
+
+    ``starts`` has the first byte in the image of each item that is a tensor; the others follow in a
+    file of their own, since only writing tells their sizes.
+    """
+    buckets: list[list[int]] = []
+    nbytes = 0
+    for number in sorted(starts, key=lambda number: (starts[number], number)):
+        wanted = item_nbytes(plan.items[number])
+        if not buckets or nbytes + wanted > FILE_NBYTES:
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(number)
+        nbytes += wanted
+    others = [number for number in range(len(plan.items)) if number not in starts]
+    buckets += [others] if others else []
+    return [
+        _placed(f"{prefix}{n}{DATA_SUFFIX}", plan, bucket, {*others})
+        for n, bucket in enumerate(buckets)
+    ]
+
+
 def item_nbytes(item: WriteItem) -> int:
     """Bytes of the part of a tensor that an item is, not of the whole tensor."""
     data = item.tensor_data
@@ -149,45 +167,22 @@ def item_nbytes(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def place_items(name: str, bucket: Sequence[tuple[int, WriteItem]], others: Set[int]) -> FileLayout:
-    """Place items in a file, in their order.
-
-    Args:
-        name: Name of the file.
-        bucket: The items, and their numbers in the plan.
-        others: Numbers of those that are saved as a run of bytes.
-    """
-    slots: list[Slot] = []
+def _placed(name: str, plan: SavePlan, bucket: Sequence[int], others: Set[int]) -> FileLayout:
+    """Place the items of some numbers in a file, in their order."""
+    slots: list[FileSlot] = []
     end = 0
-    for number, item in bucket:
-        data = item.tensor_data
+    for number in bucket:
+        data = plan.items[number].tensor_data
         if number in others or data is None:
             continue
         frame = frame_of(data.properties.dtype, data.chunk.sizes)
-        nbytes = item_nbytes(item)
+        nbytes = item_nbytes(plan.items[number])
         alignment = PAGE_NBYTES if nbytes >= _PAGE_ALIGNED_NBYTES else _ALIGNMENT
         begin = round_up(end + len(frame.head), alignment)
-        slots.append(Slot(number, begin - len(frame.head), begin, nbytes, frame))
+        slots.append(FileSlot(number, begin - len(frame.head), begin, nbytes, frame))
         end = slots[-1].end
-    last = tuple(number for number, _ in bucket if number in others)
+    last = tuple(number for number in bucket if number in others)
     return FileLayout(name, tuple(slots), last, end)
-
-
-_PURPOSE = "files"
-
-
-class Region(NamedTuple):
-    """Place of one file in a buffer.
-
-    Attributes:
-        start: Offset of the file in the buffer, on a page.
-        covered: Bytes of its content; its trailer follows.
-        streams: Where its items are, in the order of its layout.
-    """
-
-    start: int
-    covered: int
-    streams: tuple[Stream, ...]
 
 
 @dataclass
@@ -195,12 +190,10 @@ class WriteData:
     """Data that one rank writes in one save, between planning and its end.
 
     Attributes:
-        plan: This rank's items.
         files: Where each of them lies.
         tensors: Those that are tensors, by number; none once they are staged.
         others: For each file the bytes of those whose sizes are not part of its layout.
         is_staged: Everything is in a buffer, or has begun to be copied there.
-        owner: In whose name the buffer is taken.
     """
 
     plan: SavePlan
@@ -210,20 +203,26 @@ class WriteData:
     is_staged: bool = False
     owner: object = field(default_factory=object)
 
-    def items_of(self, file: FileLayout) -> tuple[WriteItem, ...]:
-        """The items of a file in the order in which they lie there."""
-        numbers = [*(slot.number for slot in file.slots), *file.others]
-        return tuple(self.plan.items[number] for number in numbers)
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where each file's content lies in a buffer, from a page on."""
+        ranges, start = [], 0
+        for file, others in zip(self.files, self.others, strict=True):
+            stop = start + covered_nbytes(file.nbytes + sum(map(len, others)))
+            ranges.append((start, stop))
+            start = round_up(stop, PAGE_NBYTES)
+        return ranges
+
+    def results(self) -> list[list[WriteResult]]:
+        """The places of all items, by file."""
+        files = zip(self.files, self.others, strict=True)
+        return [[*file.results(self.plan, others)] for file, others in files]
 
 
 class Staging:
     """Staging buffers of one writer, and the threads that copy.
 
-    Args:
-        writer: Who writes: a ``"thread"`` of this process, from private memory, or another
-            ``"process"``, from shared memory.
-        threads: How many copy; ``None`` for this rank's share of the cores, at most 4.
-        timeout_s: The longest that a save waits for the one before to be written, in seconds.
+    A ``"thread"`` of this process writes from private memory, another ``"process"`` from shared
+    memory. ``timeout_s`` is the longest that a save waits for the one before to be written.
     """
 
     def __init__(
@@ -247,48 +246,39 @@ class Staging:
 
     def prepare(self, data: WriteData) -> None:
         """Make a buffer for such data in the background, so that the first save finds it."""
-        _, nbytes = _regions(data)
+        if not data.files:
+            return
         gpus = (tensor.device for tensor in data.tensors.values() if tensor.is_cuda)
-        self._pool.prepare(_PURPOSE, nbytes, next(gpus, None))
+        self._pool.prepare(_PURPOSE, data.ranges()[-1][1], next(gpus, None))
 
-    def stage(self, data: WriteData) -> tuple[Buffer, list[Region]]:
+    def stage(self, data: WriteData) -> Buffer:
         """Copy everything to its place in a buffer; returns when all values are there.
 
-        Returns:
-            The buffer, which its owner gives back or :meth:`release` does, and where each file is.
-
-        Raises:
-            CheckpointingException: The saves before this one were not written in time.
-            StorageError: There is no memory.
+        Its owner gives the buffer back, or :meth:`release` does.
         """
-        regions, nbytes = _regions(data)
-        buffer = self._pool.take(_PURPOSE, nbytes, self._timeout_s, data.owner)
+        ranges = data.ranges()
+        buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, data.owner)
         data.is_staged = True
         try:
-            self._fill(buffer, data, regions)
+            self._fill(buffer, data, ranges)
         except BaseException:
             buffer.give_back()
             raise
         # The values are those of the call: nothing of the state is kept.
         data.tensors = {}
-        return buffer, regions
+        return buffer
 
-    def _fill(self, buffer: Buffer, data: WriteData, regions: Sequence[Region]) -> None:
+    def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
         files, tensors = data.files, data.tensors
         view, base = buffer.view, address_of(buffer.view)
-        starts = [region.start for region in regions]
-        framed = (
-            self._framed is not None
-            and self._framed[0] is buffer
-            and self._framed[1] is files
-            and self._framed[2] == starts
-        )
-        self._framed = None
+        starts = [start for start, _ in ranges]
+        last, self._framed = self._framed, None
+        framed = last is not None and last[0] is buffer and last[1] is files and last[2] == starts
         jobs: list[tuple[int, int, int]] = []
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
-        for file, region, more in zip(files, regions, data.others, strict=True):
+        for file, (first, stop), others in zip(files, ranges, data.others, strict=True):
             for slot in file.slots:
-                begin = region.start + slot.data
+                begin = first + slot.data
                 end = begin + slot.nbytes
                 if not framed:
                     view[begin - len(slot.frame.head) : begin] = slot.frame.head
@@ -302,11 +292,11 @@ class Staging:
                     jobs.append((base + begin, tensor.data_ptr(), slot.nbytes))
                 else:
                     copy_to_host(view[begin:end], tensor)
-            for stream, content in zip(region.streams[len(file.slots) :], more, strict=True):
-                begin = region.start + stream.offset
-                view[begin : begin + stream.nbytes] = content
-            end = max((s.offset + s.nbytes for s in region.streams), default=0)
-            view[region.start + end : region.start + region.covered] = bytes(region.covered - end)
+            at = first + file.nbytes
+            for content in others:
+                view[at : at + len(content)] = content
+                at += len(content)
+            view[at:stop] = bytes(stop - at)
         if from_gpus:
             buffer.pin(from_gpus[0][1].device)
         under_way = self._streams.queue(from_gpus)
@@ -336,18 +326,3 @@ class Staging:
 
     def _make_shared(self, nbytes: int) -> Buffer:
         return SharedBuffer(self._folder.new_path(), nbytes)
-
-
-def _regions(data: WriteData) -> tuple[list[Region], int]:
-    """Return the place of each file in a buffer, and the bytes of all."""
-    regions, start = [], 0
-    for file, more in zip(data.files, data.others, strict=True):
-        streams = [Stream(slot.offset, slot.end - slot.offset) for slot in file.slots]
-        end = file.nbytes
-        for content in more:
-            streams.append(Stream(end, len(content)))
-            end += len(content)
-        covered = covered_nbytes(end)
-        regions.append(Region(start, covered, tuple(streams)))
-        start += round_up(covered + trailer_nbytes(covered), PAGE_NBYTES)
-    return regions, start

@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
-from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo
-from localckpt.global_tier.plain_pickle import read_metadata
-from localckpt.global_tier.read_files import FileReads
-from localckpt.global_tier.read_items import ItemRead, LoadContext, add_runs
+from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
+from localckpt.global_tier.read_items import FileReads, ItemRead, LoadContext, add_runs
 from localckpt.memory.gpu_copies import await_training
 from localckpt.ranks.deadline import within
 from localckpt.ranks.failure import Failure
@@ -98,8 +96,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             # What each rank has written for itself alone, without the others.
             self._metadata = self._parse(self._read(Path(self._get_metadata_path(kwargs["rank"]))))
         if self._metadata is None:
-            shared = self._is_shared()
-            self._metadata = self._parse(self._shared() if shared else self._read(self._common))
+            shared = self._share and dist.is_available() and dist.is_initialized()
+            shared = shared and dist.get_world_size(self._process_group) > 1
+            self._metadata = self._parse(self._shared() if shared else self._read())
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
@@ -136,10 +135,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
         They are compared with the sizes of the files before memory is made: forged metadata may
         name any place.
-
-        Raises:
-            CorruptShardError: Metadata names no place, or one beyond the end of its file.
-            StorageError: A file cannot be looked at.
         """
         sizes: dict[str, int] = {}
         places = []
@@ -162,16 +157,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             places.append(info)
         return places
 
-    def _is_shared(self) -> bool:
-        if not (self._share and dist.is_available() and dist.is_initialized()):
-            return False
-        return dist.get_world_size(self._process_group) > 1
-
-    @property
-    def _common(self) -> Path:
-        return Path(self.path) / METADATA_NAME
-
-    def _read(self, path: Path) -> bytes:
+    def _read(self, path: Path | None = None) -> bytes:
+        path = path or Path(self.path) / METADATA_NAME
         with storage_errors("read", path):
             data = path.read_bytes()
         if self._metadata_digest not in (None, xxhash.xxh3_64_intdigest(data)):
@@ -183,7 +170,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         shared: list[Any] = [None]
         if dist.get_rank(group) == 0:
             try:
-                shared = [self._read(self._common)]
+                shared = [self._read()]
             except CheckpointingException as error:
                 shared = [Failure.of(error).to_json()]
         first = 0 if group is None else dist.get_global_rank(group, 0)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pickle
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,31 +27,29 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
-from localckpt.global_tier.metadata import (
-    DATA_SUFFIX,
-    FORMAT_VERSION,
-    METADATA_NAME,
-    StorageInfo,
-    StoragePrefix,
-)
-from localckpt.global_tier.save_plan import PlanCache
-from localckpt.global_tier.staging import FileLayout, Staging, WriteData, lay_out_files
-from localckpt.global_tier.trailer import FileIdentity
-from localckpt.global_tier.write_files import (
+from localckpt.global_tier.data_files import (
     FileWrite,
-    Preload,
-    Stream,
-    make_folder,
+    HandedOver,
     read_outcome,
     write_durably,
     write_preloaded_data,
     write_preloaded_data_in_trainer,
     write_preloaded_data_multiproc,
 )
+from localckpt.global_tier.metadata import (
+    DATA_SUFFIX,
+    METADATA_NAME,
+    StoragePrefix,
+    pickled_metadata,
+)
+from localckpt.global_tier.save_plan import PlanCache
+from localckpt.global_tier.staging import FileLayout, Staging, WriteData, lay_out_files
 from localckpt.global_tier.write_items import ItemReader
+from localckpt.own_folders import folder_mode
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
+from localckpt.storage.write import sync_folder
 
 __all__ = ["FileSystemWriterAsync"]
 
@@ -75,7 +73,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         staging_threads: Threads that copy tensors; by default this rank's share of the cores.
         timeout_s: The longest that a save waits for the one before to be written, in seconds.
         safe_globals: Classes and functions that objects in the state may name, beyond torch's own.
-        _extensions: torch's stream transforms, as compression.
         _own_folders: Each save has a directory that no other has, so files need no ID.
 
     Attributes:
@@ -95,7 +92,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         staging_threads: int | None = None,
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
-        _extensions: Sequence[Any] | None = None,
         _own_folders: bool = False,
     ) -> None:
         if not single_file_per_rank:
@@ -111,7 +107,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             sync_files=sync_files,
             thread_count=thread_count,
             overwrite=overwrite,
-            _extensions=_extensions,
         )
         self.separation_hint = separation_hint
         self.save_id = uuid.uuid4().hex
@@ -143,7 +138,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             StorageError: One is there, and is not to be overwritten; or the directory cannot be.
         """
         folder = Path(self.path)
-        make_folder(folder)
+        with storage_errors("make", folder):
+            # To stay there after the power failed.
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            for path in reversed(missing):
+                path.mkdir(folder_mode(path.parent), exist_ok=True)
+                sync_folder(path.parent)
         with storage_errors("look at", folder):
             if not self.overwrite and (folder / METADATA_NAME).exists():
                 raise StorageError(
@@ -225,12 +225,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         if not prepared.files:
             return None, None, []
-        transforms = self.transforms if self.transforms.extensions else None
         by_thread = self._kind == "thread"
         write = write_preloaded_data_in_trainer if by_thread else write_preloaded_data_multiproc
         return (
-            partial(write, transforms, self._outcome),
-            Preload(self),
+            partial(write, self._outcome_of(prepared)),
+            _Preload(self),
             [int(prepared.plan.storage_data.prefix.strip("_")), []],
         )
 
@@ -243,20 +242,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         if not prepared.files:
             return []
-        extended = bool(self.transforms.extensions)
-        buffer, regions = self._staging.stage(prepared)
+        buffer = self._staging.stage(prepared)
         return [
             FileWrite(
                 Path(self.path) / self._name(file.name),
-                FileIdentity(self._name(file.name), self.save_id),
-                buffer,
-                region.start,
-                region.covered,
-                region.streams,
-                items=prepared.items_of(file) if extended else (),
+                *(self.save_id, buffer, start, stop),
                 sync=self.sync_files,
             )
-            for file, region in zip(prepared.files, regions, strict=True)
+            for file, (start, stop) in zip(prepared.files, prepared.ranges(), strict=True)
         ]
 
     def stage_for_foreign_queue(self) -> tuple[FileWrite, ...]:
@@ -277,21 +270,19 @@ class FileSystemWriterAsync(FileSystemWriter):
     write_preloaded_data = staticmethod(write_preloaded_data)
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """Return the place of each item of this rank.
+        """Return the place of each item of this rank, for :meth:`finish`.
+
+        Names of files lack the save's ID there, which differs in each save.
 
         Raises:
             SaveFailedError: Writing failed; it says how. Or not all was written.
         """
-        return self.named(self.retrieve_unnamed_results())
-
-    def retrieve_unnamed_results(self) -> list[WriteResult]:
-        """Return the same without the save's ID in the names, which differs in each save."""
         if self._failed is not None:
             raise self._failed
         prepared = self._require_prepared()
         if not prepared.files:
             return []
-        outcome = read_outcome(self._outcome)
+        outcome = read_outcome(self._outcome_of(prepared))
         if outcome is None:
             raise SaveFailedError(
                 f"nobody has said what came of writing this rank's part of {self.path}: was the "
@@ -299,44 +290,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if isinstance(outcome, str):
             raise SaveFailedError(f"this rank's part of {self.path} was not written: {outcome}")
-        return self.results(outcome)
-
-    def named(self, results: Iterable[WriteResult]) -> list[WriteResult]:
-        """The results of any rank with the names that the files of this save have."""
-        return [
-            dataclasses.replace(
-                result,
-                storage_data=dataclasses.replace(
-                    result.storage_data,
-                    relative_path=self._name(result.storage_data.relative_path),
-                ),
-            )
-            for result in results
-        ]
-
-    def results(self, written: Sequence[Sequence[Stream]]) -> list[WriteResult]:
-        """Return the place of each item, told from its place in each file; without the save's ID.
-
-        Raises:
-            SaveFailedError: Something is missing.
-        """
-        prepared = self._require_prepared()
-        found = [len(streams) for streams in written]
-        wanted = [len(file.slots) + len(file.others) for file in prepared.files]
-        if found != wanted:
+        results = prepared.results()
+        if outcome != len(results):
             raise SaveFailedError(
-                f"of {len(wanted)} files with {sum(wanted)} items only {len(found)} with "
-                f"{sum(found)} were written to {self.path}"
+                f"of {len(results)} files with {sum(map(len, results))} items only {outcome} with "
+                f"{sum(map(len, results[:outcome]))} were written to {self.path}"
             )
-        return [
-            WriteResult(
-                item.index,
-                stream.nbytes,
-                StorageInfo(file.name, stream.offset, stream.nbytes, stream.descriptors or None),
-            )
-            for file, streams in zip(prepared.files, written, strict=True)
-            for item, stream in zip(prepared.items_of(file), streams, strict=True)
-        ]
+        return self.planned_results()
+
+    def planned_results(self) -> list[WriteResult]:
+        """Return where each item of this rank is once everything is written, as prepared."""
+        return [*chain.from_iterable(self._require_prepared().results())]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.
@@ -350,11 +314,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StorageError: The file system refused.
         """
-        metadata.version = FORMAT_VERSION
-        metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)
-        write_durably(folder / METADATA_NAME, pickle.dumps(metadata))
+        pickled, _ = pickled_metadata(metadata, map(self._named, chain.from_iterable(results)))
+        write_durably(folder / METADATA_NAME, pickled)
         mine = {info.relative_path for info in metadata.storage_data.values()}
         try:
             for path in (*folder.glob(f"*{DATA_SUFFIX}"), *folder.glob(".__*_written.*")):
@@ -384,13 +347,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Free the buffers and end the threads. May be called twice."""
         _close(self._staging, self._process)
 
-    @property
-    def _outcome(self) -> Path:
-        return self._outcome_of(self._require_prepared())
-
     def _outcome_of(self, prepared: WriteData) -> Path:
         prefix = prepared.plan.storage_data.prefix
         return Path(self.path) / f".{prefix}written.{self.save_id[:8]}"
+
+    def _named(self, result: WriteResult) -> WriteResult:
+        """A result of any rank with the name that the file has in this save."""
+        info = result.storage_data
+        named = dataclasses.replace(info, relative_path=self._name(info.relative_path))
+        return dataclasses.replace(result, storage_data=named)
 
     def _name(self, name: str) -> str:
         if self._own_folders:
@@ -424,3 +389,22 @@ def _close(staging: Staging, process: int) -> None:
     # A fork of the trainer must not take the memory away from it.
     if os.getpid() == process:
         staging.close()
+
+
+class _Preload:
+    """Stages the tensors of a writer; returns the files to write.
+
+    NVRx's persistent queue, and Megatron-Core's, pickle this function to have their worker call it,
+    while training waits. The worker does not have the tensors, so they are staged when the function
+    is pickled, and the worker is given the files.
+    """
+
+    def __init__(self, writer: FileSystemWriterAsync) -> None:
+        self._writer = writer
+
+    def __call__(self) -> list[FileWrite]:
+        return self._writer.preload_tensors()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # An error here would be lost in a thread of that queue, and training would wait for ever.
+        return partial, (HandedOver, self._writer.stage_for_foreign_queue())

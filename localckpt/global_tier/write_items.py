@@ -37,11 +37,7 @@ _INTEGER_BITS = 8 * 255 - 1
 
 
 class ItemReader:
-    """Values of the items of one save after the other, as a planner gives them.
-
-    Args:
-        safe_globals: Classes and functions that objects may name, beyond torch's own.
-    """
+    """Values of the items of one save after the other, as a planner gives them."""
 
     def __init__(self, safe_globals: Iterable[Any] = ()) -> None:
         self._safe_globals = tuple(safe_globals)
@@ -50,12 +46,7 @@ class ItemReader:
         self._checked_kinds: set[tuple[type, torch.dtype]] = set()
 
     def read(self, item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
-        """An item's values: a plain tensor of the item's dtype and shape, or a run of bytes.
-
-        Raises:
-            UnsafeGlobalError: It names a class that may not be loaded from a file.
-            CheckpointingException: It could not be loaded again for another reason.
-        """
+        """An item's values: a plain tensor of the item's dtype and shape, or a run of bytes."""
         if item.type == WriteItemType.BYTE_IO:
             return self._read_object(item, planner)
         tensor = planner.resolve_data(item)
@@ -200,14 +191,7 @@ class _Recorder(io.RawIOBase):
 def load_object(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> Any:
     """Load what ``torch.save`` wrote.
 
-    Args:
-        name: Name of the value in the state.
-        stream: The bytes.
-        safe_globals: Classes and functions that it may name, beyond torch's own.
-
-    Raises:
-        UnsafeGlobalError: It names another; the message says how to allow it.
-        CheckpointingException: It holds what is not loaded from files.
+    The error for a class that is not allowed says how to allow it.
     """
     try:
         stream.seek(0)
@@ -232,9 +216,7 @@ def load_object(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> A
 def require_loadable(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> None:
     """Refuse to save what :func:`load_object` refuses to load; by loading it.
 
-    Raises:
-        UnsafeGlobalError: As for :func:`load_object`.
-        CheckpointingException: As for :func:`load_object`; the message says what to save instead.
+    The error says what to save instead.
     """
     try:
         load_object(name, stream, safe_globals)

@@ -226,11 +226,7 @@ class _Position:
 
 
 def require_known(strategy: Strategy) -> None:
-    """Refuse a strategy whose modules and optimizers are not torch's own.
-
-    Raises:
-        CheckpointingException: The strategy may keep the state in a form of its own.
-    """
+    """Refuse a strategy whose modules and optimizers are not torch's own."""
     if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, _UNKNOWN_STRATEGIES):
         names = ", ".join(known.__name__ for known in _STRATEGIES)
         raise CheckpointingException(
@@ -240,11 +236,7 @@ def require_known(strategy: Strategy) -> None:
 
 
 def _state_of(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str, Any]:
-    """Parts of a run's state, for a :class:`Checkpointer`.
-
-    Raises:
-        CheckpointingException: The trainer's strategy keeps the state in a form of its own.
-    """
+    """Parts of a run's state, for a :class:`Checkpointer`."""
     require_known(trainer.strategy)
     others = {c.state_key: c for c in trainer.callbacks if c is not own}
 

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from localckpt.checkpointer.checkpointer import Checkpointer
-from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.resume import Elsewhere
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.integrations.versions import at_least
 from localckpt.storage.names import local_path

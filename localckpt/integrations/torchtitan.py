@@ -19,8 +19,8 @@ import torch
 
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checkpointer import Checkpointer
-from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.parts import ModulePart
+from localckpt.checkpointer.resume import Elsewhere
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.integrations.versions import at_least
 
@@ -97,11 +97,7 @@ class LocalCheckpoint(CheckpointManager):
         super().__del__()
 
     def _load(self, step: int = -1) -> bool:
-        """Load the newest checkpoint: of the nodes, of ``folder``, or one to begin from.
-
-        Raises:
-            CheckpointingException: As :meth:`localckpt.Checkpointer.resume`.
-        """
+        """Load the newest checkpoint: of the nodes, of ``folder``, or one to begin from."""
         self.checkpointer = checkpointer = self._make_checkpointer()
         theirs = self._find_load_step() if step == -1 else step
         elsewhere = Elsewhere(theirs, partial(super()._load, theirs), goes_back=step != -1)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from localckpt.checkpointer.arguments import absolute_paths
 from localckpt.checkpointer.checkpointer import Checkpointer
-from localckpt.checkpointer.data_order import EpochPosition
-from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.loaders import EpochPosition
+from localckpt.checkpointer.resume import Elsewhere
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.versions import at_least
 
@@ -318,11 +318,7 @@ def _exportable(trainer: Trainer) -> list[Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """A number of numpy or torch as one of Python.
-
-    Raises:
-        CheckpointingException: The value is no number.
-    """
+    """A number of numpy or torch as one of Python."""
     item = getattr(value, "item", None)
     if item is None:
         raise CheckpointingException(

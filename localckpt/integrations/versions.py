@@ -26,13 +26,7 @@ _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 
 
 class UnsupportedVersionError(CheckpointingException, ImportError):
-    """A framework is older than what its plug-in works with; nothing was changed.
-
-    Args:
-        framework: Name of the distribution.
-        installed: Its version.
-        oldest: Oldest version that is supported.
-    """
+    """A framework is older than what its plug-in works with; nothing was changed."""
 
     def __init__(self, framework: str, installed: str, oldest: str) -> None:
         super().__init__(
@@ -53,12 +47,8 @@ def require(framework: str, distribution: str | None = None) -> None:
     One without a version passes: it is not installed as a distribution, such as a checkout on
     ``PYTHONPATH``, or it is one that calls itself 0.0.0.
 
-    Args:
-        framework: Key of :data:`OLDEST`.
-        distribution: Name that it may be installed under as well.
-
-    Raises:
-        UnsupportedVersionError: It is too old.
+    ``framework`` is a key of :data:`OLDEST`; ``distribution`` a name that it may be installed under
+    as well.
     """
     oldest = OLDEST[framework]
     for name in filter(None, (framework, distribution)):

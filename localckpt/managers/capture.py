@@ -6,7 +6,7 @@ Nothing here knows what a store does with a slot.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from localckpt.availability.coverage import division_problem
 from localckpt.errors import CheckpointingException
 from localckpt.ids import Group, ShardIdentity
-from localckpt.managers.guard import Guard
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
@@ -29,8 +28,7 @@ from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Store
+from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread, Task, end_all
 
 __all__ = ["StateCapture"]
@@ -41,25 +39,25 @@ logger = logging.getLogger(__name__)
 class StateCapture:
     """Captures the states of one manager.
 
-    Args:
-        store: Store that reserves the slots.
-        allowed: Allow-list for the classes and functions in an image.
-        options: Options of the manager.
-        job: Ranks of the job, and this rank's number among them; ``None`` for no job.
-
     Attributes:
         planner: Finds the tensors of a state, and refuses one that could not be loaded again.
     """
 
     def __init__(
-        self, store: Store, allowed: SafeGlobals, options: SaveOptions, job: Job | None = None
+        self, store: Store, allowed: SafeGlobals, options: Options, job: Job | None = None
     ) -> None:
         self.planner = ImagePlanner(allowed, job)
         self._store = store
         self._allowed = allowed
         self._timeout_s = options.timeout
         self._copier = Copier(options.staging_threads)
-        self._guard = Guard(options.optimizers, self._hold_back_training)
+        # Between two steps of an optimizer nobody changes its parameters and its state, so their
+        # copies from a GPU need to be over only when it steps next.
+        self._guarded = options.optimizers
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._hold_back_training())
+            for optimizer in self._guarded
+        ]
         self._digesting = SerialThread("localckpt-digests")
         self._streams = SideStreams(options.timeout)
         self._copies: list[CopiesUnderWay] = []
@@ -67,17 +65,17 @@ class StateCapture:
         # Until the ranks find that their parts do not fit together.
         self._divides = options.divide_replicated and store.keeps_images
         self._nodes: Sequence[str] = ()
-        self._neighbours: tuple[int, ...] = ()
+        self._node_ranks: tuple[int, ...] = ()
 
-    def neighbours(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
+    def node_ranks(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks with which a rank divides equal tensors; ``()`` for none."""
         if not self._divides or not nodes:
             return ()
         # Looked for once in an epoch, since there may be many ranks and training waits.
         if nodes is not self._nodes:
             here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
-            self._nodes, self._neighbours = nodes, here if len(here) > 1 else ()
-        return self._neighbours
+            self._nodes, self._node_ranks = nodes, here if len(here) > 1 else ()
+        return self._node_ranks
 
     def divide_no_more(self, why: str) -> None:
         """Store all tensors whole from now on, as all ranks do."""
@@ -91,31 +89,23 @@ class StateCapture:
         identity: ShardIdentity,
         *,
         is_sent: bool,
-        neighbours: tuple[int, ...] = (),
+        node_ranks: tuple[int, ...] = (),
     ) -> tuple[Slot, tuple[Agreed, ...]]:
         """Capture the value that ``state`` has now, in a slot of the store.
 
-        Args:
-            state: The state, which stays as it is.
-            identity: Identity of the shard.
-            is_sent: Whether the image will be sent to other ranks: the digests are then computed
-                here, and the slot is held for ``"replication"``.
-            neighbours: Ranks that divide what they have equal; ``()`` to divide nothing.
-
-        Returns:
-            The slot, and what other ranks must have alike for the divided parts to fit together.
+        With ``is_sent`` the digests are computed here, and the slot is held for ``"replication"``.
+        Returns with the slot what other ranks must have alike for divided parts to fit together.
         """
         if not self._store.keeps_images:
             state = self._on_host(state, identity)
-        capture = self.planner.capture(state, neighbours)
+        capture = self.planner.capture(state, node_ranks)
         slot = self._store.reserve(identity, capture.nbytes(identity), self._timeout_s)
         tasks: list[Task[None]] = []
         slot.begin_filling(partial(self._stop, tasks))
         slot.pin(capture.gpu)
         image = slot.image
-        written = capture.write(
-            image, identity, self._copier, self._streams, self._guard.storages()
-        )
+        guarded = _storages_of(self._guarded)
+        written = capture.write(image, identity, self._copier, self._streams, guarded)
         covered, copies = written.covered_nbytes, written.under_way
         self._copies = [*(c for c in self._copies if not c.over), copies]
         computing: Task[None] | None = None
@@ -148,19 +138,13 @@ class StateCapture:
         Ranks that save what others cannot would wait for those. So all ask each other, once; also
         whether the parts of their states that they divide fit together, and how many staging
         buffers there is memory for.
-
-        Returns:
-            The state, as it is saved.
-
-        Raises:
-            StorageError: There is no memory for the saves of some ranks.
         """
         if self._states_are_good:
             return state
         report: Any = None
         with Attempt() as checking:
             state = wrapped(state)
-            capture = self.planner.capture(state, self.neighbours(nodes, ranks.rank))
+            capture = self.planner.capture(state, self.node_ranks(nodes, ranks.rank))
             needs = self._store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
             report = [capture.agreed, needs.to_json()]
         apart, buffers, memory = ranks.agree(
@@ -187,7 +171,8 @@ class StateCapture:
         with ExitStack() as closing:
             closing.callback(self._copier.stop)
             closing.callback(self._digesting.close)
-            closing.callback(self._guard.close)
+            for hook in self._hooks:
+                closing.callback(hook.remove)
             try:
                 self.await_copied()
             except (CheckpointingException, RuntimeError) as error:
@@ -219,6 +204,23 @@ class StateCapture:
             copied.copy_tensors_to_cpu()
         on_host: TensorAwareStateDict = copied
         return on_host
+
+
+def _storages_of(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
+    """Return the addresses of the storages that only a step of the optimizers changes."""
+    tensors = (t for optimizer in optimizers for t in _tensors_of(optimizer))
+    # Of a DTensor, this rank's part is what is saved.
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    # A tensor that is made of others has no storage; what it is made of is copied at once.
+    plain = (t for t in local if type(t) in (torch.Tensor, torch.nn.Parameter))
+    return frozenset(t.untyped_storage().data_ptr() for t in plain)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _judge_first(protection: Mapping[int, Group], reports: list[Any]) -> list[Any]:

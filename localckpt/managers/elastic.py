@@ -15,9 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from localckpt.availability.inventory import Inventory
-from localckpt.availability.readers import assign_readers
-from localckpt.availability.refusals import BadCopy
+from localckpt.availability.reshard import assign_readers
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -26,43 +24,39 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.failure_texts import Mismatches, said_by
-from localckpt.ids import Checkpoint
-from localckpt.managers.elastic_copies import ShardCopies
+from localckpt.managers.context import Context
 from localckpt.managers.elastic_judge import (
     ElasticJudge,
+    Packed,
     ask_for_structures,
     joined_packs,
     judge_structures,
     kind_of,
     split_packs,
 )
-from localckpt.managers.elastic_move import Transfer
-from localckpt.managers.elastic_tensors import DescribedTensors
-from localckpt.managers.elastic_values import SavedValues, ValueImages
-from localckpt.managers.parts import Parts
+from localckpt.managers.elastic_tensors import DescribedTensors, ShardCopies, move_tensors
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
 from localckpt.ranks.values import Message
-from localckpt.replication.links import Links
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
-from localckpt.state_dict.optimizer_states import ParametersOfStates
-from localckpt.state_dict.outlines import merged, with_outlines
 from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.resharded import (
     beside,
     find_wanted,
+    merged,
     overlapping_keys,
     take_values,
+    with_outlines,
     with_values,
 )
+from localckpt.state_dict.stateful import ParametersOfStates
 from localckpt.state_dict.targets import mismatch
-from localckpt.state_dict.value_digests import digest_of
-from localckpt.state_dict.values import Unit, left_as_given
+from localckpt.state_dict.values import Unit, digest_of, left_as_given
 
 __all__ = ["ElasticLoad"]
 
@@ -78,62 +72,36 @@ _STRUCTURE = {
 
 
 class ElasticLoad:
-    """One load of one checkpoint; its methods are the steps, in their order.
+    """One load of one checkpoint; its methods are the steps, in their order."""
 
-    Args:
-        parts: Of the manager.
-        inventory: What each node holds; copies that turn out bad are taken out.
-        checkpoint: The checkpoint.
-        recovery: Computes shards that no node holds.
-        options: How the caller wants its state.
-        bad: Gets the copies that turn out bad; the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        inventory: Inventory,
-        checkpoint: Checkpoint,
-        recovery: Recovery,
-        options: LoadOptions,
-        bad: list[BadCopy],
-    ) -> None:
-        self._parts = parts
-        self._ranks = parts.ranks
-        self._inventory = inventory
-        self._checkpoint = checkpoint
+    def __init__(self, context: Context, recovery: Recovery, options: LoadOptions) -> None:
+        self._context = context
+        self._ranks = context.ranks
+        self._inventory = recovery.inventory
+        self._checkpoint = recovery.checkpoint
         self._recovery = recovery
         self._options = options
-        self._rules = parts.options.rules if options.private is None else options.private
-        self._copies = ShardCopies(parts, inventory, checkpoint, recovery, bad)
-        self._images = ValueImages(self._copies.identity(0), parts.allowed)
+        self._rules = context.options.rules if options.private is None else options.private
+        self._copies = ShardCopies(context, recovery, self._rules)
+        self._images = self._copies.images
 
     def run(self) -> Loaded | None:
         """Fill the state of every rank.
 
-        Returns:
-            The state; ``None`` on all ranks if some shard has no good copy left.
-
-        Raises:
-            MismatchError: The state does not fit what was saved; nothing was changed.
-            PeerLostError: A rank did not answer in time.
-            CheckpointingException: Something went wrong on some rank; the same on all.
+        Returns ``None`` on all ranks if some shard has no good copy left.
         """
         try:
             while True:
                 self._recovery.drop()
                 computed_by = self._copies.plan_recovery()
                 if computed_by is None:
-                    self._copies.quarantine_damaged()
                     return None
-                with self._parts.events.timed("fetch", self._checkpoint.iteration):
+                with self._context.events.timed("fetch", self._checkpoint.iteration):
                     if not self._recovery.run(computed_by):
                         continue
                 readers = assign_readers(self._checkpoint, self._inventory, computed_by)
                 with ExitStack() as opened:
                     if (loaded := self._load(readers, opened)) is not None:
-                        self._copies.quarantine_damaged()
-                        self._recovery.give_up_damaged_pieces()
                         return loaded
         except BaseException:
             self._recovery.drop()
@@ -143,14 +111,12 @@ class ElasticLoad:
         """Make one round; ``None`` if it has to be made again."""
         self._readers = readers
         self._judge = ElasticJudge(
-            *(self._checkpoint, self._rules, self._parts.epoch.nodes, readers),
+            *(self._checkpoint, self._rules, self._context.epoch.nodes, readers),
             *(self._inventory.holders(self._checkpoint), self._options.rules),
-            *(self._images.pack, self._images.unpack),
+            self._images,
         )
         step = self._checkpoint.iteration
-        with self._parts.events.timed("fetch", step):
-            self._links = Links(self._ranks.rank)
-            opened.callback(self._links.close)
+        with self._context.events.timed("fetch", step):
             if (structure := self._compare_structures(opened)) is None:
                 return None
             verdict, own = self._compare_all(structure)
@@ -160,7 +126,7 @@ class ElasticLoad:
                 return None
             if not self._take_plan(verdict, own, opened):
                 return None
-        with self._parts.events.timed("read", step):
+        with self._context.events.timed("read", step):
             return self._move()
 
     # Compare structures.
@@ -168,11 +134,7 @@ class ElasticLoad:
     def _compare_structures(self, opened: ExitStack) -> Mapping[str, Any] | None:
         """Open the shards that this rank reads, and compare the names of parts and values.
 
-        Returns:
-            What :func:`judge_structures` says to all; ``None`` on all if a copy turned out bad.
-
-        Raises:
-            MismatchError: The names differ.
+        Returns what :func:`judge_structures` says; ``None`` on all ranks if a copy turned out bad.
         """
         of_digests: dict[str, int] = {}
         given: Names | None = None
@@ -183,11 +145,9 @@ class ElasticLoad:
             given = names_of(self._own, free)
             self._copies.open(self._readers, free, opened)
             shards = self._copies.shards
-            self._values = SavedValues(dict(shards), self._rules, self._images)
             for shard, saved in shards.items():
                 of_digests.setdefault(digest_of([saved.names, saved.outlines], str), shard)
-        bad = [[shard, *copy] for shard, copy in self._copies.found_bad.items()]
-        report = {"bad": bad, "saved": of_digests, "given": digest_of(given, str)}
+        report = {"bad": self._copies.bad, "saved": of_digests, "given": digest_of(given, str)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
         found_bad, asked = self._ranks.agree(
             *(what, opening, report, ask_for_structures), read=shaped((list, dict | None))
@@ -197,13 +157,15 @@ class ElasticLoad:
         message = Message()
         with Attempt() as telling:
             asked = asked or {"saved": [], "given": False}
-            told = [of_digests[digest] for digest in asked["saved"]]
-            about, data = joined_packs([self._values.pack_outlines(shard) for shard in told])
-            shards = {shard: self._copies.shards[shard] for shard in told}
-            tensors = [t for saved in shards.values() for t in saved.tensors.values()]
+            told = [self._copies.shards[of_digests[digest]] for digest in asked["saved"]]
+            outlines = [
+                Packed("all", -1, self._images.pack_units(saved.outlines)) for saved in told
+            ]
+            about, data = joined_packs(outlines)
+            tensors = [t for saved in told for t in saved.tensors.values()]
             converts = self._options.rules.converts
             record = {
-                "saved": [saved.names for saved in shards.values()],
+                "saved": [saved.names for saved in told],
                 "given": given if asked["given"] else None,
                 "packs": about,
                 "dtypes": {t.key: t.entry.dtype for t in tensors} if converts else {},
@@ -229,14 +191,7 @@ class ElasticLoad:
     def _describe(
         self, structure: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-        """Describe the shards that this rank reads, and what this rank wants.
-
-        Args:
-            structure: What is known of the structure of the saved states.
-
-        Returns:
-            What the root says to all, and what it asks of this rank.
-        """
+        """Describe the shards that this rank reads, and what this rank wants."""
         report: dict[str, Any] = {}
         with Attempt() as opening:
             state, free = self._own, self._options.rules.free
@@ -247,7 +202,7 @@ class ElasticLoad:
             self._state = wrapped(state)
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
-            is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
+            is_doubted = self._checkpoint in self._context.checkpoints.marked("bad")
             wanted, self._beside = beside(
                 find_wanted(self._state), structure["dtypes"], structure["expanded"]
             )
@@ -260,7 +215,7 @@ class ElasticLoad:
                 "saved": [
                     [
                         *(shard, self._tensors.saved(shard)),
-                        *(self._values.described(shard), saved.ruled_digests),
+                        *(self._copies.described_values(shard), saved.ruled_digests),
                     ]
                     for shard, saved in shards.items()
                 ],
@@ -289,11 +244,7 @@ class ElasticLoad:
     def _compare_all(
         self, structure: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Message | None]:
-        """Compare values and tensors as well, and plan, if all fits.
-
-        Raises:
-            MismatchError: It does not; the error has what differs in the structure, too.
-        """
+        """Compare values and tensors as well, and plan, if all fits."""
         found, lines = Mismatches(), structure["lines"]
         if lines:
             found.note(mismatch(lines))
@@ -321,18 +272,15 @@ class ElasticLoad:
             for shard in self._copies.shards.values():
                 shard.require_together(self._shared)
             asked = asked or {"tables": [], "sections": [], "equal": []}
-            sections = {shard: self._values.sections(shard) for shard, _ in asked["sections"]}
+            sections = {shard: self._copies.sections(shard) for shard, _ in asked["sections"]}
             digests = [
                 [shard, sections[shard][name]]
                 for shard, names in asked["sections"]
                 for name in names
             ]
-            rank, world_size = self._ranks.rank, self._ranks.world_size
-            packs = self._values.packs(asked, self._unequal, rank, world_size)
-            about, data = joined_packs(packs)
+            about, data = joined_packs(self._copies.packs(asked, self._unequal))
             tables = self._tensors.tables(asked["tables"])
-            record = {"tables": tables, "digests": digests, "packs": about}
-            message = Message(record | {"address": self._links.address}, data)
+            message = Message({"tables": tables, "digests": digests, "packs": about}, data)
         what = f"plan the load of iteration {self._checkpoint.iteration}"
         verdict, own = self._ranks.agree(
             *(what, telling, message, self._judge.plan), read=shaped((dict, Message | None))
@@ -341,10 +289,10 @@ class ElasticLoad:
 
     def _settle(self, own: Message | None) -> tuple[Mapping[str, Any], Message | None]:
         """Tell the root the digests of parts that shards do not say are equal; it plans."""
-        digests, found_bad = [], self._copies.found_bad
+        digests = []
         with Attempt() as reading:
             for shard, number, group, keys, part in own.record["digests"] if own else ():
-                if shard in found_bad:
+                if shard in self._copies.found_bad:
                     continue
                 try:
                     with self._copies.noting(shard):
@@ -354,9 +302,8 @@ class ElasticLoad:
                     forget_frames(error)
                 else:
                     digests.append([shard, number, of_keys])
-        bad = [[shard, *found] for shard, found in found_bad.items()]
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
-        message = Message({"bad": bad, "digests": digests})
+        message = Message({"bad": self._copies.bad, "digests": digests})
         verdict, plan = self._ranks.agree(
             *(what, reading, message, self._judge.settle), read=shaped((dict, Message | None))
         )
@@ -367,55 +314,39 @@ class ElasticLoad:
     ) -> bool:
         """Take in the plan, and the values; on no rank is anything changed if some rank cannot.
 
-        Returns:
-            Whether the parts can be moved; False on all ranks if a copy turned out bad.
+        Returns False on all ranks if a copy turned out bad.
         """
-        rank, nodes, lacks_link = self._ranks.rank, self._parts.epoch.nodes, False
+        rank = self._ranks.rank
         with Attempt() as checking:
-            empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": [], "links": []}
+            empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": []}
             record = empty if own is None else own.record
             self._copies.open_more((give[0] for give in record["gives"]), opened)
-            self._tensors.add_opened()
-            takes = [self._tensors.take_of(*take) for take in record["takes"]]
-            gives = [
+            self._name = str(verdict["name"])
+            self._takes = [self._tensors.take_of(*take) for take in record["takes"]]
+            self._gives = [
                 self._tensors.give_of(*give)
                 for give in record["gives"]
                 if give[0] not in self._copies.found_bad
             ]
-            deadline = Deadline.after(self._ranks.timeout_s)
-            lacks_link = not self._links.connect(dict(record["links"]), deadline)
             images = [base64.b64decode(text) for text in verdict["values"]]
             images += [p.data for p in split_packs(record["packs"], own.data)] if own else []
             units = [unit for image in images for unit in self._images.units(image)]
-            units += self._values.unequal_of(rank, self._unequal, "keep")
+            units += self._copies.unequal_of(rank, self._unequal, "keep")
             kept, self._left = self._left_as_given({unit.key for unit in units})
             self._result = with_values(self._state, [*kept, *units])
-        bad = [[shard, *found] for shard, found in self._copies.found_bad.items()]
         reports = self._ranks.merge(
             "check that the states can be loaded into",
             checking,
-            [bad, lacks_link] if bad or lacks_link else None,
-            read=shaped((list, bool)),
+            self._copies.bad or None,
+            read=shaped(list),
         )
-        if self._take_out(reports):
-            return False
-        linked = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
-        # Both ends of a link have to know of it, so there are all of them, or none.
-        if reports:
-            self._links.drop()
-            linked = []
-        self._transfer = Transfer(
-            *(str(verdict["name"]), rank, self._links, linked, self._copies),
-            *(self._tensors.tensors, takes, gives),
-        )
-        return True
+        return not self._take_out(reports)
 
     def _left_as_given(self, loaded: Collection[str]) -> tuple[list[Unit], frozenset[str]]:
         """Find what stays as it is of values that differ: those for which a rule gives nothing.
 
-        Returns:
-            Their values in the state to load into; and the keys of the parts of the state of which
-            all stays, since their states would lack something.
+        Returns these values in the state to load into, and the keys of the parts of which all
+        stays.
         """
         free = self._options.rules.free
         parts = {str(key) for key in stateful_keys(self._options.given)}
@@ -436,9 +367,9 @@ class ElasticLoad:
             )
 
     def _take_out(self, reports: Mapping[int, Sequence[Any]]) -> bool:
-        """Leave copies out that ranks report first of all as bad; return whether there are any."""
+        """Leave copies out that ranks report as bad; return whether there are any."""
         return self._copies.take_out(
-            [[rank, *copy] for rank, (those, _) in reports.items() for copy in those]
+            [[rank, *copy] for rank, those in reports.items() for copy in those]
         )
 
     # Move.
@@ -446,11 +377,15 @@ class ElasticLoad:
     def _move(self) -> Loaded | None:
         """Fill the tensors; ``None`` on all ranks if a copy turned out bad on the way."""
         began = time.monotonic()
-        timeout_s, transfer = self._ranks.timeout_s, self._transfer
+        timeout_s, rank = self._ranks.timeout_s, self._ranks.rank
+        came, sent = dict[int, int](), dict[int, int]()
         lost: PeerLostError | None = None
         with Attempt() as moving:
             try:
-                transfer.run(timeout_s)
+                came, sent = move_tensors(
+                    *(self._name, rank, self._copies, self._tensors.tensors),
+                    *(self._takes, self._gives, timeout_s),
+                )
             except (StorageError, CorruptShardError) as error:
                 # Noted where it was read.
                 forget_frames(error)
@@ -460,8 +395,7 @@ class ElasticLoad:
                 # Most often a peer that found its copy bad; else this is what all ranks raise.
                 lost = error
                 forget_frames(error)
-        bad = [[shard, *found] for shard, found in self._copies.found_bad.items()]
-        report = [bad, None if lost is None else str(lost)]
+        report = [self._copies.bad, None if lost is None else str(lost)]
         reports = self._ranks.merge(
             f"load iteration {self._checkpoint.iteration}",
             moving,
@@ -470,21 +404,21 @@ class ElasticLoad:
             grace_s=timeout_s,
             deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )
-        if self._take_out(reports):
+        if self._take_out({rank: bad for rank, (bad, _) in reports.items()}):
             return None
         if texts := {rank: text for rank, (_, text) in reports.items() if text is not None}:
             raise PeerLostError(
                 f"could not load iteration {self._checkpoint.iteration}: {said_by(texts)}"
             ) from lost
-        sent = transfer.receivers
+        nbytes = sum(take.nbytes for take in self._takes)
         logger.info(
             "iteration %d of %d ranks: %d bytes filled in %.3f s, %d of them from this node's "
             "shards; %d bytes sent to %d ranks",
-            *(self._checkpoint.iteration, self._checkpoint.world_size, transfer.nbytes),
-            *(time.monotonic() - began, transfer.nbytes - sum(transfer.senders.values())),
+            *(self._checkpoint.iteration, self._checkpoint.world_size, nbytes),
+            *(time.monotonic() - began, nbytes - sum(came.values())),
             *(sum(sent.values()), len(sent)),
         )
         take_values(self._beside)
         self._say_what_is_dropped()
         source = f"the shards of {self._checkpoint.world_size} ranks"
-        return Loaded(self._checkpoint, self._result, transfer.nbytes, source, self._left)
+        return Loaded(self._checkpoint, self._result, nbytes, source, self._left)

@@ -7,11 +7,9 @@ the second tells, from few ranks, what the names stand for, and the values that 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from localckpt.availability.private_values import (
     RuledValues,
@@ -20,7 +18,6 @@ from localckpt.availability.private_values import (
     judge_values,
     tellers_of,
 )
-from localckpt.availability.readers import reader_of
 from localckpt.availability.reshard import (
     Keys,
     ReshardPlan,
@@ -30,19 +27,23 @@ from localckpt.availability.reshard import (
 )
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import Mismatches, with_class
-from localckpt.ids import Checkpoint
+from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
 from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.containers import prefix_in
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.names import Names, merged_names
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import TargetRules, compare_names
-from localckpt.state_dict.values import key_of
+from localckpt.state_dict.values import Unit, key_of
 
 __all__ = [
     "ElasticJudge",
     "Packed",
+    "ValueImages",
     "ask_for_structures",
     "joined_packs",
     "judge_structures",
@@ -105,16 +106,9 @@ def judge_structures(
 ) -> dict[str, Any]:
     """Compare the names of all parts and values.
 
-    Args:
-        reports: Structures that ranks were asked for.
-        private: Rules for values of single ranks, by key prefix.
-        rules: Ways in which the states may differ.
-
-    Returns:
-        What all ranks are told: ``missing``, parts that were saved and are not given;
-        ``outlines`` of all ranks, as text; ``dtypes`` of tensors by key, where these may be
-        converted; the keys of tensors that were ``expanded``; and what does not fit, as ``lines``
-        and by ``names``.
+    All ranks are told the ``missing`` parts, which were saved and are not given, the ``outlines``
+    as text, the ``dtypes`` of tensors that may be converted, the keys of ``expanded`` tensors, and
+    what does not fit, as ``lines`` and by ``names``.
     """
     saved: Names | None = None
     given: Names | None = None
@@ -151,18 +145,32 @@ def kind_of(rule: PrivateRule) -> str:
     return rule if isinstance(rule, str) else "function"
 
 
-class ElasticJudge:
-    """Judge of one load; only the root's is asked.
+class ValueImages:
+    """Images of values, as they travel."""
 
-    Args:
-        checkpoint: The checkpoint.
-        rules: Rules for values of single ranks, by key prefix.
-        nodes: Node of each rank.
-        readers: For each shard the rank that reads it.
-        held: For each shard that nodes hold, these nodes.
-        fits: Ways in which tensors to load into may differ from those that were saved.
-        pack, unpack: Make an image of values, and values of an image.
-    """
+    def __init__(self, identity: ShardIdentity, allowed: SafeGlobals) -> None:
+        self._identity = identity
+        self._allowed = allowed
+
+    def pack(self, value: Any) -> bytes:
+        """Make an image of an object."""
+        return bytes(pack(value, self._identity, ImagePlanner(self._allowed)).view)
+
+    def unpack(self, image: bytes) -> Any:
+        """Make the object of an image again."""
+        return unpack(MemorySource(memoryview(bytearray(image))), allowed=self._allowed)
+
+    def pack_units(self, units: Iterable[Unit]) -> bytes:
+        """Make an image of values."""
+        return self.pack([[list(unit.place), unit.value] for unit in units])
+
+    def units(self, image: bytes) -> list[Unit]:
+        """Make the values of an image again."""
+        return [Unit(tuple(place), value) for place, value in self.unpack(image)]
+
+
+class ElasticJudge:
+    """Judge of one load; only the root's is asked."""
 
     def __init__(
         self,
@@ -172,8 +180,7 @@ class ElasticJudge:
         readers: Mapping[int, int],
         held: Mapping[int, Collection[str]],
         fits: TargetRules,
-        pack: Callable[[Any], bytes],
-        unpack: Callable[[bytes], Any],
+        images: ValueImages,
     ) -> None:
         self._checkpoint = checkpoint
         self._rules = rules
@@ -181,8 +188,7 @@ class ElasticJudge:
         self._readers = readers
         self._held = held
         self._fits = fits
-        self._pack = pack
-        self._unpack = unpack
+        self._images = images
         self._saved: dict[int, list[TensorGroup]] = {}
         self._wanted: dict[int, list[TensorGroup]] = {}
         self._sections: dict[int, dict[str, str]] = {}
@@ -190,9 +196,7 @@ class ElasticJudge:
         self._places = frozenset[str]()
         # What is planned, until digests that are asked for are judged.
         self._plan = ReshardPlan()
-        self._tables: dict[str, Keys] = {}
         self._packs: list[Packed] = []
-        self._addresses: list[str] = []
 
     def leave_out(self, names: Collection[str]) -> None:
         """Say nothing of tensors below some names, which are found to be on one side only."""
@@ -202,11 +206,7 @@ class ElasticJudge:
         )
 
     def compare(self, reports: Sequence[Any]) -> PerRank:
-        """Judge what all ranks describe; ask some of them for more.
-
-        Raises:
-            MismatchError: The ranks do not load alike.
-        """
+        """Judge what all ranks describe; ask some of them for more."""
         judge_rules([report["rules"] for report in reports])
         ruled: dict[int, dict[str, str]] = {}
         names: dict[str, int] = {}
@@ -243,18 +243,12 @@ class ElasticJudge:
 
         Where shards have elements that are not said to be equal, ranks are asked for their digests,
         which :meth:`settle` judges.
-
-        Raises:
-            MismatchError: The state does not fit what was saved, or values differ that no rule is
-                for.
         """
         tables: dict[str, Keys] = {}
         digests: dict[int, dict[str, str]] = {}
         packs: list[Packed] = []
-        addresses: list[str] = []
         for message in reports:
             record = message.record
-            addresses.append(record["address"])
             for fields in record["tables"]:
                 keys = Keys.from_json(fields)
                 tables[keys.name] = keys
@@ -266,7 +260,7 @@ class ElasticJudge:
         found = Mismatches()
         with found.noted():
             judge_tables(about, digests, self._sections, self._places)
-        self._tables, self._packs, self._addresses = tables, packs, addresses
+        self._packs = packs
         with found.noted():
             self._plan = plan_reshard(
                 dict(sorted(self._saved.items())),
@@ -274,6 +268,7 @@ class ElasticJudge:
                 tables,
                 self._readers,
                 self._nodes,
+                held=self._held,
                 excluded=self._ruled.unequal,
                 dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
                 fits=self._fits,
@@ -291,11 +286,7 @@ class ElasticJudge:
         )
 
     def settle(self, reports: Sequence[Message]) -> PerRank:
-        """Judge the digests that :meth:`plan` has asked for, and give the plan.
-
-        Raises:
-            MismatchError: Tensors of one key differ.
-        """
+        """Judge the digests that :meth:`plan` has asked for, and give the plan."""
         bad = [[rank, *c] for rank, report in enumerate(reports) for c in report.record["bad"]]
         if bad:
             return PerRank({"bad": bad}, {})
@@ -307,17 +298,15 @@ class ElasticJudge:
         return self._planned()
 
     def _planned(self) -> PerRank:
-        tables, packs = self._tables, self._packs
+        packs = self._packs
         takes: dict[int, list[Any]] = {}
         gives: dict[int, list[Any]] = {}
         for take in self._plan.takes:
-            itemsize = getattr(torch, tables[take.wanted.name].dtype).itemsize
-            reader = reader_of(take, itemsize, self._readers, self._nodes, self._held)
             mine = takes.setdefault(take.receiver, [])
-            gives.setdefault(reader, []).append(
+            gives.setdefault(take.reader, []).append(
                 [take.shard, take.receiver, len(mine), take.saved, take.keys, take.region]
             )
-            mine.append([reader, take.wanted, take.keys, take.region])
+            mine.append([take.reader, take.wanted, take.keys, take.region])
         own = self._own_values(packs)
         parts: dict[int, Message] = {}
         for rank in takes.keys() | gives.keys() | own.keys():
@@ -326,30 +315,21 @@ class ElasticJudge:
                 "takes": takes.get(rank, []),
                 "gives": gives.get(rank, []),
                 "packs": about,
-                "links": self._links_of(rank, gives.get(rank, [])),
             }
             parts[rank] = Message(record, data)
         values = [base64.b64encode(pack.data).decode() for pack in packs if pack.kind == "all"]
         return PerRank({"name": new_name(), "values": values}, parts)
 
-    def _links_of(self, rank: int, gives: Sequence[Any]) -> list[tuple[int, str]]:
-        """Addresses of the ranks that a rank gives to and that are on its node."""
-        receivers = sorted({give[1] for give in gives} - {rank})
-        nodes, addresses = self._nodes, self._addresses
-        return [(r, addresses[r]) for r in receivers if nodes[r] == nodes[rank]]
-
     def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
         """Values that single ranks get."""
         own: dict[int, list[Packed]] = {}
-        for pack in packs:
-            if pack.kind == "keep":
-                own.setdefault(pack.shard, []).append(pack)
+        for packed in packs:
+            if packed.kind == "keep":
+                own.setdefault(packed.shard, []).append(packed)
         saved_by, loaded_by = self._checkpoint.world_size, len(self._nodes)
-        made = ruled_values(
-            *(self._rules, packs, saved_by, loaded_by), pack=self._pack, unpack=self._unpack
-        )
-        for rank, pack in made.items():
-            own.setdefault(rank, []).append(pack)
+        made = ruled_values(self._rules, packs, saved_by, loaded_by, self._images)
+        for rank, image in made.items():
+            own.setdefault(rank, []).append(Packed("rule", -1, image))
         return own
 
     def _rule_of(self, key: str) -> PrivateRule:
@@ -361,62 +341,47 @@ def ruled_values(
     packs: Sequence[Packed],
     saved_by: int,
     loaded_by: int,
-    *,
-    pack: Callable[[Any], bytes],
-    unpack: Callable[[bytes], Any],
-) -> dict[int, Packed]:
+    images: ValueImages,
+) -> dict[int, bytes]:
     """Call the functions that the caller has for values that differ.
 
-    Args:
-        rules: Rules for values of single ranks, by key prefix.
-        packs: Values of the ranks that saved, those of kind ``"rule"`` among them.
-        saved_by, loaded_by: Number of the ranks then and now.
-        pack, unpack: As for :class:`ElasticJudge`.
-
-    Returns:
-        What each rank gets, if there is any such value.
-
-    Raises:
-        MismatchError: A function raised, or has returned what cannot be sent.
+    Returns for each rank the image of what they have made for it.
     """
     saved: dict[tuple[Any, ...], dict[int, Any]] = {}
     for packed in packs:
         if packed.kind == "rule":
-            for place, value in unpack(packed.data):
-                saved.setdefault(tuple(place), {})[packed.shard] = value
+            for place, value in images.units(packed.data):
+                saved.setdefault(place, {})[packed.shard] = value
 
-    def made(place: tuple[Any, ...], rank: int) -> Any:
+    def made(place: tuple[Any, ...], rank: int) -> Unit:
         key = key_of(place)
         rule = rules[prefix_in(key, rules) or ""]
         assert callable(rule), "only such rules are told values"
         try:
-            return rule([saved[place].get(s) for s in range(saved_by)], rank, loaded_by)
+            values = [saved[place].get(shard) for shard in range(saved_by)]
+            return Unit(place, rule(values, rank, loaded_by))
         except Exception as error:
             raise MismatchError(
                 f"the function for {key!r} in private= raised {with_class(error)}. Nothing was "
                 f"changed"
             ) from error
 
-    result = {}
-    for rank in range(loaded_by) if saved else ():
-        values = [[list(place), made(place, rank)] for place in saved]
-        result[rank] = Packed("rule", -1, _packed_ruled(values, rank, pack))
-    return result
+    def packed_for(rank: int) -> bytes:
+        units = [made(place, rank) for place in saved]
+        try:
+            return images.pack_units(units)
+        except CheckpointingException:
+            for unit in units:
+                try:
+                    images.pack_units([unit])
+                except CheckpointingException as error:
+                    raise MismatchError(
+                        f"what the function for {unit.key!r} in private= returned for rank {rank} "
+                        f"cannot be sent to it: {error}. Nothing was changed"
+                    ) from error
+            raise
 
-
-def _packed_ruled(made: Sequence[Sequence[Any]], rank: int, pack: Callable[[Any], bytes]) -> bytes:
-    try:
-        return pack(made)
-    except CheckpointingException:
-        for place, value in made:
-            try:
-                pack([[place, value]])
-            except CheckpointingException as error:
-                raise MismatchError(
-                    f"what the function for {key_of(tuple(place))!r} in private= returned for "
-                    f"rank {rank} cannot be sent to it: {error}. Nothing was changed"
-                ) from error
-        raise
+    return {rank: packed_for(rank) for rank in range(loaded_by)} if saved else {}
 
 
 def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:

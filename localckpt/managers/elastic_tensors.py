@@ -1,22 +1,58 @@
-"""Tensors of a load with another sharding: described in groups, and found again in the plan."""
+"""Shards and tensors of one rank in a load with another sharding.
+
+The rank reads some of the shards, of which there may be several copies. Its tensors, and those of
+the shards, are described in groups, and moved by the plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
-from localckpt.state_dict.part_stream import PRIVATE, SavedTensor
-from localckpt.state_dict.regions import Region, volume
-from localckpt.state_dict.resharded import WantedTensor
-from localckpt.state_dict.saved_shard import SavedShard
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    RestoreError,
+    StorageError,
+)
+from localckpt.failure_texts import described
+from localckpt.ids import Piece, ShardIdentity
+from localckpt.managers.context import Context
+from localckpt.managers.elastic_judge import Packed, ValueImages, kind_of
+from localckpt.managers.recovery import Recovery
+from localckpt.managers.restoring import ReadProgress, incurable
+from localckpt.options import PrivateRule
+from localckpt.ranks.failure import forget_frames
+from localckpt.replication.connections import HostConnections
+from localckpt.replication.parts import Outlet, SentPart, exchange_parts
+from localckpt.state_dict.boxes import Region, volume
+from localckpt.state_dict.containers import prefix_in
+from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
+from localckpt.state_dict.runs import Sink, run_in
+from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
+from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
+from localckpt.state_dict.stateful import NO_FREEDOM, Freedom
+from localckpt.state_dict.values import Unit, digest_of
 
-__all__ = ["DescribedTensors", "Give", "Take"]
+__all__ = [
+    "DescribedTensors",
+    "Given",
+    "ShardCopies",
+    "Taken",
+    "move_tensors",
+]
+
+_Groups = dict[TensorGroup, list[list[int]]]
+"""For each group the numbers of its tensors, by key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Taken:
     """Elements that this rank takes from a shard, which ``reader`` reads."""
 
     reader: int
@@ -27,7 +63,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class Given:
     """Elements that this rank gives; ``item`` is their number among all that the receiver takes."""
 
     shard: int
@@ -41,10 +77,7 @@ class Give:
 class DescribedTensors:
     """Tensors that this rank wants, and those of the shards that it reads.
 
-    Args:
-        wanted: Tensors that are to be filled.
-        shards: Shards that this rank reads; :meth:`add_opened` adds those that are opened later.
-        is_doubted: Whether what shards say is equal may differ.
+    With ``is_doubted``, what shards say is equal may differ.
     """
 
     def __init__(
@@ -59,15 +92,8 @@ class DescribedTensors:
         self.tensors = wanted
         self._tables: dict[str, Keys] = {}
         rows = [(w.key, w.dtype, w.shape, w.region, "") for w in wanted]
-        self._wanted = self._grouped(rows)
-        self._saved: dict[int, dict[TensorGroup, list[list[int]]]] = {}
-        self.add_opened()
-
-    def add_opened(self) -> None:
-        """Describe the shards that were opened since."""
-        for shard, saved in self._shards.items():
-            if shard not in self._saved:
-                self._saved[shard] = self._groups_of(shard, saved)
+        self._wanted = self._grouped(rows, range(len(rows)))
+        self._saved: dict[int, _Groups] = {}
 
     @property
     def wanted(self) -> list[TensorGroup]:
@@ -76,18 +102,17 @@ class DescribedTensors:
 
     def saved(self, shard: int) -> list[TensorGroup]:
         """Groups of the tensors of a shard."""
-        return list(self._saved[shard])
+        return list(self._groups_of(shard))
 
     def tables(self, names: Sequence[str]) -> list[Keys]:
         """Keys of the groups of some names."""
         return [self._tables[name] for name in names]
 
-    def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Take:
+    def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Taken:
         """Return what an item of the plan has this rank take."""
-        wanted, region = TensorGroup.from_json(group), _region_of(fields)
-        numbers = self._of_keys(wanted, self._wanted[wanted], keys)
+        numbers, region = self._find(self._wanted, group, keys), _region_of(fields)
         itemsize = self.tensors[numbers[0][0]].tensor.itemsize
-        return Take(reader, numbers, region, volume(region) * itemsize * len(numbers))
+        return Taken(reader, numbers, region, volume(region) * itemsize * len(numbers))
 
     def give_of(
         self,
@@ -97,50 +122,281 @@ class DescribedTensors:
         group: Any,
         keys: Sequence[str] | None,
         fields: Any,
-    ) -> Give:
+    ) -> Given:
         """Return what an item of the plan has this rank give."""
-        saved, region = TensorGroup.from_json(group), _region_of(fields)
-        numbers = [of[0] for of in self._of_keys(saved, self._saved[shard][saved], keys)]
+        found, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
+        numbers = [of_key[0] for of_key in found]
         itemsize = self._shards[shard].tensors[numbers[0]].itemsize
         nbytes = volume(region) * itemsize * len(numbers)
-        return Give(shard, receiver, item, numbers, region, nbytes)
+        return Given(shard, receiver, item, numbers, region, nbytes)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
         """Return the digests of elements that a shard has of tensors."""
-        saved = TensorGroup.from_json(group)
-        numbers = self._of_keys(saved, self._saved[shard][saved], keys)
-        region = _region_of(fields)
-        return [self._shards[shard].digest_of_part(of[0], region) for of in numbers]
+        numbers, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
+        return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in numbers]
 
-    def _groups_of(self, shard: int, saved: SavedShard) -> dict[TensorGroup, list[list[int]]]:
-        numbers, tensors = list(saved.tensors), saved.tensors.values()
-
+    def _groups_of(self, shard: int) -> _Groups:
         def equal_on(tensor: SavedTensor) -> str:
             # What is equal on one rank only is compared with what others have of it.
             is_alone = self._is_doubted and tensor.equal_on != PRIVATE
             return f"rank {shard}" if is_alone else tensor.equal_on
 
-        groups = self._grouped(
-            [(t.key, t.entry.dtype, t.shape, t.region, equal_on(t)) for t in tensors]
-        )
+        if shard not in self._saved:
+            tensors = self._shards[shard].tensors
+            rows = [
+                (t.key, t.entry.dtype, t.shape, t.region, equal_on(t)) for t in tensors.values()
+            ]
+            self._saved[shard] = self._grouped(rows, list(tensors))
+        return self._saved[shard]
+
+    def _grouped(self, rows: Sequence[Any], numbers: Sequence[int]) -> _Groups:
+        groups, tables = group_tensors(rows)
+        self._tables |= tables
         return {
-            group: [[numbers[row] for row in rows] for rows in of_keys]
+            group: [[numbers[row] for row in of_key] for of_key in of_keys]
             for group, of_keys in groups.items()
         }
 
-    def _grouped(self, rows: Sequence[Any]) -> dict[TensorGroup, list[list[int]]]:
-        groups, tables = group_tensors(rows)
-        self._tables |= tables
-        return groups
-
-    def _of_keys(
-        self, group: TensorGroup, numbers: list[list[int]], keys: Sequence[str] | None
-    ) -> list[list[int]]:
+    def _find(self, groups: _Groups, group: Any, keys: Sequence[str] | None) -> list[list[int]]:
+        found = TensorGroup.from_json(group)
         if keys is None:
-            return numbers
-        of_key = dict(zip(self._tables[group.name].keys, numbers, strict=True))
+            return groups[found]
+        of_key = dict(zip(self._tables[found.name].keys, groups[found], strict=True))
         return [of_key[key] for key in keys]
 
 
 def _region_of(fields: Any) -> Region:
     return TensorGroup.from_json(["", fields, ""]).region
+
+
+def move_tensors(
+    name: str,
+    rank: int,
+    copies: ShardCopies,
+    targets: Sequence[WantedTensor],
+    takes: Sequence[Taken],
+    gives: Sequence[Given],
+    timeout_s: float,
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Read what this rank gives, to itself as well, send what others take, and fill the tensors.
+
+    ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
+    in ``copies``. Returns the bytes that came from other ranks, and those sent, by rank.
+    """
+    senders = _of_others(rank, ((take.reader, take.nbytes) for take in takes))
+    receivers = _of_others(rank, ((give.receiver, give.nbytes) for give in gives))
+    # Few regions are those of many tensors.
+    find_rows = cache(run_in)
+    taken = [
+        [
+            FilledPart([targets[number] for number in numbers], take.region, find_rows)
+            for numbers in take.numbers
+        ]
+        for take in takes
+    ]
+
+    def find(peer: int, item: int, index: int) -> FilledPart:
+        if not item < len(taken) or not index < len(taken[item]):
+            raise CorruptShardError(f"rank {peer} sent what rank {rank} does not take")
+        return taken[item][index]
+
+    def read(outlets: Mapping[int, Outlet]) -> None:
+        """Read the parts that this rank gives, to where they go."""
+        wanted: dict[int, dict[int, list[Wanted]]] = {}
+        for give in gives:
+            of_shard = wanted.setdefault(give.shard, {})
+            for index, number in enumerate(give.numbers):
+                sink: Sink = (
+                    find(rank, give.item, index)
+                    if give.receiver == rank
+                    else SentPart(outlets[give.receiver], give.item, index)
+                )
+                of_shard.setdefault(number, []).append((sink, give.region))
+        for shard, of_shard in wanted.items():
+            with copies.noting(shard):
+                copies.shards[shard].read_parts(of_shard)
+
+    # A process that is alone connects to nobody, and may be in no job that has a store.
+    connections = HostConnections({}, [rank], rank)
+    if peers := receivers.keys() | senders.keys():
+        connections = HostConnections.connect_to(name, peers, rank, timeout_s)
+    with closing(connections):
+        exchange_parts(connections, receivers, senders, read, find, timeout_s)
+    require_full(part for parts in taken for part in parts)
+    return senders, receivers
+
+
+def _of_others(rank: int, parts: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Add up the bytes of parts by rank, but for this one's."""
+    nbytes: dict[int, int] = {}
+    for other, of_part in parts:
+        if other != rank:
+            nbytes[other] = nbytes.get(other, 0) + of_part
+    return nbytes
+
+
+class ShardCopies:
+    """Copies of the shards of one checkpoint that this rank reads.
+
+    Attributes:
+        shards: Shards that are open.
+        found_bad: Shards whose copies were found bad in this round, with the reason, and whether
+            their bytes are damaged.
+    """
+
+    def __init__(
+        self, context: Context, recovery: Recovery, rules: Mapping[str, PrivateRule]
+    ) -> None:
+        self._context = context
+        self._recovery = recovery
+        self._rules = rules
+        self.images = ValueImages(self._identity(0), context.allowed)
+        self.shards: dict[int, SavedShard] = {}
+        self.found_bad: dict[int, tuple[str, bool]] = {}
+
+    def plan_recovery(self) -> dict[int, int] | None:
+        """Choose the ranks that compute shards which no node holds: they take turns.
+
+        Returns the rank for each shard; ``None`` if some shard cannot be computed.
+        """
+        world_size = self._context.ranks.world_size
+        try:
+            return {shard: shard % world_size for shard in self._recovery.plan()}
+        except NoReplicasAvailableError:
+            return None
+
+    def open(self, readers: Mapping[int, int], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards that this rank reads, and note the copies that are bad."""
+        self.shards, self.found_bad = {}, {}
+        for shard, reader in readers.items():
+            if reader == self._context.ranks.rank:
+                self._open(shard, self._context.options.rules, free, opened)
+
+    def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
+        """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
+        for shard in shards:
+            if shard not in self.shards:
+                self._open(shard, None, NO_FREEDOM, opened)
+
+    @contextmanager
+    def noting(self, shard: int) -> Iterator[None]:
+        """Context in which a shard is read: that its copy is bad is noted, and raised."""
+        try:
+            yield
+        except (StorageError, CorruptShardError) as error:
+            self._note_bad(shard, error)
+            raise
+
+    @property
+    def bad(self) -> list[list[Any]]:
+        """The bad copies, for a report."""
+        return [[shard, *found] for shard, found in self.found_bad.items()]
+
+    def take_out(self, bad: Sequence[Sequence[Any]]) -> bool:
+        """Leave bad copies, each of a rank and an item of its report, out of the next round.
+
+        Returns whether there are any.
+        """
+        for reader, shard, why, is_damaged in bad:
+            is_computed = shard in self._recovery.groups
+            self._recovery.take_out(Piece(shard), reader, why)
+            if is_damaged and not is_computed and reader == self._context.ranks.rank:
+                # What the node refused once it may give the next time: only bad bytes go.
+                self._recovery.verify_again(Piece(shard), f"read: {why}")
+        return bool(bad)
+
+    def _identity(self, shard: int) -> ShardIdentity:
+        return self._recovery.checkpoint.shard(shard, self._context.session_id)
+
+    def _open(
+        self, shard: int, rules: Collection[str] | None, free: Freedom, opened: ExitStack
+    ) -> None:
+        identity, computed = self._identity(shard), self._recovery.slots.get(shard)
+        source: ShardSource | None = None
+        try:
+            source = (
+                self._context.store.open(identity)
+                if computed is None
+                else MemorySource(computed.image)
+            )
+            opened.callback(source.close)
+            on_read = ReadProgress(f"reading {identity}", source.nbytes).add
+            saved = SavedShard(source, self._context.allowed, identity, rules, free, on_read)
+            # They read private tensors.
+            _ = saved.digests, saved.ruled_digests
+        except CorruptShardError as error:
+            # With good digests another copy says the same.
+            self._require_damaged(shard, source, error)
+            self._note_bad(shard, error)
+        except StorageError as error:
+            self._note_bad(shard, error)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise incurable(error) from error
+        else:
+            self.shards[shard] = saved
+
+    def _require_damaged(
+        self, shard: int, source: ShardSource | None, error: CorruptShardError
+    ) -> None:
+        """Raise an error for a shard that contradicts itself, though its bytes are good."""
+        if source is None:
+            return
+        try:
+            ImageBytes(source, self._identity(shard)).verify()
+        except (StorageError, CorruptShardError):
+            return
+        raise incurable(RestoreError(f"{self._identity(shard)}: {error}")) from error
+
+    def _note_bad(self, shard: int, error: CheckpointingException) -> None:
+        forget_frames(error)
+        self.found_bad[shard] = described(error), isinstance(error, CorruptShardError)
+
+    # Values that are no part of a global tensor.
+
+    def described_values(self, shard: int) -> dict[str, str]:
+        """Digests of the sections of a shard."""
+        return {name: digest_of(those, str) for name, those in self.sections(shard).items()}
+
+    def sections(self, shard: int) -> dict[str, dict[str, str]]:
+        """Digests of values that no rule is for, by the first key of their places, and by key."""
+        saved = self.shards[shard]
+        sections: dict[str, dict[str, str]] = {}
+        for unit in saved.others:
+            sections.setdefault(_section_of(unit), {})[unit.key] = saved.digests[unit.key]
+        return sections
+
+    def packs(self, asked: Mapping[str, Sequence[Any]], unequal: Sequence[str]) -> list[Packed]:
+        """Pack the values that other ranks get."""
+        rank, world_size = self._context.ranks.rank, self._context.ranks.world_size
+        packs = []
+        for shard, names in asked["sections"]:
+            units = [unit for unit in self.shards[shard].others if _section_of(unit) in names]
+            packs.append(Packed("all", shard, self.images.pack_units(SavedShard.values(units))))
+        for shard, keys in asked["equal"]:
+            told = set(keys)
+            units = [unit for unit in self.shards[shard].ruled if unit.key in told]
+            packs.append(Packed("all", shard, self.images.pack_units(SavedShard.values(units))))
+        for shard in self.shards:
+            if of_function := self.unequal_of(shard, unequal, "function"):
+                packs.append(Packed("rule", shard, self.images.pack_units(of_function)))
+            kept = self.unequal_of(shard, unequal, "keep")
+            if kept and shard != rank and shard < world_size:
+                packs.append(Packed("keep", shard, self.images.pack_units(kept)))
+        return packs
+
+    def unequal_of(self, shard: int, unequal: Sequence[str], kind: str) -> list[Unit]:
+        """Values of a shard that not all shards have alike, and that a kind of rule is for."""
+        if shard not in self.shards:
+            return []
+        saved, rules, those = self.shards[shard], self._rules, set(unequal)
+        return saved.whole_values(
+            unit
+            for unit in saved.ruled
+            if unit.key in those and kind_of(rules[prefix_in(unit.key, rules) or ""]) == kind
+        )
+
+
+def _section_of(unit: Unit) -> str:
+    return str(unit.place[0]) if unit.place else ""

@@ -7,37 +7,32 @@ what it has saved. Nothing here reads or writes shards.
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import SupportsIndex
+from itertools import groupby
+from typing import Any, SupportsIndex
 
-from localckpt.availability.coverage import judge_resumed
+from localckpt.availability.coverage import JoinRecord, judge_join, judge_resumed
+from localckpt.availability.inventory import ranks_by_node
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
-from localckpt.ids import Checkpoint, Generation, ShardIdentity
+from localckpt.failure_texts import ranges
+from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity
 from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
 from localckpt.managers.job_checkpoints import JobCheckpoints
-from localckpt.managers.rendezvous import join
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.header import FORMAT_VERSION
 from localckpt.storage.store import Store
 
-__all__ = ["Epoch", "checked_origin"]
+__all__ = ["RENDEZVOUS", "Epoch", "checked_origin", "join"]
 
 
 class Epoch:
     """The epoch of one manager's saves; the same on all ranks.
-
-    Args:
-        ranks: The ranks of the job.
-        store: Notes the epoch on this node.
-        strategy: Learns the nodes of the ranks.
-        session_id: The training run.
-        checkpoints: The complete checkpoints of the job.
-        events: Stream for the time of the rendezvous.
-        is_elastic: Whether this rank loads what another number of ranks saved.
 
     Attributes:
         generation: Generation of the last save.
@@ -83,11 +78,7 @@ class Epoch:
         return self._nodes
 
     def join(self) -> None:
-        """Check that all ranks belong together, and number the epoch, once; all ranks call it.
-
-        Raises:
-            CheckpointingException: As :func:`localckpt.managers.rendezvous.join`.
-        """
+        """Check that all ranks belong together, and number the epoch, once; all ranks call it."""
         if not self._is_joined:
             with self._events.timed("meet"):
                 self._nodes, self.generation = join(
@@ -109,11 +100,7 @@ class Epoch:
     # Saves.
 
     def checked(self, iteration: SupportsIndex) -> int:
-        """Return the iteration to save, if it can be saved now.
-
-        Raises:
-            CheckpointingException: It is not.
-        """
+        """Return the iteration to save, if it can be saved now."""
         number = _as_int(iteration)
         if number is None or number < 0:
             raise CheckpointingException(
@@ -131,14 +118,6 @@ class Epoch:
         """Fix the lineage before the epoch's first save, and note it on every node.
 
         All ranks call it before each save.
-
-        Args:
-            iteration: The iteration that is saved.
-            given_up: As for :func:`answered`.
-
-        Raises:
-            CheckpointingException: Some node cannot note it; on all ranks.
-            PeerLostError: A rank did not answer in time.
         """
         if self.lineage is not None:
             return self.lineage
@@ -180,22 +159,13 @@ class Epoch:
         )
         # The newest one of this epoch changes nothing.
         if not goes_on:
-            # Checkpoints of earlier versions carry no lineage.
+            # A user's hooks keep no lineages.
             parent = self._checkpoints.lineages.get(epoch, Lineage(epoch, "elsewhere", is_cut=True))
             self._resume(Resumed("local", loaded.iteration, parent))
         self.newest_iteration = loaded.iteration
 
     def resume_elsewhere(self, iteration: int, lineage: Lineage | None) -> None:
-        """Go on from what the nodes do not hold; all ranks call it.
-
-        Args:
-            iteration: Iteration to go on from; -1 for the beginning.
-            lineage: Lineage of the epoch that saved it, where it is known.
-
-        Raises:
-            MismatchError: The ranks do not resume from the same.
-            PeerLostError: A rank did not answer in time.
-        """
+        """Go on from what the nodes do not hold; all ranks call it."""
         mine = [iteration, lineage and lineage.to_json()]
         self._ranks.decide("begin", lambda: mine, judge_resumed)
         if self.lineage is not None:
@@ -227,11 +197,7 @@ class Epoch:
 
 
 def checked_origin(iteration: SupportsIndex) -> int:
-    """Return the iteration that a job goes on from, as an ``int``.
-
-    Raises:
-        CheckpointingException: It is none.
-    """
+    """Return the iteration that a job goes on from, as an ``int``."""
     number = _as_int(iteration)
     if number is None:
         raise CheckpointingException(
@@ -252,3 +218,80 @@ def _as_int(number: SupportsIndex) -> int | None:
         return operator.index(number)
     except TypeError:
         return None
+
+
+RENDEZVOUS = "join the job"
+"""The phase of :func:`join`, in error messages."""
+
+# Sequence numbers stay below 2**60, so that they fit wherever integers go.
+_DRAWS = 2**32
+
+
+def join(
+    ranks: Ranks,
+    store: Store,
+    strategy: ReplicationStrategy,
+    session_id: str,
+    *,
+    is_elastic: bool = False,
+) -> tuple[list[str], Generation]:
+    """Check that all ranks belong together, and begin a new attempt; all ranks call it.
+
+    Returns the name of each rank's node, and the generation from which this attempt counts its
+    saves.
+    """
+    mine = None
+    with Attempt() as looking:
+        epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
+        mine = JoinRecord(
+            session_id,
+            ranks.world_size,
+            FORMAT_VERSION,
+            store.domain,
+            max([store.claim.newest_epoch(), *epochs]),
+            store.claim.owner,
+            secrets.randbelow(_DRAWS),
+            is_elastic,
+        ).to_json()
+    (epoch, draw, runs), owners = ranks.agree(
+        *(RENDEZVOUS, looking, mine, _judge_join), read=shaped(((int, int, [(int, int)]), list))
+    )
+    nodes = _node_names([number for number, count in runs for _ in range(count)])
+    strategy.place(nodes, ranks.timeout_s)
+    # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
+    # nodes keep a shard could share its number with the next, which does not see those nodes; and
+    # shards of both would pass for one checkpoint later.
+    with Attempt() as noting:
+        begin = partial(store.claim.begin_epoch, epoch, owners, ranks.timeout_s)
+        answered("begin an attempt in", "this node's store", ranks.timeout_s, begin)
+    ranks.agree("begin a new attempt", noting)
+    # Attempts on nodes that have none in common know nothing of each other and come to the same
+    # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
+    return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
+
+
+def _judge_join(reports: Sequence[Any]) -> PerRank:
+    """Judge the epoch, its draw and the nodes of all ranks; and for each rank the owners there."""
+    records = [JoinRecord(*fields) for fields in reports]
+    judge_join(records)
+    ranks_on = ranks_by_node([record.failure_domain for record in records])
+    owners = {
+        rank: [records[other].owner for other in together]
+        for together in ranks_on.values()
+        for rank in together
+    }
+    numbers = {domain: number for number, domain in enumerate(ranks_on)}
+    in_order = (numbers[record.failure_domain] for record in records)
+    # Ranks of a node mostly have numbers in a row, so this is short.
+    runs = [[number, len(list(run))] for number, run in groupby(in_order)]
+    epoch = 1 + max(record.newest_epoch for record in records)
+    return PerRank([epoch, records[0].draw, runs], owners)
+
+
+def _node_names(numbers: Sequence[int]) -> list[str]:
+    """Name the node of each rank by the ranks there."""
+    names = {
+        number: f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}"
+        for number, ranks in ranks_by_node(numbers).items()
+    }
+    return [names[number] for number in numbers]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from localckpt.availability.durability import Durability, durability_found, spared
-from localckpt.availability.found import Found
+from localckpt.availability.durability import Durability, Found, durability_found, spared
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.ordering import newest_first
 from localckpt.availability.retention import Retention, Retirement
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage, Point
-from localckpt.replication.redundancy import Redundancy
-from localckpt.trust import Mark, MarkKind, Measured
+from localckpt.replication.base import ReplicationStrategy
+from localckpt.trust import Mark, Trusts
 
 __all__ = ["JobCheckpoints"]
 
@@ -22,33 +22,26 @@ __all__ = ["JobCheckpoints"]
 class JobCheckpoints:
     """Complete checkpoints of one job, and the level of each; the same on all ranks.
 
-    Args:
-        redundancy: Protects the job's shards.
-
     Attributes:
         complete: Those that a restart tries, the newest first.
         exhausted: Others that are complete, which the job was resumed from in vain too often, and
             why they are passed over.
-        marks: Marks of checkpoints.
-        measured: Metrics of complete checkpoints.
+        trusts: Trust in checkpoints. Which are drained to shared storage is known, beside those of
+            this start of the job, as far as a look has told.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
-        drained: Complete ones that were promoted to shared storage, by this start of the job or, as
-            far as a look has told, by one before.
         seen: What was complete at the last look at all nodes; ``None`` before the first.
         job_has_looked: Whether the job asked what there is, or said what it resumes from. Then it
             knows what it gives up.
     """
 
-    def __init__(self, redundancy: Redundancy) -> None:
+    def __init__(self, redundancy: ReplicationStrategy) -> None:
         self._redundancy = redundancy
         self.complete: list[Checkpoint] = []
         self.exhausted: dict[Checkpoint, str] = {}
-        self.marks: dict[Checkpoint, Mark] = {}
-        self.measured: dict[Checkpoint, Measured] = {}
+        self.trusts = Trusts()
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
-        self.drained: set[Checkpoint] = set()
         self._held: Counter[Checkpoint] = Counter()
         self.lineages: dict[EpochId, Lineage] = {}
         self.seen: list[Point] | None = None
@@ -74,7 +67,7 @@ class JobCheckpoints:
         ]
         reached = ((c, self._reached[c]) for c in self.complete if c in self._reached)
         return captured + [
-            replace(durability, level="drained") if c in self.drained else durability
+            replace(durability, level="drained") if self.trusts[c].is_drained else durability
             for c, durability in reached
         ]
 
@@ -82,11 +75,9 @@ class JobCheckpoints:
         """Take in the checkpoints that a look at all nodes found."""
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
-        self.marks = dict(found.trust.marks)
-        # This job's notes may be under way.
-        measured = {**found.trust.measured, **self.measured}
-        self.measured = {c: measured[c] for c in self.complete if c in measured}
-        self.drained = {c for c in (*self.drained, *found.trust.drained) if c in self.complete}
+        # This job's notes may be under way. A mark counts only as it is noted.
+        own = {c: replace(self.trusts[c], mark=None, why="") for c in self.complete}
+        self.trusts = Trusts.of([found.trusts, own])
         self._reached.update(found.complete)
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
         # The job goes back from what it passes over, too.
@@ -102,12 +93,19 @@ class JobCheckpoints:
         protection = self._redundancy.protection
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
-    def add(
-        self, checkpoint: Checkpoint, reached: Durability, measured: Measured | None = None
-    ) -> None:
+    @property
+    def metrics(self) -> dict[Checkpoint, tuple[str, float]]:
+        """Metrics of the complete checkpoints that have one."""
+        metrics = ((c, self.trusts[c].metric) for c in self.complete)
+        return {c: metric for c, metric in metrics if metric is not None}
+
+    def note(self, checkpoint: Checkpoint, **changes: Any) -> None:
+        """Note fields of the trust in a checkpoint."""
+        trust = replace(self.trusts[checkpoint], **changes)
+        self.trusts = Trusts({**self.trusts, checkpoint: trust})
+
+    def add(self, checkpoint: Checkpoint, reached: Durability) -> None:
         """Add a checkpoint that was saved and is complete."""
-        if measured is not None:
-            self.measured = {**self.measured, checkpoint: measured}
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         self._reached[checkpoint] = reached
@@ -120,14 +118,6 @@ class JobCheckpoints:
         """Take a checkpoint out of the complete ones."""
         self.complete = [other for other in self.complete if other != checkpoint]
         self.exhausted.pop(checkpoint, None)
-
-    def note_drained(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint is on shared storage, too."""
-        self.drained = self.drained_with(checkpoint)
-
-    def drained_with(self, checkpoint: Checkpoint) -> set[Checkpoint]:
-        """Return the drained checkpoints and one more; may be called by another thread."""
-        return {c for c in (*self.drained, checkpoint) if c in self.complete}
 
     def hold(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint from being pruned until :meth:`release` was called as often."""
@@ -147,17 +137,12 @@ class JobCheckpoints:
         job gave it up knowingly. One that is marked bad counts for nothing, and only the newest of
         them stays, as long as nothing newer is complete. What is held stays in any case.
 
-        Args:
-            saved: The iteration that was saved last.
-            retention: Rules for the nodes.
-
-        Returns:
-            What may go on each rank; ``None`` if there are not so many.
+        Returns ``None`` if nothing may go.
         """
         lineage, count = self._lineage if self.job_has_looked else None, retention.last or 1
         passed = Retirement(saved, lineage, frozenset())
         own = [checkpoint for checkpoint in self.complete if passed.takes(checkpoint)]
-        bad = [checkpoint for checkpoint in own if self._is_marked(checkpoint, "bad")]
+        bad = [checkpoint for checkpoint in own if self.trusts[checkpoint].mark == "bad"]
         sound = [checkpoint for checkpoint in own if checkpoint not in bad]
         kept, older = sound[:count], sound[count:]
         newest = max((checkpoint.iteration for checkpoint in sound), default=-1)
@@ -177,7 +162,7 @@ class JobCheckpoints:
         self.complete = [
             checkpoint for checkpoint in self.complete if not retirement.takes(checkpoint)
         ]
-        self.measured = {c: note for c, note in self.measured.items() if c in self.complete}
+        self.trusts = Trusts({c: self.trusts[c] for c in self.complete if c in self.trusts})
         return retirement
 
     def _best(
@@ -187,9 +172,9 @@ class JobCheckpoints:
         if retention.best is None:
             return []
         metrics = {
-            c: {self.measured[c].metric: self.measured[c].value}
+            c: dict([metric])
             for c in sound
-            if c in self.measured
+            if (metric := self.trusts[c].metric)
             and (lineage is None or not lineage.gives_up(c.generation.epoch_id, c.iteration))
         }
         return retention.best.of(metrics)
@@ -198,14 +183,10 @@ class JobCheckpoints:
         self, kept: Sequence[Checkpoint], older: Sequence[Checkpoint]
     ) -> list[Checkpoint]:
         """Return the newest checkpoint that is marked good, unless a kept one is."""
-
-        if any(self._is_marked(checkpoint, "good") for checkpoint in kept):
+        if any(self.trusts[checkpoint].mark == "good" for checkpoint in kept):
             return []
-        return [checkpoint for checkpoint in older if self._is_marked(checkpoint, "good")][:1]
+        return [checkpoint for checkpoint in older if self.trusts[checkpoint].mark == "good"][:1]
 
-    def marked(self, kind: MarkKind) -> list[Checkpoint]:
-        """Return the complete checkpoints with a kind of mark."""
-        return [checkpoint for checkpoint in self.complete if self._is_marked(checkpoint, kind)]
-
-    def _is_marked(self, checkpoint: Checkpoint, kind: MarkKind) -> bool:
-        return checkpoint in self.marks and self.marks[checkpoint].kind == kind
+    def marked(self, mark: Mark) -> list[Checkpoint]:
+        """Return the complete checkpoints with a mark."""
+        return [checkpoint for checkpoint in self.complete if self.trusts[checkpoint].mark == mark]

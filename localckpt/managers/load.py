@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.profiler import record_function
 
@@ -25,31 +24,31 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.failure_texts import described
-from localckpt.ids import Checkpoint, CkptID, ShardIdentity
+from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
+from localckpt.managers.context import Context
 from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
-from localckpt.managers.parts import Parts
-from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.managers.recovery import Recovery
+from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.restoring import (
     BadPartError,
     Loaded,
     LoadOptions,
     PartsElsewhereError,
+    ReadProgress,
     compare_with_shard,
     incurable,
     restore,
-    verify_again,
 )
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
-from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry
-from localckpt.replication.shard_plans import plan_shards
-from localckpt.replication.watched import WatchedSource
+from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan_shards
+from localckpt.replication.retrieval import WatchedSource
+from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.storage.problem import Problem
-from localckpt.storage.slot import Slot
+from localckpt.storage.catalog import Problem
+from localckpt.storage.store import Slot
 
 __all__ = ["Load"]
 
@@ -62,27 +61,14 @@ class _Bad(NamedTuple):
     holder: int
     owner: int
     why: str
-    is_damaged: bool
-    """True if some of its bytes may be good."""
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """Outcome of a round on one rank."""
 
-    bad: tuple[_Bad, ...] = ()
-    unfit: str | None = None
-    """Why its shard, which was computed, is no good."""
-    lacks: tuple[int, ...] = ()
+    bad: Sequence[_Bad] = ()
+    lacks: Sequence[int] = ()
     """Ranks whose shards hold parts of its tensors and are not on its node."""
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> _Outcome:
-        bad, unfit, lacks = fields
-        return cls(tuple(_Bad(*copy) for copy in bad), unfit, tuple(lacks))
-
-    def to_json(self) -> list[Any]:
-        return [self.bad, self.unfit, self.lacks]
 
 
 class _ShardedOtherwiseError(Exception):
@@ -92,23 +78,25 @@ class _ShardedOtherwiseError(Exception):
 class Load:
     """One call of ``load``; its methods are the steps, in their order.
 
-    Args:
-        parts: Parts of the manager. A checkpoint that cannot be loaded is taken out of its list.
-        finder: Finder, which has looked at all nodes.
-        options: Options of the caller.
-
     Attributes:
         bad: Copies that could not be read; the same on all ranks.
     """
 
-    def __init__(self, parts: Parts, finder: Finder, options: LoadOptions) -> None:
-        self._parts = parts
-        self._ranks = parts.ranks
-        self._strategy = parts.strategy
-        self._store = parts.store
-        self._allowed = parts.allowed
-        self._checkpoints = parts.checkpoints
-        self._session_id = parts.session_id
+    def __init__(
+        self,
+        context: Context,
+        finder: Finder,
+        options: LoadOptions,
+        reprotection: Reprotection | None,
+    ) -> None:
+        self._context = context
+        self._reprotection = reprotection
+        self._ranks = context.ranks
+        self._strategy = context.strategy
+        self._store = context.store
+        self._allowed = context.allowed
+        self._checkpoints = context.checkpoints
+        self._session_id = context.session_id
         self._finder = finder
         # What each node holds; copies that turn out bad are taken out of it.
         self._inventory = finder.inventory()
@@ -119,28 +107,23 @@ class Load:
         # Slots of the shards that peers have sent, by their ranks, and who sent them.
         self._arrived: dict[int, Slot] = {}
         self._senders: dict[int, int] = {}
+        # Reader of this rank's shard that was compared with the state to load into.
+        self._compared: ImageReader | None = None
         # By rank, the shards with parts of its tensors that are not on its node; on all ranks.
-        self._lacking: dict[int, tuple[int, ...]] = {}
+        self._lacking: dict[int, Sequence[int]] = {}
 
     def run(self, iteration: int | None) -> Loaded:
         """Read this rank's shard of the newest checkpoint that can be had, and protect it again.
 
-        Args:
-            iteration: The only one that will do; ``None`` for any.
-
-        Raises:
-            NoReplicasAvailableError: There is no such checkpoint; on all ranks.
-            MismatchError: The newest one was saved by another number of ranks.
-            CheckpointingException: A rank cannot load it for a reason that no other copy would
-                cure, most often a RestoreError; raised on all ranks.
+        ``iteration`` is the only one that will do; ``None`` for any.
         """
         while wanted := self._wanted(iteration):
-            judge_newest(wanted, self._ranks.world_size, is_elastic=self._parts.options.elastic)
+            judge_newest(wanted, self._ranks.world_size, is_elastic=self._context.options.elastic)
             self._choose(wanted[0])
             with record_function("localckpt.load"), collection_paused():
                 loaded = self._load_any()
             if loaded is not None:
-                self._parts.epoch.resume_from(self._checkpoint)
+                self._context.epoch.resume_from(self._checkpoint)
                 self._protect()
                 return loaded
             logger.error(
@@ -152,7 +135,7 @@ class Load:
         if iteration is not None:
             others = self._finder.iterations()
             raise NoReplicasAvailableError(why_not_that(iteration, others, self.bad))
-        explanation, nodes = self._finder.explain(), self._parts.epoch.nodes
+        explanation, nodes = self._finder.explain(), self._context.epoch.nodes
         raise NoReplicasAvailableError(
             why_nothing_loads(self._inventory, explanation, self.bad, nodes)
         )
@@ -167,8 +150,8 @@ class Load:
     def _protect(self) -> None:
         """Begin to make again the copies that the loaded checkpoint lacks."""
         self._checkpoints.refresh(self._checkpoint, self._inventory)
-        if self._parts.reprotection is not None:
-            self._parts.reprotection.begin(self._recovery)
+        if self._reprotection is not None:
+            self._reprotection.begin(self._recovery)
         else:
             self._store.release(list(self._recovery.slots.values()))
 
@@ -176,16 +159,13 @@ class Load:
         """Begin with another checkpoint."""
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
-        self._recovery = Recovery(self._parts, self._inventory, checkpoint, self.bad)
+        self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
 
     def _load_any(self) -> Loaded | None:
         if self._checkpoint.world_size == self._ranks.world_size:
             with suppress(_ShardedOtherwiseError):
                 return self._load()
-        return ElasticLoad(
-            *(self._parts, self._inventory, self._checkpoint),
-            *(self._recovery, self._options, self.bad),
-        ).run()
+        return ElasticLoad(self._context, self._recovery, self._options).run()
 
     def _load(self) -> Loaded | None:
         try:
@@ -194,15 +174,14 @@ class Load:
                 try:
                     plan = self._plan()
                 except NoReplicasAvailableError:
-                    self._quarantine_damaged()
                     return None
                 step = self._checkpoint.iteration
-                with self._parts.events.timed("fetch", step):
+                with self._context.events.timed("fetch", step):
                     if not self._recover_and_fetch(plan):
                         continue
-                    if self._parts.options.elastic:
-                        self._compare_shardings()
-                with self._parts.events.timed("read", step):
+                    if self._store.keeps_images:
+                        self._compare_with_shards()
+                with self._context.events.timed("read", step):
                     loaded, outcome = self._verify_and_restore()
                 if not self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
                     continue
@@ -210,8 +189,6 @@ class Load:
                     loaded = self._load_with_parts(loaded)
                     if loaded is None:
                         continue
-                self._quarantine_damaged()
-                self._recovery.give_up_damaged_pieces()
                 return loaded
         except BaseException:
             self._drop_slots()
@@ -237,11 +214,7 @@ class Load:
     def _load_with_parts(self, loaded: Loaded | None) -> Loaded | None:
         """Fetch the shards that hold parts of tensors, and restore where they were lacking.
 
-        Args:
-            loaded: What this rank has loaded, if it lacked nothing.
-
-        Returns:
-            What this rank has loaded; ``None`` on all ranks if another round is needed.
+        Returns ``None`` on all ranks if another round is needed.
         """
         step, lacking = self._checkpoint.iteration, self._lacking
         try:
@@ -249,12 +222,12 @@ class Load:
         except NoReplicasAvailableError:
             # A copy was bad, and none is left: the next round computes the shard, or gives up.
             return None
-        with self._parts.events.timed("fetch", step):
+        with self._context.events.timed("fetch", step):
             if not self._fetch(plan):
                 return None
         outcome = _Outcome()
         if self._ranks.rank in lacking:
-            with self._parts.events.timed("read", step):
+            with self._context.events.timed("read", step):
                 loaded, outcome = self._verify_and_restore()
         return loaded if self._agree(f"load the parts of iteration {step}", outcome) else None
 
@@ -280,9 +253,7 @@ class Load:
     def _fetch(self, plan: ExchangePlan[CkptID]) -> bool:
         """Send and receive the shards of a plan.
 
-        Returns:
-            Whether it was moved; False on all ranks when a copy could not be read, and is out of
-            the next plan.
+        Returns False on all ranks when a copy could not be read, and is out of the next plan.
         """
         sources: dict[CkptID, WatchedSource] = {}
         refused: dict[CkptID, CheckpointingException] = {}
@@ -316,10 +287,10 @@ class Load:
                 return False
             nbytes = sum(source.nbytes for source in sources.values())
             progress = ReadProgress(f"sending {len(sources)} shards to peers", nbytes)
+            for source in sources.values():
+                source.on_read = progress.add
             try:
-                self._strategy.retrieve_image(
-                    plan, lambda id_: CountedSource(sources[id_], progress), reserve, timeout_s
-                )
+                self._strategy.retrieve_image(plan, sources.__getitem__, reserve, timeout_s)
             except PeerLostError:
                 raise
             except CheckpointingException:
@@ -337,23 +308,23 @@ class Load:
             if isinstance(error, CorruptShardError):
                 identity = self._checkpoint.shard(id_.rank, self._session_id)
                 self._store.quarantine(identity, Problem.of(error))
-            bad.append(_Bad(self._ranks.rank, id_.rank, described(error), is_damaged=False))
+            bad.append(_Bad(self._ranks.rank, id_.rank, described(error)))
         return _Outcome(tuple(bad))
 
     # Verify and restore.
 
-    def _compare_shardings(self) -> None:
-        """Compare the parts of global tensors that ranks load with those of their shards.
+    def _compare_with_shards(self) -> None:
+        """Compare what ranks load into with their shards, before any of them fills a tensor.
 
-        Raises:
-            _ShardedOtherwiseError: Some rank is not; on all ranks.
-            MismatchError: No rank has saved a part that the caller names.
+        Raises :class:`_ShardedOtherwiseError` on all ranks if some have other parts of global
+        tensors, and MismatchError if the state of some does not fit.
         """
-        differs, parts = False, list[str]()
+        differs, parts, misfit = False, list[str](), None
         with Attempt() as comparing:
             try:
-                differs, parts = compare_with_shard(
-                    *(self._store, self._mine, self._images(), self._options, self._allowed)
+                self._compared, differs, parts, misfit = compare_with_shard(
+                    *(self._store, self._mine, self._images(), self._options, self._allowed),
+                    is_elastic=self._context.options.elastic,
                 )
             except (StorageError, CorruptShardError) as error:
                 # Reading the shard to restore it finds that, too, and says it to all ranks.
@@ -362,14 +333,17 @@ class Load:
                 raise incurable(error) from error
         step = self._checkpoint.iteration
         what = f"compare iteration {step} with the states to load into"
-        report = [differs, parts] if differs or parts else None
-        reports = self._ranks.merge(what, comparing, report, read=shaped((bool, [str])))
+        report = [differs, parts, misfit is not None] if differs or parts or misfit else None
+        reports = self._ranks.merge(what, comparing, report, read=shaped((bool, [str], bool)))
         if reports:
-            saved = {part for _, those in reports.values() for part in those}
+            saved = {part for _, those, _ in reports.values() for part in those}
             self._options.rules.require_named(saved)
-        if any(differs for differs, _ in reports.values()):
+        if any(differs for differs, _, _ in reports.values()):
             logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
             raise _ShardedOtherwiseError
+        if any(is_misfit for _, _, is_misfit in reports.values()):
+            self._failure = misfit
+            self._agree(f"load iteration {step}", _Outcome())
 
     def _images(self) -> dict[int, memoryview]:
         """Return the images that are not in this node's store, by the rank of the shard."""
@@ -391,25 +365,23 @@ class Load:
             state, nbytes = restore(
                 *(self._store, self._mine, self._images(), self._options, self._allowed),
                 held if self._store.keeps_images else None,
+                self._compared,
             )
         except PartsElsewhereError as away:
             return None, _Outcome(lacks=away.ranks)
         except BadPartError as error:
             forget_frames(error.error)
             where = self._senders.get(error.rank, rank)
-            why, is_bad = described(error.error), isinstance(error.error, CorruptShardError)
+            why = described(error.error)
             forget_frames(error)
-            return None, _Outcome((_Bad(where, error.rank, why, is_bad),))
+            return None, _Outcome((_Bad(where, error.rank, why),))
         except (StorageError, CorruptShardError) as error:
             # Its text alone is reported. It may refer to the state that was to be filled.
             forget_frames(error)
-            if computed is not None:
-                return None, _Outcome(unfit=described(error))
             # What the node refused once it may give the next time: only bad bytes go to quarantine.
-            is_bad = isinstance(error, CorruptShardError)
-            if is_bad and holder == rank and not self._recovery.may_be_mended(rank):
+            if isinstance(error, CorruptShardError) and holder == rank and computed is None:
                 self._store.quarantine(self._mine, Problem.of(error))
-            return None, _Outcome((_Bad(holder, rank, described(error), is_bad),))
+            return None, _Outcome((_Bad(holder, rank, described(error)),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = incurable(error)
             return None, _Outcome()
@@ -424,53 +396,25 @@ class Load:
         attempt = Attempt()
         attempt.failure, self._failure = self._failure, None
         forget_frames(attempt.failure)
-        report = None if mine == _Outcome() else mine.to_json()
+        report = mine if any(mine) else None
         # What others cannot load is reported with it, so all are waited for.
         outcomes: dict[int, _Outcome] = self._ranks.merge(
-            *(phase, attempt, report), grace_s=self._ranks.timeout_s, read=_Outcome.from_json
+            *(phase, attempt, report),
+            grace_s=self._ranks.timeout_s,
+            read=lambda fields: _Outcome([_Bad(*copy) for copy in fields[0]], tuple(fields[1])),
         )
-        unfit = {rank: o.unfit for rank, o in outcomes.items() if o.unfit is not None}
-        self._recovery.hopeless |= unfit.keys()
-        for rank, unfit_why in unfit.items():
-            logger.error("the shard of rank %d was computed in vain: %s", rank, unfit_why)
         bad = [(rank, copy) for rank, outcome in outcomes.items() for copy in outcome.bad]
         self._lacking = {rank: o.lacks for rank, o in outcomes.items() if o.lacks}
-        for rank, (holder, owner, why, is_damaged) in bad:
-            identity = self._named(owner)
-            if owner in self._recovery.groups:
-                logger.error("the shard of rank %d was computed in vain: %s", owner, why)
-                self._recovery.hopeless.add(owner)
-                continue
+        for rank, (holder, owner, why) in bad:
             node = self._inventory.node_of(holder)
             # Of a shard with parts for several ranks of its node, one of these ranks looks again.
-            is_neighbour = owner != rank and node == self._inventory.node_of(rank)
-            looker = self._inventory.reader([node], owner) if is_neighbour else holder
-            mendable = is_damaged and self._recovery.may_be_mended(owner)
-            self._inventory.remove(self._checkpoint, identity.piece, node)
-            self.bad.append(BadCopy(identity, holder, why))
-            if mendable:
-                # What is good of it may be needed yet.
-                self._recovery.damaged.setdefault(owner, {})[node] = why
-            elif looker == self._ranks.rank and (is_neighbour or holder != rank):
-                verify_again(self._store, identity, f"read for rank {rank}, where {why}")
-        return not bad and not unfit
-
-    # Quarantine.
-
-    def _quarantine_damaged(self) -> None:
-        """Quarantine bad copies that no rank needs, or note that they are to be replaced.
-
-        They are looked at once more: it may be the rank that they were sent to that is broken.
-        """
-        for owner, nodes in self._recovery.damaged.items():
-            identity = self._checkpoint.shard(owner, self._session_id)
-            for node, why in nodes.items():
-                if self._inventory.reader([node], owner) != self._ranks.rank:
-                    continue
-                if owner not in self._recovery.nbytes:
-                    verify_again(self._store, identity, f"read: {why}")
-                elif owner == self._ranks.rank:
-                    self._recovery.to_replace[identity] = Problem("damaged", why)
+            is_on_node = owner != rank and node == self._inventory.node_of(rank)
+            looker = self._inventory.reader([node], owner) if is_on_node else holder
+            is_computed = owner in self._recovery.groups
+            self._recovery.take_out(Piece(owner), holder, why)
+            if looker == self._ranks.rank and not is_computed and (is_on_node or holder != rank):
+                self._recovery.verify_again(Piece(owner), f"read for rank {rank}, where {why}")
+        return not bad
 
     def _release_arrived(self) -> None:
         self._store.release([slot for slot in self._arrived.values() if not slot.is_kept])
@@ -479,3 +423,4 @@ class Load:
     def _drop_slots(self) -> None:
         self._recovery.drop([self._mine, *map(self._named, self._arrived)])
         self._arrived, self._senders, self._lacking = {}, {}, {}
+        self._compared = None

@@ -11,24 +11,22 @@ from functools import partial
 from typing import Any
 
 from localckpt.availability.coverage import describe_choice, judge_newest
-from localckpt.availability.explain import explain
-from localckpt.availability.explanation import Explanation
-from localckpt.availability.found import Found
+from localckpt.availability.durability import Found
+from localckpt.availability.explanation import Explanation, explain
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.availability.ordering import unrelated
 from localckpt.availability.refusals import why_given_up
 from localckpt.errors import NoReplicasAvailableError, StorageError
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.managers.parts import Parts
+from localckpt.managers.context import Context
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.resuming import Resuming
-from localckpt.storage.problem import Problem
+from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store, Stored
-from localckpt.trust import Mark
 
 __all__ = ["Finder", "Look"]
 
@@ -38,20 +36,8 @@ logger = logging.getLogger(__name__)
 class Look:
     """One look at all nodes; all ranks make it together.
 
-    Args:
-        ranks: The ranks of the job.
-        store: This rank's node.
-        nodes: Node of each rank; the ranks of a node share a store.
-        strategy: Strategy that says which ranks keep copies.
-        resuming: Counter of starts, by which checkpoints are given up.
-
     Attributes:
         found: Checkpoints that were found; the same on all ranks.
-
-    Raises:
-        MismatchError: The report of some rank cannot be read; on all ranks.
-        CheckpointingException: Some node cannot be read; on all ranks.
-        PeerLostError: A rank did not answer in time.
     """
 
     def __init__(
@@ -89,11 +75,7 @@ class Look:
         return self._inventory.is_leader(rank)
 
     def inventory(self) -> Inventory:
-        """Inventory of all nodes, which the root sends to every rank; all ranks call it.
-
-        Raises:
-            PeerLostError: A rank did not answer in time.
-        """
+        """Inventory of all nodes, which the root sends to every rank; all ranks call it."""
         reports = self._ranks.agree(
             "learn what the nodes hold",
             Attempt(),
@@ -113,43 +95,45 @@ class Finder:
         last: The last look; ``None`` once a save has made it out of date.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self.last: Look | None = None
 
     def look(self) -> Look:
         """Look at all nodes; raises as :class:`Look`."""
-        parts = self._parts
-        with parts.events.timed("find"):
-            look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy, parts.resuming)
+        context = self._context
+        with context.events.timed("find"):
+            look = Look(
+                context.ranks,
+                context.store,
+                context.epoch.nodes,
+                context.strategy,
+                context.resuming,
+            )
         self.last = look
-        parts.checkpoints.take_in(look.found)
-        parts.resuming.trust = look.found.trust
-        if look.found.quarantined and not parts.options.read_only:
+        context.checkpoints.take_in(look.found)
+        context.resuming.trusts = look.found.trusts
+        if look.found.quarantined and not context.options.read_only:
             self._quarantine(look)
         return look
 
     def _quarantine(self, look: Look) -> None:
         """Quarantine what this node holds of the checkpoints that are given up."""
-        parts = self._parts
+        context = self._context
         for checkpoint, why in look.found.quarantined.items():
             logger.warning("iteration %d is quarantined: %s", checkpoint.iteration, why)
-            if not look.is_leader(parts.ranks.rank):
+            if not look.is_leader(context.ranks.rank):
                 continue
             try:
                 # The mark first: nodes that are away now may come back with their pieces.
-                parts.store.claim.note_mark(Mark(checkpoint, "quarantined", why))
-                _quarantine_all(parts.store, checkpoint, why)
+                context.store.claim.note_trust(checkpoint, mark="quarantined", why=why)
+                _quarantine_all(context.store, checkpoint, why)
             except StorageError as error:
                 # Other nodes have the mark, and an error would be raised on this rank alone.
                 logger.error("that is not done on this node: %s", error)
 
     def has_changed(self, deadline: Deadline) -> bool:
-        """Look again, and return whether a job has saved or pruned since the last look.
-
-        Raises:
-            NoReplicasAvailableError: It has, and the deadline of some rank has passed.
-        """
+        """Look again, and return whether a job has saved or pruned since the last look."""
         before = self._found
         if self.look().found == before:
             return False
@@ -162,7 +146,7 @@ class Finder:
                     f"the load take longer. Nothing was changed on the nodes"
                 )
 
-        self._parts.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)
+        self._context.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)
         return True
 
     @property
@@ -171,33 +155,31 @@ class Finder:
         return self.last.found
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or ``None``.
-
-        Raises:
-            MismatchError: It was saved by another number of ranks.
-            NoReplicasAvailableError: There is none that was not given up.
-            CheckpointingException: As :class:`Look`.
-        """
-        found, checkpoints, epoch = self.look().found, self._parts.checkpoints, self._parts.epoch
-        if self._parts.options.read_only:
-            deadline = Deadline.after(self._parts.ranks.timeout_s)
+        """The newest complete checkpoint, or ``None``."""
+        found, checkpoints, epoch = (
+            self.look().found,
+            self._context.checkpoints,
+            self._context.epoch,
+        )
+        if self._context.options.read_only:
+            deadline = Deadline.after(self._context.ranks.timeout_s)
             # Folders are read one after another, and a job may save and prune in between.
             while not found.complete and found.incomplete and self.has_changed(deadline):
                 found = self._found
         checkpoints.job_has_looked = True
-        world_size, is_elastic = self._parts.ranks.world_size, self._parts.options.elastic
+        world_size, is_elastic = self._context.ranks.world_size, self._context.options.elastic
         judge_newest(checkpoints.complete, world_size, is_elastic=is_elastic)
         if checkpoints.complete:
             newest = checkpoints.complete[0]
-            if (mark := checkpoints.marks.get(newest)) is not None and mark.kind == "bad":
+            if (trust := checkpoints.trusts[newest]).mark == "bad":
                 logger.warning(
                     "iteration %d is marked bad (%s), and the nodes have none that is not",
-                    *(newest.iteration, mark.why),
+                    *(newest.iteration, trust.why),
                 )
             if others := unrelated(newest, checkpoints.complete[1:], checkpoints.lineages):
                 logger.warning("%s", describe_choice(newest, others))
             return newest
-        quarantined = {c: mark.why for c, mark in found.trust.marked("quarantined").items()}
+        quarantined = found.trusts.marked("quarantined")
         if (quarantined or checkpoints.exhausted) and not checkpoints.under_way:
             raise NoReplicasAvailableError(why_given_up(checkpoints.exhausted, quarantined))
         if found.incomplete:
@@ -209,30 +191,24 @@ class Finder:
     def inventory(self) -> Inventory:
         """Inventory of all nodes at the last look; all ranks call it, as :meth:`Look.inventory`."""
         assert self.last is not None, "a look comes first"
-        with self._parts.events.timed("find"):
+        with self._context.events.timed("find"):
             return self.last.inventory()
 
     def iterations(self) -> list[int]:
         """Iterations that can be loaded, in the order in which a restart tries them."""
-        world_size, is_elastic = self._parts.ranks.world_size, self._parts.options.elastic
+        world_size, is_elastic = self._context.ranks.world_size, self._context.options.elastic
         complete = [
             checkpoint
-            for checkpoint in self._parts.checkpoints.complete
+            for checkpoint in self._context.checkpoints.complete
             if is_elastic or checkpoint.world_size == world_size
         ]
         return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
 
     def explain(self) -> Explanation:
-        """Explain the pieces on all nodes, and the choice of a restart; the same on all ranks.
-
-        Raises:
-            MismatchError: The report of some rank cannot be read; on all ranks.
-            CheckpointingException: Some node cannot be read; on all ranks.
-            PeerLostError: A rank did not answer in time.
-        """
-        parts = self._parts
-        ranks, store, resuming = parts.ranks, parts.store, parts.resuming
-        inventory = Inventory(ranks_by_node(parts.epoch.nodes), SCHEMES)
+        """Explain the pieces on all nodes, and the choice of a restart; the same on all ranks."""
+        context = self._context
+        ranks, store, resuming = context.ranks, context.store, context.resuming
+        inventory = Inventory(ranks_by_node(context.epoch.nodes), SCHEMES)
         mine: list[Any] = [None, []]
         with Attempt() as looking:
             found = store.list_stored()
@@ -253,7 +229,7 @@ class Finder:
             for node in inventory.ranks_on
         }
         # Any number of ranks can load a checkpoint with elastic=True.
-        world_size = None if parts.options.elastic else ranks.world_size
+        world_size = None if context.options.elastic else ranks.world_size
         return explain(
             *(inventory, world_size, files),
             max_attempts=resuming.max_attempts,
@@ -276,4 +252,4 @@ def _quarantine_all(store: Store, checkpoint: Checkpoint, why: str) -> None:
 
 def _report(store: Store, found: Sequence[Stored]) -> list[list[Any]]:
     records = [stored.record for stored in found if stored.record is not None]
-    return node_report(records, store.claim.noted_lineages(), store.claim.noted_trust())
+    return node_report(records, store.claim.noted_lineages(), store.claim.noted_trusts())

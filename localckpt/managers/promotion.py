@@ -51,15 +51,7 @@ class DrainTarget(Protocol):
 
 
 class Promotion:
-    """One promotion.
-
-    Args:
-        checkpoint: The checkpoint.
-        shard: This rank's part of it.
-        target: Manager of the shared storage.
-        rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
-        checkpoints: Those of the job; holds this one.
-    """
+    """One promotion."""
 
     def __init__(
         self,
@@ -102,7 +94,7 @@ class Promotion:
         self._drain.wait()
         try:
             # Here, behind training.
-            self._claim.note_drained(self._checkpoints.drained_with(self.checkpoint))
+            self._claim.note_drained(self.checkpoint, self._checkpoints.complete)
         except StorageError as error:
             logger.warning(
                 "iteration %d is drained, which the next start is not told by this node: %s",
@@ -113,7 +105,7 @@ class Promotion:
         """Complete the promotion, as all ranks do."""
         if self._is_held:
             self._target.note_drained(self.checkpoint.iteration)
-            self._checkpoints.note_drained(self.checkpoint)
+            self._checkpoints.note(self.checkpoint, is_drained=True)
             self._release()
 
     def give_up(self) -> None:
@@ -140,13 +132,7 @@ class Promotion:
 
 
 def promotable(iteration: int, checkpoints: JobCheckpoints, world_size: int) -> Checkpoint:
-    """Choose the checkpoint of an iteration that can be promoted; the same on all ranks.
-
-    Raises:
-        CheckpointingException: Its save is under way, or it is marked bad.
-        NoReplicasAvailableError: None is complete, or kept any more.
-        MismatchError: Another number of ranks has saved it.
-    """
+    """Choose the checkpoint of an iteration that can be promoted; the same on all ranks."""
     found = [c for c in checkpoints.complete if c.iteration == iteration]
     if not found and iteration in checkpoints.under_way:
         raise CheckpointingException(
@@ -165,10 +151,10 @@ def promotable(iteration: int, checkpoints: JobCheckpoints, world_size: int) -> 
             f"iteration {iteration} was saved by {checkpoint.world_size} ranks, and this job has "
             f"{world_size}: promote it with as many. Nothing was drained"
         )
-    mark = checkpoints.marks.get(checkpoint)
-    if mark is not None and mark.kind == "bad":
+    trust = checkpoints.trusts[checkpoint]
+    if trust.mark == "bad":
         raise CheckpointingException(
-            f"iteration {iteration} is marked bad ({mark.why}), and on shared storage it would "
+            f"iteration {iteration} is marked bad ({trust.why}), and on shared storage it would "
             f"pass for a good one: promote another. Nothing was drained"
         )
     return checkpoint

@@ -1,4 +1,4 @@
-"""Check of the replicas of a state: whether what the job keeps equal on several ranks is equal.
+"""Replicated parts of a state: their marking, and the check that they are equal on all ranks.
 
 Every rank reports a few digests with the outcome of a save, and the root compares them. Only if
 they differ do ranks tell each other more: one rank of each kind the digest of every tensor.
@@ -11,16 +11,20 @@ import socket
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from localckpt.availability.divergence import Divergence, describe, judge_differences
-from localckpt.errors import DivergenceError, PeerLostError
+from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError
 from localckpt.events.stream import EventStream
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from localckpt.ranks.failure import Attempt
+from localckpt.ranks.job_store import group_ranks
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replica_digests import PartDigest
+from localckpt.state_dict.replicated import Replicated
 
-__all__ = ["ReplicaCheck"]
+__all__ = ["ReplicaCheck", "replicated"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +38,11 @@ _NOT_KEPT = (
 class ReplicaCheck:
     """Check of one manager's saves.
 
-    Args:
-        options: Options of the manager.
-        ranks: The ranks of the job.
-        events: Stream for replicas that differ.
-
     Attributes:
         is_error: Whether a save with replicas that differ fails.
     """
 
-    def __init__(self, options: SaveOptions, ranks: Ranks, events: EventStream) -> None:
+    def __init__(self, options: Options, ranks: Ranks, events: EventStream) -> None:
         self._every = options.check_replicas
         self._ranks = ranks
         self._events = events
@@ -70,13 +69,7 @@ class ReplicaCheck:
     ) -> DivergenceError:
         """Find the tensors that differ; all ranks call it with the same divergence.
 
-        Args:
-            iteration: Iteration of the save.
-            divergence: The sets of ranks that differ.
-            mine: The digests of this rank.
-
-        Returns:
-            The error, which is the same on all ranks. If a rank is lost, no tensors are named.
+        If a rank is lost, no tensors are named.
         """
         rank = self._ranks.rank
         wanted = {of.set_id for of in divergence.sets if rank in of.asked}
@@ -118,3 +111,34 @@ def _details(error: DivergenceError) -> dict[str, Any]:
         "nodes": list(error.nodes),
         "minority": error.is_minority,
     }
+
+
+def replicated(obj: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Mark a part of a state as equal on all ranks of a group.
+
+    Put it around what data parallelism keeps equal, in the state that a manager saves:
+    ``{"model": localckpt.replicated(model.state_dict()), "rng": ...}``. Images then say which ranks
+    hold the same bytes. A load gives the part back without the marker, and loads into a state with
+    or without it.
+
+    Args:
+        obj: The part: a state, or at the top level of a dict a model, an optimizer or another
+            object with ``state_dict`` and ``load_state_dict``.
+        group: The ranks on which the part is equal; ``None`` for all.
+
+    Raises:
+        CheckpointingException: This rank is not in the group, or the part is marked already.
+    """
+    if isinstance(obj, Replicated):
+        raise CheckpointingException(
+            "replicated() was given a part that is marked by replicated() already: mark each part "
+            "once, with the ranks that have it in common"
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        return Replicated(obj, range(1))
+    if group is not None and dist.get_rank(group) < 0:
+        raise CheckpointingException(
+            f"replicated() was called by rank {dist.get_rank()} with a group that it is not in: "
+            f"pass the group whose ranks have this part in common"
+        )
+    return Replicated(obj, tuple(sorted(group_ranks(group))))

@@ -13,11 +13,10 @@ from functools import partial
 
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import Group, ShardIdentity
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.replication.base import STEPS, ReplicationStrategy, Ticket
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Store
+from localckpt.replication.base import STEPS, CopyTicket, ReplicationStrategy
+from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread, Task
 
 __all__ = ["Replication", "Replicator"]
@@ -49,20 +48,14 @@ class Replication:
 
 
 class Replicator:
-    """Replication of one manager's saves.
+    """Replication of one manager's saves."""
 
-    Args:
-        strategy: Makes the copies.
-        options: Options of the manager.
-    """
-
-    def __init__(self, strategy: ReplicationStrategy, options: SaveOptions) -> None:
+    def __init__(self, strategy: ReplicationStrategy, options: Options) -> None:
         self._strategy = strategy
         self._timeout_s = options.timeout
         self._background = options.background
         self._strict = options.strict
-        # Made when needed: a manager that has none can be handed to another process.
-        self._thread: SerialThread | None = None
+        self._thread = SerialThread("localckpt-replicate")
 
     @property
     def is_behind_training(self) -> bool:
@@ -80,19 +73,13 @@ class Replicator:
     ) -> None:
         """Begin to make the copies of a save; all ranks call it once for each save.
 
-        Args:
-            replication: Where the outcome is kept; see :meth:`finish`.
-            store: Keeps the shards of other ranks.
-            own: This rank's shard; ``None`` if it could not be captured.
-            error: Why not; the others of the clique raise it, too.
+        Without ``own``, which could not be captured, the others of the clique raise ``error``, too.
         """
         ticket = self._strategy.take_ticket()
         copies = replication.task = Task(
             partial(self._replicate, ticket, replication, store, own, error)
         )
         if self.is_behind_training:
-            if self._thread is None:
-                self._thread = SerialThread("localckpt-replicate")
             try:
                 self._thread.submit(copies)
             except BaseException:
@@ -113,12 +100,7 @@ class Replicator:
                 del failure, copies
 
     def finish(self, replication: Replication) -> list[Slot]:
-        """Return the slots of other ranks' shards that have come here.
-
-        Raises:
-            CheckpointingException: The copies could not be made, and the save must not stand
-                without them; or nobody knows, after all deadlines.
-        """
+        """Return the slots of other ranks' shards that have come here."""
         # Looked at once: another thread may drop them when they have failed.
         if (copies := replication.task) is None:
             return []
@@ -154,12 +136,11 @@ class Replicator:
 
     def close(self) -> None:
         """Wait for the replications that are under way."""
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()
 
     def _replicate(
         self,
-        ticket: Ticket,
+        ticket: CopyTicket,
         replication: Replication,
         store: Store,
         own: Slot | None,

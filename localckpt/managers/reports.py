@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from localckpt.errors import CheckpointingException
 from localckpt.ids import Piece
 from localckpt.memory.limits import memory_limits
+from localckpt.storage.directory import DirectoryStore
 
 __all__ = ["LoadReport", "MemoryPlan", "SaveReport"]
 
@@ -103,21 +105,19 @@ class MemoryPlan:
     limit: str = field(default="", compare=False)
 
     @classmethod
-    def of(
-        cls,
-        images: Mapping[Piece, int],
-        rank: int,
-        staging_nbytes: int,
-        kept_nbytes: int,
-        shared: bool,
-    ) -> MemoryPlan:
-        """The plan of a rank for images of these sizes."""
+    def of_store(cls, store: DirectoryStore) -> MemoryPlan:
+        """The plan of a store's rank."""
+        rank, images = store.rank, store.image_nbytes
+        if Piece(rank) not in images:
+            raise CheckpointingException(
+                "nothing is known of the state yet: call warm_up(state) or save() first"
+            )
         replicas = sum(piece.is_shard and piece.rank != rank for piece in images)
         pieces = {p.kind: images[p] for p in images if p.rank == rank and not p.is_shard}
-        own_nbytes = images[Piece(rank)]
+        staging_nbytes, kept_nbytes, shared = store.planned_nbytes()
         tightest = min(memory_limits(), key=lambda limit: limit.available_nbytes)
         return cls(
-            *(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, pieces),
+            *(images[Piece(rank)], replicas, staging_nbytes, kept_nbytes, shared, pieces),
             *(tightest.available_nbytes, tightest.name),
         )
 

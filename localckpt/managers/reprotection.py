@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.failure_texts import described, short
-from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
+from localckpt.ids import Checkpoint, CkptID, Piece
+from localckpt.managers.context import Context
+from localckpt.managers.recovery import Recovery
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.replication.redundancy import Lacking
+from localckpt.replication.exchange import missing_copies_of_others, plan_shards
+from localckpt.replication.redundancy import Keeper, Lacking
 from localckpt.replication.retrieval import carry_out, connect_for, new_name
-from localckpt.replication.shard_plans import missing_copies_of_others, plan_shards
 from localckpt.replication.transport import Transport
-from localckpt.state_dict.source import ShardSource
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.hooks import commit_here
-from localckpt.storage.slot import Slot
+from localckpt.storage.store import Slot
 from localckpt.threads import Task
-
-if TYPE_CHECKING:
-    from localckpt.managers.parts import Parts
-    from localckpt.managers.recovery import Recovery
 
 __all__ = ["Reprotection"]
 
@@ -44,30 +38,17 @@ _STEPS = 10
 
 
 class Reprotection:
-    """The renewed protection of one manager's loaded checkpoints.
+    """The renewed protection of one manager's loaded checkpoints."""
 
-    Args:
-        parts: Parts of the manager.
-        store: Store of this rank's pieces.
-        ranks: The ranks of the job, for this object alone: it works behind the manager's calls.
-    """
-
-    def __init__(self, parts: Parts, store: DirectoryStore, ranks: Ranks) -> None:
-        self._parts = parts
+    def __init__(self, context: Context, store: DirectoryStore, ranks: Ranks) -> None:
+        self._context = context
         self._store = store
         self._ranks = ranks
         self._under_way: Task[None] | None = None
         self._work: _Work | None = None
 
     def begin(self, recovery: Recovery) -> None:
-        """Begin to make the pieces that a loaded checkpoint lacks; all ranks call it.
-
-        Args:
-            recovery: Recovery of the checkpoint. What is made is added to its inventory.
-
-        Raises:
-            PeerLostError: A rank did not answer in time.
-        """
+        """Begin to make the pieces that a loaded checkpoint lacks; all ranks call it."""
         checkpoint, inventory = recovery.checkpoint, recovery.inventory
         computed = {owner: recovery.computed_by[owner] for owner in recovery.nbytes}
         for owner, rank in computed.items():
@@ -81,7 +62,7 @@ class Reprotection:
             *(checkpoint.iteration, len(lacking.copies), len(computed)),
             f", {lacking.renewal}" if lacking.renewal else "",
         )
-        work = _Work(self._parts, self._store, self._ranks, recovery, computed, lacking)
+        work = _Work(self._context, self._store, self._ranks, recovery, computed, lacking)
         try:
             self._connect(work)
         except CheckpointingException as error:
@@ -91,7 +72,7 @@ class Reprotection:
             logger.warning(
                 "%d shards stay with fewer copies: %s", len(lacking.copies), described(error)
             )
-            self._parts.events.emit("reprotected", step=checkpoint.iteration, error=error)
+            self._context.events.emit("reprotected", step=checkpoint.iteration, error=error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
         self._work = work
@@ -100,24 +81,19 @@ class Reprotection:
 
     def _lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
         if checkpoint.world_size == self._ranks.world_size:
-            return self._parts.strategy.lacking(checkpoint, inventory)
+            return self._context.strategy.lacking(checkpoint, inventory)
         # The job's groups are not those of the ranks that saved it; whole copies protect any.
         tolerated = max(
-            (group.tolerated for group in self._parts.strategy.protection.values()), default=0
+            (group.tolerated for group in self._context.strategy.protection.values()), default=0
         )
         return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + tolerated))
 
     def finish(self) -> None:
-        """Wait until nothing is under way.
-
-        Raises:
-            CheckpointingException: The work does not end in time.
-        """
+        """Wait until nothing is under way."""
         if self._under_way is None:
             return
         deadline_s = _STEPS * self._ranks.timeout_s
-        # An interrupt may have kept it from starting.
-        if self._under_way.begins() and not self._under_way.wait(deadline_s):
+        if not self._under_way.wait(deadline_s):
             raise CheckpointingException(
                 f"making copies of the loaded checkpoint has not ended after {deadline_s:g} s: is "
                 f"the disk of this node stuck?"
@@ -127,7 +103,7 @@ class Reprotection:
     def cancel(self) -> None:
         """Abort what is under way; :meth:`finish` then does not wait for other ranks."""
         if self._under_way is not None and not self._under_way.done():
-            self._ranks.stop_waiting()
+            self._ranks.abort()
             if (work := self._work) is not None:
                 work.abort()
 
@@ -138,7 +114,7 @@ class Reprotection:
             *("name the connections for copies", new_name, itemgetter(0)), read=shaped(str)
         )
         with Attempt() as connecting:
-            work.connect(name, self._parts.strategy.rate_limit)
+            work.connect(name, self._context.strategy.rate_limit)
         try:
             ranks.agree("connect the ranks that make copies", connecting)
         except BaseException:
@@ -146,7 +122,7 @@ class Reprotection:
             raise
 
     def _make_all(self, work: _Work) -> None:
-        began, events = time.monotonic(), self._parts.events
+        began, events = time.monotonic(), self._context.events
         iteration = work.checkpoint.iteration
         try:
             problems = work.keep_computed() if work.computed else []
@@ -160,7 +136,7 @@ class Reprotection:
         finally:
             work.disconnect()
             work.drop()
-        self._parts.checkpoints.refresh(work.checkpoint, work.inventory)
+        self._context.checkpoints.refresh(work.checkpoint, work.inventory)
         if problems:
             # Ranks that failed together say the same.
             why = "; ".join(dict.fromkeys(problems))
@@ -184,38 +160,26 @@ class Reprotection:
         )
 
 
-class _Work:
-    """Making of the pieces that one checkpoint lacks; see :class:`Keeper`.
+class _Work(Keeper):
+    """Making of the pieces that one checkpoint lacks.
 
     All attributes but slots are equal on all ranks.
-
-    Args:
-        parts, store, ranks: As for :class:`Reprotection`.
-        recovery: Recovery of the checkpoint, whose slots are taken over.
-        computed: The rank of the job that has each computed shard.
-        lacking: The pieces that are to be made.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
         store: DirectoryStore,
         ranks: Ranks,
         recovery: Recovery,
         computed: Mapping[int, int],
         lacking: Lacking,
     ) -> None:
-        self.ranks = ranks
-        self.checkpoint = recovery.checkpoint
-        self.inventory = recovery.inventory
+        checkpoint, inventory = recovery.checkpoint, recovery.inventory
+        super().__init__(ranks, checkpoint, inventory, store, context.session_id)
         self.lacking = lacking
         self.computed = computed
-        self.slots = list(recovery.slots.values())
-        self.nbytes = 0
-        self._store = store
-        self._hooks = parts.hooks
-        self._session_id = parts.session_id
-        self._to_replace = recovery.to_replace
+        self.slots += recovery.slots.values()
         self._transport: Transport | None = None
         wanted: dict[int, list[int]] = {}
         for owner, receivers in lacking.copies.items():
@@ -288,25 +252,3 @@ class _Work:
                 node = self.inventory.node_of(receiver)
                 self.inventory.add(self.checkpoint, owner, node, nbytes[owner])
         return [*failed.values()]
-
-    def identity(self, rank: int) -> ShardIdentity:
-        # A new piece names its lineage, as the lost one did.
-        lineage = self.inventory.lineages.get(self.checkpoint.generation.epoch_id)
-        return replace(self.checkpoint.shard(rank, self._session_id), lineage=lineage)
-
-    def open(self, identity: ShardIdentity) -> ShardSource:
-        return self._store.open(identity)
-
-    def reserve(self, identity: ShardIdentity, nbytes: int) -> Slot:
-        slot = self._store.reserve(identity, nbytes, self.ranks.timeout_s)
-        self.slots.append(slot)
-        return slot
-
-    def commit(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.arrived()
-            with self._store.replacing(slot.identity, self._to_replace.get(slot.identity)):
-                commit_here(self._store, self._hooks, [slot])
-            if not self._store.holds(slot.identity):
-                raise StorageError(f"{slot.identity} was written, and is not there")
-            self.nbytes += slot.nbytes

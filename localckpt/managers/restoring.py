@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,19 +16,18 @@ import torch
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
+    MismatchError,
     RestoreError,
     StorageError,
 )
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
-from localckpt.state_dict.identify import verify
 from localckpt.state_dict.names import Names, read_names
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.state_dict.targets import (
     STRICT,
     LetsGo,
@@ -36,7 +37,6 @@ from localckpt.state_dict.targets import (
     let_nothing_go,
 )
 from localckpt.storage.hooks import HookStore
-from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
 
 __all__ = [
@@ -44,10 +44,10 @@ __all__ = [
     "LoadOptions",
     "Loaded",
     "PartsElsewhereError",
+    "ReadProgress",
     "compare_with_shard",
     "incurable",
     "restore",
-    "verify_again",
 ]
 
 logger = logging.getLogger(__name__)
@@ -107,11 +107,7 @@ class Loaded:
 
 
 class PartsElsewhereError(CheckpointingException):
-    """Parts of a shard's tensors are in shards that are not on this node.
-
-    Args:
-        ranks: The ranks whose shards they are in.
-    """
+    """Parts of a shard's tensors are in shards that are not on this node."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         shown = ", ".join(map(str, ranks))
@@ -120,12 +116,7 @@ class PartsElsewhereError(CheckpointingException):
 
 
 class BadPartError(CheckpointingException):
-    """A shard that holds parts of another one's tensors cannot be read, or is damaged.
-
-    Args:
-        rank: The rank whose shard it is.
-        error: What is wrong with it.
-    """
+    """A shard that holds parts of another one's tensors cannot be read, or is damaged."""
 
     def __init__(self, rank: int, error: StorageError | CorruptShardError) -> None:
         super().__init__(str(error))
@@ -140,31 +131,19 @@ def restore(
     options: LoadOptions,
     allowed: SafeGlobals,
     held: Container[int] | None = None,
+    compared: ImageReader | None = None,
 ) -> tuple[Any, int]:
     """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
 
-    Args:
-        store: Where the shards of this node are.
-        identity: Identity of the shard.
-        arrived: Images that peers have sent, or that were computed here, by the rank.
-        options: How the caller wants its state.
-        allowed: Classes and functions that the shard may name.
-        held: Ranks whose shards are on this node; ``None`` if that is not known.
-
-    Returns:
-        The state, and the bytes that were read for it: 0 for a state that the hooks gave as it is.
-
-    Raises:
-        PartsElsewhereError: Parts of its tensors are in shards that are not here.
-        BadPartError: A shard that holds parts of its tensors cannot be read, or is damaged.
-        CorruptShardError: Some bytes are bad, also when they are read by themselves.
-        RestoreError: They are good, and the state cannot be made of them.
+    ``held`` are the ranks whose shards are on this node, ``None`` if that is not known; for
+    ``compared`` see :func:`compare_with_shard`. Returns the state, and the bytes that were read for
+    it: 0 for a state that the hooks gave as it is.
     """
     is_plain = options == LoadOptions()
     if isinstance(store, HookStore) and is_plain and identity.rank not in arrived:
         state, nbytes = store.load(identity), 0
     else:
-        state, nbytes = _read(store, identity, arrived, options, allowed, held)
+        state, nbytes = _read(store, identity, arrived, options, allowed, held, compared)
     if not store.keeps_images and is_plain:
         state.restore_tensor_device(non_blocking=False)
     return state, nbytes
@@ -177,35 +156,46 @@ def _read(
     options: LoadOptions,
     allowed: SafeGlobals,
     held: Container[int] | None,
+    compared: ImageReader | None,
 ) -> tuple[Any, int]:
-    source = _opened(store, identity, arrived)
-    mates: dict[int, ShardSource] = {}
-    try:
-        reader = ImageReader(source, allowed, identity)
-        readers = _open_mates(store, reader, arrived, held, mates)
-        state = reader.restore(options.targets, options.map_location, readers)
-        return state, source.nbytes + reader.mates_nbytes
-    except CorruptShardError as error:
-        # Bytes are compared where they were read to, which others may write into.
-        verify(source, identity)
-        for rank, mate in mates.items():
-            with _noting(rank):
-                verify(mate, _of_rank(identity, rank))
-        raise RestoreError(
-            f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
-            f"digest when it is read by itself. Something else writes into the tensors to load "
-            f"into, the memory or the bus is defective, or another program made the file"
-        ) from error
-    except StorageError:
-        # Of which image it is, it does not say.
-        for rank, mate in mates.items():
-            with _noting(rank):
-                verify(mate, _of_rank(identity, rank))
-        raise
-    finally:
-        for mate in mates.values():
-            mate.close()
-        source.close()
+    co_owners: dict[int, ShardSource] = {}
+    with ExitStack() as opened:
+        source, on_read = _opened(store, identity, arrived)
+        opened.callback(source.close)
+        try:
+            reader = ImageReader(source, allowed, identity, compared, on_read)
+            ranks = reader.co_owners
+            if held is not None:
+                away = [rank for rank in ranks if rank not in arrived and rank not in held]
+                if away:
+                    raise PartsElsewhereError(away)
+            for rank in ranks:
+                with _noting(rank):
+                    owner = _of_rank(identity, rank)
+                    co_owners[rank], on_read = _opened(store, owner, arrived)
+                    opened.callback(co_owners[rank].close)
+                    reader.join(ImageReader(co_owners[rank], allowed, owner, reader, on_read))
+            state = reader.restore(options.targets, options.map_location)
+            return state, reader.nbytes_read
+        except CorruptShardError as error:
+            # Bytes are compared where they were read to, which others may write into.
+            ImageBytes(source, identity).verify()
+            _verify_co_owners(identity, co_owners)
+            raise RestoreError(
+                f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
+                f"digest when it is read by itself. Something else writes into the tensors to load "
+                f"into, the memory or the bus is defective, or another program made the file"
+            ) from error
+        except StorageError:
+            # Of which image it is, it does not say.
+            _verify_co_owners(identity, co_owners)
+            raise
+
+
+def _verify_co_owners(identity: ShardIdentity, co_owners: Mapping[int, ShardSource]) -> None:
+    for rank, source in co_owners.items():
+        with _noting(rank):
+            ImageBytes(source, _of_rank(identity, rank)).verify()
 
 
 def compare_with_shard(
@@ -214,62 +204,44 @@ def compare_with_shard(
     arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
-) -> tuple[bool, list[str]]:
+    *,
+    is_elastic: bool,
+) -> tuple[ImageReader | None, bool, list[str], MismatchError | None]:
     """Compare a state to load into with a shard, before any of it is read.
 
     The arguments are those of :func:`restore`.
 
-    Returns:
-        Whether tensors to load into are other parts of global tensors than those of the shard; and
-        the parts of the shard, where the caller has named some that must be there.
-
-    Raises:
-        CorruptShardError, StorageError: The shard cannot be read.
+    Returns a reader, by which :func:`restore` need not compare again; whether tensors to load into
+    are other parts of global tensors than those of the shard, which matters to an elastic load
+    alone; the parts of the shard, where the caller has named some; and what does not fit.
     """
     if (targets := options.targets) is None:
-        return False, []
-    source = _opened(store, identity, arrived)
-    try:
-        reader = ImageReader(source, allowed, identity)
-        differs = targets.are_sharded_otherwise(*reader.tables[:2], reader.dtensors)
-        if not options.rules.named:
-            return differs, []
-        skeleton, _ = reader.checked_skeleton()
-        return differs, list(read_names(skeleton, allowed, options.rules.free) or ())
-    finally:
-        source.close()
+        return None, False, [], None
+    parts, misfit = list[str](), None
+    source, on_read = _opened(store, identity, arrived)
+    with closing(source):
+        reader = ImageReader(source, allowed, identity, on_read=on_read)
+        tables = reader.tables[:2]
+        differs = is_elastic and targets.are_sharded_otherwise(*tables, reader.dtensors)
+        if options.rules.named:
+            skeleton, _ = reader.checked_skeleton
+            parts = list(read_names(skeleton, allowed, options.rules.free) or ())
+        try:
+            if not differs:
+                reader.match(targets)
+        except MismatchError as error:
+            misfit = error
+        return reader, differs, parts, misfit
 
 
 def _opened(
     store: Store, identity: ShardIdentity, arrived: Mapping[int, memoryview]
-) -> ShardSource:
+) -> tuple[ShardSource, Callable[[int], None]]:
+    """Open an image; what was read of it is to be counted by the function."""
     if identity.rank in arrived:
-        return MemorySource(arrived[identity.rank])
+        return MemorySource(arrived[identity.rank]), lambda nbytes: None
     source = store.open(identity)
-    return CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
-
-
-def _open_mates(
-    store: Store,
-    reader: ImageReader,
-    arrived: Mapping[int, memoryview],
-    held: Container[int] | None,
-    opened: dict[int, ShardSource],
-) -> dict[int, ImageReader]:
-    """Open the images that hold what one lacks of its tensors, and read their tables."""
-    ranks = reader.mates
-    if held is not None:
-        away = [rank for rank in ranks if rank not in arrived and rank not in held]
-        if away:
-            raise PartsElsewhereError(away)
-    readers = {}
-    for rank in ranks:
-        identity = _of_rank(reader.header.identity, rank)
-        with _noting(rank):
-            opened[rank] = _opened(store, identity, arrived)
-            readers[rank] = ImageReader(opened[rank], reader.allowed, identity, reader)
-            _ = readers[rank].tables
-    return readers
+    return source, ReadProgress(f"reading {identity}", source.nbytes).add
 
 
 @contextmanager
@@ -283,29 +255,6 @@ def _noting(rank: int) -> Iterator[None]:
 
 def _of_rank(identity: ShardIdentity, rank: int) -> ShardIdentity:
     return identity.checkpoint.shard(rank, identity.session_id)
-
-
-def verify_again(store: Store, identity: ShardIdentity, why: str) -> None:
-    """Quarantine a shard of this node, which was bad where it was read, if it is bad here, too.
-
-    Args:
-        store: Where the shard is.
-        identity: Identity of the shard.
-        why: What was done with it, and what was found.
-    """
-    # A rank with bad memory must not talk the others out of their good copies.
-    try:
-        source = store.open(identity)
-        try:
-            verify(source, identity)
-        finally:
-            source.close()
-    except CorruptShardError as error:
-        store.quarantine(identity, Problem.of(error))
-    except StorageError as error:
-        logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
-    else:
-        logger.warning("%s is good here, but not when it was %s", identity, why)
 
 
 def incurable(error: Exception) -> CheckpointingException:
@@ -325,3 +274,34 @@ def incurable(error: Exception) -> CheckpointingException:
     )
     refusal.__cause__ = error
     return refusal
+
+
+_EVERY_S = 10.0
+
+
+class ReadProgress:
+    """Progress of a read, logged every ten seconds while it goes on."""
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        self._what = what
+        self._nbytes = nbytes
+        self._done_nbytes = 0
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._logged = self._began
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that have been read; may be called from several threads."""
+        now = time.monotonic()
+        with self._lock:
+            self._done_nbytes += nbytes
+            done_nbytes = self._done_nbytes
+            if now - self._logged < _EVERY_S or done_nbytes >= self._nbytes:
+                return
+            self._logged = now
+        rate = done_nbytes / (now - self._began)
+        logger.info(
+            "%s: %.1f of %.1f GB after %.0f s, %.2f GB/s, about %.0f s left",
+            self._what, done_nbytes / 1e9, self._nbytes / 1e9, now - self._began, rate / 1e9,
+            (self._nbytes - done_nbytes) / rate,
+        )  # fmt: skip

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import Any, SupportsFloat
 
 from torch.profiler import record_function
 
-from localckpt.async_save.request import AsyncRequest, runs_in_trainer
+from localckpt.async_save.foreign import HandedOver
+from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
 from localckpt.errors import (
@@ -23,27 +26,33 @@ from localckpt.errors import (
     DivergenceError,
     PeerLostError,
     SaveFailedError,
+    StorageError,
 )
 from localckpt.events.event import Tier
 from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import CkptID, ShardIdentity
-from localckpt.managers.carrier import Carrier
-from localckpt.managers.parts import Parts
-from localckpt.managers.replicator import Replication
-from localckpt.managers.reports import SaveReport
+from localckpt.managers.capture import StateCapture
+from localckpt.managers.context import Context
+from localckpt.managers.replica_check import ReplicaCheck
+from localckpt.managers.replicator import Replication, Replicator
+from localckpt.managers.reports import MemoryPlan, SaveReport
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.ranks import shaped
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.parts import Agreed
-from localckpt.state_dict.replica_digests import PartDigest, replica_digests
-from localckpt.state_dict.views import tensor_views
-from localckpt.storage.hooks import commit_here
-from localckpt.storage.slot import Slot
-from localckpt.trust import Mark, Measured
+from localckpt.state_dict.replica_digests import PartDigest, replica_digests, tensor_views
+from localckpt.storage.store import Slot
+from localckpt.threads import SerialThread, Task
 
-__all__ = ["Save"]
+__all__ = ["Save", "Saves", "never_scheduled"]
 
 logger = logging.getLogger(__name__)
+
+# Notes of metrics that a stuck disk holds up do not hold up the end.
+_NOTED_S = 2.0
 
 
 def _kept(text: str) -> str:
@@ -55,50 +64,46 @@ def _kept(text: str) -> str:
 class Save:
     """One save of one rank. Times are those of ``time.monotonic()``.
 
-    Args:
-        parts: Parts of the manager.
-        identity: Identity of this rank's shard.
-        called: Time of the trainer's call of ``save``.
-        waited_s: Seconds that the call has waited for older saves since.
-        metrics: Metrics that were given with the save; those of the first rank count.
-
     Attributes:
         slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
         error: Text of this rank's first error, which is reported when the save is finalized.
         bad: Reason why the state of this rank is bad, according to its check.
-        carrier: Carrier of the save.
+        ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
+        is_scheduled: True once a queue, or the trainer itself, runs the save.
+        is_handed_over: True once a queue of another library has taken the request.
         is_complete: True once all ranks have agreed that the save is complete.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        saves: Saves,
         identity: ShardIdentity,
         called: float,
         waited_s: float,
         metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
-        self._parts = parts
+        context = saves.context
+        self._saves = saves
+        self._context = context
         self._metrics = metrics
         self._metric: float | None = None
         self.identity = identity
         self.slots: list[Slot] = []
         self.error: str | None = None
         self.bad: str | None = None
-        self._compares_replicas = parts.replica_check.is_due(identity.generation)
+        self._compares_replicas = saves.replica_check.is_due(identity.generation)
         self._replicas: list[PartDigest] | None = None
         self._divided: tuple[Agreed, ...] = ()
-        self.carrier = Carrier(parts)
-        self.is_complete = False
-        self._is_returned = False
-        # True if other ranks may know how the save ended on this rank.
-        self._is_reported = False
-        self._previous_iteration = parts.epoch.newest_iteration
+        self.ticket: Ticket | None = None
+        self.is_scheduled = self.is_handed_over = self.is_complete = False
+        self._handed_over: HandedOver | None = None
+        self._finalizer: weakref.ref[Callable[[], None]] | None = None
+        self._previous_iteration = context.epoch.newest_iteration
         self._replication = Replication(identity)
         self._verdict: SaveVerdict | None = None
         self._called = self._captured = self._returned = called
         self._durable: float | None = None
-        self._record = SaveRecord(parts.events, identity.iteration, called)
+        self._record = SaveRecord(context.events, identity.iteration, called)
         self._record.waited_s = waited_s
 
     # Captured.
@@ -108,36 +113,36 @@ class Save:
 
         An error is reported when all ranks finalize, so that none is left waiting for this one.
         """
-        parts, iteration = self._parts, self.identity.iteration
-        parts.in_flight.add(self)
-        parts.checkpoints.under_way.append(iteration)
-        parts.epoch.newest_iteration = iteration
-        try:
-            self._capture(state)
-            if not self._replication.comes_later:
+        context, iteration = self._context, self.identity.iteration
+        self._saves.in_flight.append(self)
+        context.checkpoints.under_way.append(iteration)
+        context.epoch.newest_iteration = iteration
+        own: Slot | None = None
+        began = time.monotonic()
+        with Attempt() as capturing:
+            with record_function("localckpt.stage"):
+                own, self._divided = self._saves.capture.capture(
+                    *(wrapped(state), self.identity),
+                    is_sent=self._saves.replicator is not None,
+                    node_ranks=self._node_ranks(),
+                )
+            self._note_captured(own, began)
+        with Attempt() as copying:
+            # Also without an image: the ranks that were to get copies are not left waiting.
+            self._begin_copies(own, capturing.error_text)
+            if capturing.succeeded and not self._replication.comes_later:
                 self._take_copies()
-            best = parts.options.retention.best
+            best = context.options.retention.best
             if best is not None and self.identity.rank == 0:
                 self._metric = best.value(self._metrics)
-        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            self.note_error(error)
+        if (failure := capturing.failure or copying.failure) is not None:
+            self.note_error(failure)
+        # Else these variables would keep the error, and the error its frames, alive.
+        del capturing, copying, failure
         self._metrics = None
         self._returned = time.monotonic()
 
-    def _capture(self, state: Any) -> None:
-        parts = self._parts
-        is_sent = parts.replicator is not None
-        began = time.monotonic()
-        try:
-            with record_function("localckpt.stage"):
-                own, self._divided = parts.capture.capture(
-                    *(wrapped(state), self.identity), is_sent=is_sent, neighbours=self._neighbours()
-                )
-        except Exception as error:
-            if parts.replicator is not None:
-                # The ranks that were to get copies are not left waiting.
-                parts.replicator.begin(self._replication, parts.store, None, described(error))
-            raise
+    def _note_captured(self, own: Slot, began: float) -> None:
         self.slots.append(own)
         if self._compares_replicas:
             own.hold("comparison")
@@ -146,31 +151,29 @@ class Save:
         self._record.waited_s += own.reserved_at - began
         self._record.copied = own.reserved_at, self._captured
         self._record.nbytes = own.nbytes
-        if parts.replicator is not None:
-            with record_function("localckpt.replicate"):
-                parts.replicator.begin(self._replication, parts.store, own)
 
-    def _neighbours(self) -> tuple[int, ...]:
+    def _begin_copies(self, own: Slot | None, error: str | None) -> None:
+        if self._saves.replicator is not None:
+            with record_function("localckpt.replicate"):
+                self._saves.replicator.begin(self._replication, self._context.store, own, error)
+
+    def _node_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this save divides equal tensors among.
 
         A save that compares replicas divides nothing, since whole tensors are compared.
         """
         if self._compares_replicas:
             return ()
-        parts = self._parts
-        return parts.capture.neighbours(parts.epoch.nodes, self.identity.rank)
+        return self._saves.capture.node_ranks(self._context.epoch.nodes, self.identity.rank)
 
     # Carried out at once, or by a queue behind training.
 
     def run(self) -> None:
         """Carry the save out at once, and agree with the other ranks on its outcome.
 
-        Raises:
-            CheckpointingException: Writing failed on some rank; the same on every rank.
-            PeerLostError: A rank did not answer in time. The save is rolled back, unless its
-                outcome is unknown here.
+        After PeerLostError the save is rolled back, unless its outcome is unknown here.
         """
-        self.carrier.is_scheduled = True
+        self.is_scheduled = True
         outcome = None
         with Attempt() as keeping:
             self.keep_local()
@@ -183,44 +186,88 @@ class Save:
             raise
         except CheckpointingException as error:
             self.roll_back(error)
-            advice = _kept(str(error))
+            advice = _kept(error.text)
             raise Failure.of(error).error().advised("save", advice) from error.__cause__
         finally:
             self._record.note_blocking()
 
     def request(self, finalize: Callable[[], None]) -> AsyncRequest:
-        """Return a request that carries the save out behind training; see :class:`Carrier`."""
-        request = self.carrier.request(self, finalize)
-        self._is_returned = True
+        """Return a request that carries the save out behind training.
+
+        A queue of this library judges the outcomes of all ranks together with the ends of the call.
+
+        A queue keeps ``finalize`` as long as it has the request: see :attr:`is_forgotten`.
+        """
+        self._finalizer = weakref.ref(finalize)
+        # A user's hooks are asked what they hold in the trainer's thread only.
+        is_judged = self._context.images is not None
+        call = AsyncCall(
+            self.keep_local,
+            then_fn=self.protect,
+            report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
+            judge_fn=judge_save if is_judged else None,
+            verdict_fn=self._take_verdict if is_judged else None,
+            iteration=self.identity.iteration,
+            name="save",
+            failure_fns=[self.fail],
+            stop_fns=[self._saves.stop_waiting],
+            waits_for_fn=self._waits_for,
+            scheduled_fn=self._take_ticket,
+            # A request that is frozen twice is written once.
+            hand_over=cache(self._hand_over),
+        )
         self._record.note_blocking()
-        return request
+        return AsyncRequest(call, (), [finalize])
+
+    @property
+    def is_forgotten(self) -> bool:
+        """True once no queue, nor anybody else, has the request."""
+        return self._finalizer is None or self._finalizer() is None
+
+    def _take_ticket(self, ticket: Ticket) -> None:
+        self.ticket, self.is_scheduled = ticket, True
+
+    def _hand_over(self) -> Callable[[], None]:
+        """Carry the save out in a thread; return what a foreign queue's process waits for it by."""
+        self.is_scheduled = self.is_handed_over = True
+        self._handed_over = self._saves.run_in_thread(self._run_here)
+        return self._handed_over.function
+
+    def _run_here(self) -> str | None:
+        try:
+            self.keep_local()
+            self.protect()
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            self.note_error(error)
+        return self.error
+
+    def _take_verdict(self, fields: Any) -> None:
+        """Take the verdict on the save, as JSON fields; the same on all ranks."""
+        self._verdict = SaveVerdict.from_json(fields)
 
     # Local.
 
     @runs_in_trainer
     def keep_local(self) -> None:
         """Commit the captured state; raises what the store, or the user's hook, raises."""
-        self.carrier.is_scheduled = True
+        self.is_scheduled = True
         for slot in self.slots:
             slot.await_digests()
         try:
             self._check()
-            if (measured := self._measured(self._metric)) is not None:
+            if (metric := self._measured(self._metric)) is not None:
                 # Other nodes note it when the save is complete.
-                self._parts.store.claim.note_measured(measured)
-            commit_here(self._parts.store, self._parts.hooks, self.slots)
+                self._context.store.claim.note_trust(self.identity.checkpoint, metric=metric)
+            self._context.store.commit(self.slots)
             self._digest_replicas()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                # After an interrupt this rank waits for no other rank.
-                self.stop_waiting()
+        except Exception:
             # The save is not over while other ranks send to it.
             self._await_exchanged()
             raise
 
     def _check(self) -> None:
         """Run the user's check on the captured state, and note a bad state before its commit."""
-        check = self._parts.options.check
+        check = self._context.options.check
         if check is None or not self.slots:
             return
         try:
@@ -235,15 +282,14 @@ class Save:
         if self.bad is not None:
             self._mark_bad(self.bad)
 
-    def _measured(self, metric: float | None) -> Measured | None:
-        best = self._parts.options.retention.best
+    def _measured(self, metric: float | None) -> tuple[str, float] | None:
+        best = self._context.options.retention.best
         if best is None or metric is None:
             return None
-        return Measured(self.identity.checkpoint, best.metric, metric)
+        return best.metric, metric
 
     def _mark_bad(self, why: str) -> None:
-        mark = Mark(self.identity.checkpoint, "bad", why)
-        self._parts.store.claim.note_mark(mark)
+        self._context.store.claim.note_trust(self.identity.checkpoint, mark="bad", why=why)
 
     # Protected.
 
@@ -258,7 +304,7 @@ class Save:
                 self._take_copies()
             except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
                 self.note_error(error)
-            commit_here(self._parts.store, self._parts.hooks, self.slots[captured:])
+            self._context.store.commit(self.slots[captured:])
         self._durable = time.monotonic()
 
     def _digest_replicas(self) -> None:
@@ -269,29 +315,30 @@ class Save:
             self.slots[0].end_hold("comparison")
 
     def _take_copies(self) -> None:
-        if self._parts.replicator is not None:
-            self.slots += self._parts.replicator.finish(self._replication)
+        if self._saves.replicator is not None:
+            self.slots += self._saves.replicator.finish(self._replication)
         # Now that all slots of this rank are reserved.
-        if self._parts.space is not None:
-            self._parts.space.check(self._parts.epoch.nodes)
+        self._saves.check_space()
 
     def outcome(self) -> SaveOutcome:
         """Return the outcome of the save on this rank, for the verdict of all ranks."""
         missing: list[CkptID] = []
-        parts, identity = self._parts, self.identity
+        context, identity = self._context, self.identity
         with Attempt() as finishing:
-            if (handed_over := self.carrier.take_handed_over()) is not None:
+            handed_over, self._handed_over = self._handed_over, None
+            if handed_over is not None:
                 self.error = self.error or handed_over.await_error()
             # A foreign queue that did not freeze the request has not called protect().
             self.protect()
-            missing += [s.identity.ckpt_id for s in self.slots if not parts.store.holds(s.identity)]
+            holds = context.store.holds
+            missing += [s.identity.ckpt_id for s in self.slots if not holds(s.identity)]
         return SaveOutcome(
             identity.iteration,
             identity.generation,
             self.error or finishing.error_text,
             tuple(missing),
             tuple(self._replication.kept),
-            parts.checkpoints.copies_wanted(identity.rank),
+            context.checkpoints.copies_wanted(identity.rank),
             self._replication.group,
             self.bad,
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
@@ -304,14 +351,7 @@ class Save:
     def finalize(self) -> Durability:
         """Complete the save, or roll it back, as all ranks do; all ranks call it.
 
-        Returns:
-            The durability that the save has reached.
-
-        Raises:
-            SaveFailedError: The save failed on some rank; the same on every rank.
-            DivergenceError: Replicas differ, and that is an error; the same on every rank.
-            PeerLostError: A rank did not answer in time. The save is rolled back, unless its
-                outcome is unknown here.
+        After PeerLostError the save is rolled back, unless its outcome is unknown here.
         """
         identity = self.identity
         if (verdict := self._verdict) is None:
@@ -322,15 +362,15 @@ class Save:
             except CheckpointingException as error:
                 self.fail(error)
                 raise
-        self._parts.checkpoints.remove(identity.checkpoint)
+        self._context.checkpoints.remove(identity.checkpoint)
         if not verdict.parts_fit:
-            self._parts.capture.divide_no_more("; ".join(verdict.problems))
+            self._saves.capture.divide_no_more("; ".join(verdict.problems))
         bad, failed = verdict.bad, self._failure(verdict)
-        if isinstance(failed, DivergenceError) and not self._parts.replica_check.is_error:
+        if isinstance(failed, DivergenceError) and not self._saves.replica_check.is_error:
             bad, failed = str(failed), None
         if failed is not None:
             # Never lowered: a later save may be under way, and no number is used twice.
-            epoch = self._parts.epoch
+            epoch = self._context.epoch
             epoch.generation = max(epoch.generation, verdict.generation)
             if verdict.is_mismatched:
                 epoch.place_again()
@@ -346,7 +386,7 @@ class Save:
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
         """Make the error of a save that failed, or whose replicas differ; ``None`` for neither."""
-        iteration, check = self.identity.iteration, self._parts.replica_check
+        iteration, check = self.identity.iteration, self._saves.replica_check
         if verdict.reached is None:
             problems = "; ".join(verdict.problems)
             failed = SaveFailedError(f"the save of iteration {iteration} failed: {problems}")
@@ -359,42 +399,37 @@ class Save:
         return check.describe(iteration, verdict.divergence, self._replicas or [])
 
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
-        ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
-        self._is_reported = ranks.world_size > 1
-        self._verdict = ranks.agree(
+        phase = f"{step} iteration {self.identity.iteration}"
+        self._verdict = self._context.ranks.agree(
             *(phase, attempt, outcome, judge_save), kind=step, read=SaveVerdict.from_json
         )
         assert self._verdict is not None
         return self._verdict
 
-    def take_verdict(self, fields: Any) -> None:
-        """Take the verdict on the save, as JSON fields; the same on all ranks."""
-        self._verdict = SaveVerdict.from_json(fields)
-
-    def _complete(self, reached: Durability, bad: str | None, measured: Measured | None) -> None:
-        parts, iteration = self._parts, self.identity.iteration
-        parts.checkpoints.forget(iteration)
+    def _complete(
+        self, reached: Durability, bad: str | None, metric: tuple[str, float] | None
+    ) -> None:
+        context, identity = self._context, self.identity
+        checkpoints, iteration = context.checkpoints, identity.iteration
+        checkpoints.forget(iteration)
         if bad is not None:
             logger.warning("iteration %d is marked bad: %s", iteration, bad)
-            parts.checkpoints.marks[self.identity.checkpoint] = Mark(
-                self.identity.checkpoint, "bad", bad
-            )
-        parts.checkpoints.add(self.identity.checkpoint, reached, measured)
-        try:
-            if bad is not None:
+            checkpoints.note(identity.checkpoint, mark="bad", why=bad)
+        if metric is not None:
+            checkpoints.note(identity.checkpoint, metric=metric)
+        checkpoints.add(identity.checkpoint, reached)
+        slots, prune = self._all_slots(), self._saves.retire(iteration)
+
+        def settle() -> None:
+            if bad is None:
+                context.resuming.note_progress(iteration)
+            else:
                 # On all nodes, since the node of the rank that found it may be lost.
                 self._mark_bad(bad)
-            parts.store.release(self._all_slots())
-            parts.hooks._cleanup(iteration)
-            parts.note_metrics()
-            if not parts.store.keeps_images:
-                # Hooks keep older checkpoints as they choose.
-                del parts.checkpoints.complete[1:]
-        except Exception:
-            # The save is complete on all ranks, whatever becomes of older ones on this rank.
-            logger.exception("rank %d could not mark or prune checkpoints", self.identity.rank)
-        if bad is None:
-            parts.resuming.note_progress(iteration)
+            context.store.release(slots)
+            prune()
+
+        self._settle("retire what is older than", settle)
         self._end()
         self.is_complete = True
         tier: Tier = "replicated" if reached.survives_node_loss else "local"
@@ -403,23 +438,21 @@ class Save:
     def roll_back(self, error: BaseException | None = None) -> None:
         """Remove what this rank has written, so that the iteration can be saved again.
 
-        Args:
-            error: Error of the save; ``None`` for a save that nobody carries out.
+        Without an error it is a save that nobody carries out.
         """
-        parts, identity = self._parts, self.identity
+        context, identity = self._context, self.identity
         self._await_exchanged()
         self._end()
-        parts.checkpoints.forget(identity.iteration)
-        if parts.epoch.newest_iteration == identity.iteration:
-            parts.epoch.newest_iteration = self._previous_iteration
-        try:
-            parts.store.discard(self._all_slots())
-            parts.hooks._cleanup_failed_save(identity.iteration)
-        except Exception:
-            # Every rank is about to raise the error of the save, which this one must not replace.
-            logger.exception(
-                "rank %d could not remove iteration %d", identity.rank, identity.iteration
-            )
+        context.checkpoints.forget(identity.iteration)
+        if context.epoch.newest_iteration == identity.iteration:
+            context.epoch.newest_iteration = self._previous_iteration
+        slots = self._all_slots()
+
+        def remove() -> None:
+            context.store.discard(slots)
+            context.store.clean_up_failed_save(identity.iteration)
+
+        self._settle("remove", remove)
         self._record.note_end(durable=None, tier=None, outcome="failed", error=error)
 
     def fail(self, error: BaseException) -> None:
@@ -437,17 +470,29 @@ class Save:
         """End the save and keep what was written: other ranks may have found it complete."""
         self._await_exchanged()
         self._end()
-        self._parts.store.release(self._all_slots())
-        self._parts.checkpoints.forget(self.identity.iteration)
+        self._settle("release", partial(self._context.store.release, self._all_slots()))
+        self._context.checkpoints.forget(self.identity.iteration)
         self._record.note_end(durable=None, tier=None, outcome="unknown")
 
-    def clean_up_interrupted(self) -> None:
-        """Leave the save, or roll it back, once a call of the manager was interrupted."""
-        if self._is_reported:
-            self.leave()
-        elif not self._is_returned:
-            self.roll_back()
-        # The queue finalizes a save whose request was returned.
+    def _settle(self, what: str, settle: Callable[[], None]) -> None:
+        """Do in this node's store what the end of the save asks for.
+
+        The storage may never answer, which changes nothing of the end that all ranks know of.
+        """
+        context, iteration = self._context, self.identity.iteration
+        try:
+            if context.images is None:
+                # A user's hooks are called in the trainer's thread only.
+                settle()
+            else:
+                waits_s, is_to_stop = context.ranks.timeout_s, self._saves.is_to_stop
+                answered(
+                    f"{what} iteration {iteration} in", "its store", waits_s, settle, is_to_stop
+                )
+        except Exception:
+            logger.exception(
+                "rank %d could not %s iteration %d", self.identity.rank, what, iteration
+            )
 
     def report(self) -> SaveReport:
         """Return a report of the save so far."""
@@ -464,29 +509,25 @@ class Save:
     def _all_slots(self) -> list[Slot]:
         """Return all slots of this save, filled or not."""
         checkpoint = self.identity.checkpoint
-        return [s for s in self._parts.store.slots if s.identity.checkpoint == checkpoint]
+        return [s for s in self._context.store.slots if s.identity.checkpoint == checkpoint]
 
     def _end(self) -> None:
         for slot in self._all_slots():
             slot.end_hold("comparison")
-        self._parts.in_flight.remove(self)
-        self.carrier.end()
+        self._saves.in_flight = [other for other in self._saves.in_flight if other is not self]
+        # A queue keeps its last error, whose frames keep the save.
+        self.ticket = None
 
     def _await_exchanged(self) -> None:
         """Wait until nothing is sent or received for this save, or the deadlines have passed."""
-        if self._parts.replicator is not None:
-            self._parts.replicator.await_exchanged(self._replication)
+        if self._saves.replicator is not None:
+            self._saves.replicator.await_exchanged(self._replication)
 
-    def stop_waiting(self) -> None:
-        """End the exchange with other ranks, which may not come any more."""
-        if self._parts.replicator is not None:
-            self._parts.replicator.cancel()
-
-    def waits_for(self) -> str:
+    def _waits_for(self) -> str:
         """Describe which other ranks this rank's save waits for; empty for none."""
-        if self._parts.replicator is None:
+        if self._saves.replicator is None:
             return ""
-        return self._parts.replicator.waits_for(self._replication)
+        return self._saves.replicator.waits_for(self._replication)
 
     def note_error(self, error: Exception) -> None:
         """Log an error of this rank, and keep its text for the outcome; the first one counts."""
@@ -496,10 +537,253 @@ class Save:
             self.identity.iteration,
             # The text alone, since a handler that keeps the exception keeps the image's memory.
             described(error),
-            exc_info=not isinstance(error, CheckpointingException),
+            exc_info=None if isinstance(error, CheckpointingException) else error,
         )
         # What went wrong first is why; what follows from it says less.
         self.error, self.slots = self.error or with_class(error), []
         if self._replication.task is not None and self._replication.task.done():
             # The task may hold this error, whose frames hold this save.
             self._replication.task = None
+
+
+class Saves:
+    """Saves of one manager: those in flight, and what makes them.
+
+    Attributes:
+        in_flight: Saves that are captured and not finalized, the oldest first; the same on all
+            ranks.
+        capture: Captures states in slots of the store.
+        replicator: Replicates what is saved; ``None`` without a strategy.
+        replica_check: Compares what ranks have in common.
+        is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
+    """
+
+    def __init__(
+        self, context: Context, is_to_stop: Callable[[], bool], *, is_protected: bool
+    ) -> None:
+        options, ranks = context.options, context.ranks
+        self.context, self.is_to_stop = context, is_to_stop
+        self.in_flight: list[Save] = []
+        job = Job(ranks.rank, ranks.global_ranks)
+        self.capture = StateCapture(context.store, context.allowed, options, job)
+        self.replicator = Replicator(context.strategy, options) if is_protected else None
+        self.replica_check = ReplicaCheck(options, ranks, context.events)
+        self._foreign = SerialThread("localckpt-foreign")
+        self._handed_over: list[HandedOver] = []
+        self._noting = SerialThread("localckpt-note")
+        self._noted: Task[None] | None = None
+        self._has_checked_space = False
+
+    # Which may begin.
+
+    def give_up_forgotten(self, iteration: int) -> None:
+        """Give up the saves that no queue will finalize, before an iteration is saved."""
+        gone = [save for save in self.in_flight if save.is_forgotten]
+        for save in gone:
+            if save.is_scheduled:
+                # Its queue was left with an error. It may be complete: find_latest() will tell.
+                save.leave()
+        if never := [save for save in gone if not save.is_scheduled]:
+            for save in reversed(never):
+                save.roll_back()
+            raise never_scheduled(
+                never, f"Nothing was begun of iteration {iteration}, which can be saved now."
+            )
+
+    def admit(self, iteration: int, is_async: bool) -> bool:
+        """Return whether one more save may begin; the same on all ranks, which all call it.
+
+        Only polls finalize saves otherwise, and there may be fewer polls than saves: checkpoints
+        that nobody prunes, and the memory of their images, would pile up. So older saves are
+        finalized here as far as they must be.
+        """
+        if (images := self.context.images) is None:
+            return True
+        if self.context.options.on_busy == "wait" or not is_async:
+            while self._is_full and self._finalize_oldest():
+                pass
+            waiting = self.not_scheduled()
+            if self._is_full and waiting and images.is_busy():
+                raise never_scheduled(
+                    waiting,
+                    f"They have all buffers, so nothing was begun of iteration {iteration}.",
+                )
+            return True
+        over_on_all, busy, waiting_for = self.context.ranks.decide(
+            "see whether buffers are free",
+            lambda: [images.is_busy(), self._over_here()],
+            _judge_busy,
+            read=shaped((int, [int], [int])),
+        )
+        # What is over on all ranks is finalized here, before anything is skipped because of it.
+        for _ in range(over_on_all):
+            if self._is_full:
+                self._finalize_oldest()
+        ranks = sorted({*busy, *(waiting_for if self._is_full else ())})
+        if ranks:
+            logger.warning(
+                "iteration %d is not saved: the %d staging buffers of rank%s %s are busy with "
+                "older saves",
+                *(iteration, images.num_buffers),
+                *("s"[: len(ranks) > 1], ", ".join(map(str, ranks))),
+            )
+        return not ranks
+
+    def not_scheduled(self) -> list[Save]:
+        """Return the saves whose request was given to no queue."""
+        return [save for save in self.in_flight if not save.is_scheduled]
+
+    def require_none(self, what: str) -> None:
+        """Check that no save is in flight, so that the job can go back."""
+        if self.in_flight:
+            iterations = [save.identity.iteration for save in self.in_flight]
+            raise CheckpointingException(
+                f"cannot {what} while the saves of iterations {iterations} are in "
+                f"flight: finalize them first "
+                f"(AsyncCallsQueue.maybe_finalize_async_calls(blocking=True))"
+            )
+
+    @property
+    def _limited(self) -> list[Save]:
+        """Saves that count; a foreign queue finalizes its own by itself."""
+        return [save for save in self.in_flight if not save.is_handed_over]
+
+    @property
+    def _is_full(self) -> bool:
+        """True if as many saves are in flight as may be; the same on all ranks."""
+        images = self.context.images
+        return images is not None and len(self._limited) >= images.num_buffers
+
+    def _over_here(self) -> int:
+        """Count the oldest saves that are over on this rank."""
+        count = 0
+        for save in self._limited:
+            if save.ticket is None or not save.ticket.is_over():
+                break
+            count += 1
+        return count
+
+    def _finalize_oldest(self) -> bool:
+        """Finalize the oldest save, unless a foreign queue has it; return whether that was done."""
+        oldest = self._limited[0]
+        if oldest.ticket is None:
+            return False
+        oldest.ticket.finalize()
+        # A queue that was left with an error meanwhile has finalized nothing.
+        return oldest not in self.in_flight
+
+    # What they share.
+
+    def check_space(self) -> None:
+        """Check the room in the first save, once all images of this rank are known."""
+        if self._has_checked_space or (images := self.context.images) is None:
+            return
+        rank, nodes = images.rank, self.context.epoch.nodes
+        logger.info("memory of rank %d: %s", rank, MemoryPlan.of_store(images))
+        # One more than are kept is there while it is written.
+        images.check_space(self.context.options.retention.most + 1, nodes.count(nodes[rank]))
+        self._has_checked_space = True
+
+    def retire(self, saved: int) -> Callable[[], None]:
+        """Forget older checkpoints: an iteration is complete on all ranks.
+
+        Returns what prunes them on this node.
+        """
+        context = self.context
+        checkpoints, nodes, retention = (
+            context.checkpoints,
+            context.epoch.nodes,
+            context.options.retention,
+        )
+        if (images := context.images) is None:
+            # Hooks keep older checkpoints as they choose.
+            del checkpoints.complete[1:]
+            return partial(context.store.clean_up, saved)
+        here = [rank for rank, node in enumerate(nodes) if node == nodes[images.rank]]
+        over = checkpoints.keep(saved, retention)
+        kept = sorted({checkpoint.iteration for checkpoint in checkpoints.complete})
+        if retention.best is not None and images.rank == here[0]:
+            self._note_metrics()
+
+        def prune() -> None:
+            if over is None:
+                return
+            began = time.monotonic()
+            # Ranks whose folders this one cleans up now run on other nodes.
+            adopted = images.claim.ranks() - set(here) if images.rank == here[0] else set[int]()
+            if images.prune(lambda shard: over.takes(shard.checkpoint), adopted):
+                context.events.emit("pruned", began=began, step=saved, details={"kept": kept})
+
+        return prune
+
+    def _note_metrics(self) -> None:
+        """Have this node note the metrics of complete checkpoints, and no others, behind training.
+
+        All of them, since the node may have taken the place of another one.
+        """
+        claim, checkpoints = self.context.store.claim, self.context.checkpoints
+        metrics = checkpoints.metrics
+
+        def note() -> None:
+            try:
+                # Saves under way may have noted theirs.
+                claim.keep_metrics(metrics, checkpoints.under_way)
+            except StorageError as error:
+                logger.warning("this node has not noted the metrics of checkpoints: %s", error)
+
+        self._noted = Task(note)
+        try:
+            self._noting.submit(self._noted)
+        except RuntimeError:
+            self._noted.run()
+
+    def run_in_thread(self, work: Callable[[], str | None]) -> HandedOver:
+        """Carry a save out in a thread, for a foreign queue; ``work`` returns what went wrong."""
+        self._handed_over = [call for call in self._handed_over if not call.is_closed]
+        call = HandedOver(work, self.context.options.timeout)
+        self._handed_over.append(call)
+        self._foreign.submit(call.task)
+        return call
+
+    def stop_waiting(self) -> None:
+        """End the exchange with other ranks, which may not come any more."""
+        if self.replicator is not None:
+            self.replicator.cancel()
+
+    def closing_steps(self) -> Iterable[Callable[[], object]]:
+        """Yield what ends all work, in the order in which it has to be done."""
+        if self.replicator is not None:
+            yield self.replicator.close
+        yield self._foreign.close
+        yield from (call.close for call in self._handed_over)
+        yield self._forget_all
+        if self._noted is not None:
+            yield partial(self._noted.wait, min(_NOTED_S, self.context.options.timeout))
+
+    def _forget_all(self) -> None:
+        # Memory that is being filled, as when a capture was interrupted.
+        unfilled = [slot for slot in self.context.store.slots if slot.source is None]
+        self.context.store.discard(unfilled)
+        for save in self.in_flight:
+            self.context.checkpoints.forget(save.identity.iteration)
+        self.in_flight = []
+
+
+def never_scheduled(saves: list[Save], consequence: str) -> CheckpointingException:
+    """Make the error for requests that no queue was given."""
+    iterations = ", ".join(str(save.identity.iteration) for save in saves)
+    many = len(saves) > 1
+    return CheckpointingException(
+        f"the request{'s' * many} that save() returned for iteration{'s' * many} {iterations} "
+        f"{'were' if many else 'was'} never scheduled, so nobody writes "
+        f"{'them' if many else 'it'}: hand what save(..., is_async=True) returns to "
+        f"queue.schedule_async_request(), on every rank, before the next save. {consequence} "
+        f"Checkpoints saved before are as they were"
+    )
+
+
+def _judge_busy(reports: list[list[int]]) -> list[Any]:
+    """Count the saves that are over on all ranks; list busy ranks, and ranks with none over."""
+    busy = [rank for rank, (is_busy, _) in enumerate(reports) if is_busy]
+    waiting = [rank for rank, (_, over) in enumerate(reports) if not over]
+    return [min(over for _, over in reports), busy, waiting]

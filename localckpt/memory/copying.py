@@ -43,8 +43,7 @@ def default_copy_threads() -> int:
 class Copier:
     """Copier of host memory with a few threads, which end with each call.
 
-    Args:
-        threads: Number of threads; ``None`` for :func:`default_copy_threads`.
+    Without ``threads`` there are :func:`default_copy_threads`.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -55,9 +54,8 @@ class Copier:
     def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
         """Carry out copies and return when all are done.
 
-        Args:
-            jobs: ``(destination address, source address, nbytes)``; destinations must not overlap.
-            keep: Owner of the memory on both sides, kept alive until no thread copies any more.
+        A job is ``(destination address, source address, nbytes)``; destinations must not overlap.
+        ``keep`` owns the memory on both sides, and is kept alive until no thread copies any more.
         """
         self.share([piece for job in jobs for piece in _pieces(job)], _copy_pieces, keep)
 
@@ -69,10 +67,8 @@ class Copier:
         When a thread raises, or the caller is interrupted, no thread begins another piece. The
         exception is raised here once all threads have ended.
 
-        Args:
-            pieces: Pieces of work, shared by the threads.
-            work: Called with an iterator; takes pieces from it until none is left.
-            keep: Owner of the memory that ``work`` uses, kept alive until all threads have ended.
+        ``work`` takes pieces from its iterator until none is left. ``keep`` owns the memory that it
+        uses, and is kept alive until all threads have ended.
         """
         self.stop()
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
@@ -97,8 +93,7 @@ class Copier:
     def stop(self) -> None:
         """Let no thread begin another piece, and wait until all threads have ended.
 
-        Raises:
-            BaseException: An interrupt that came during the wait, once all threads have ended.
+        An interrupt that came during the wait is raised once all threads have ended.
         """
         deque(self._left, maxlen=0)
         end_all(self._shares)
@@ -132,8 +127,7 @@ def _copy_pieces(pieces: Iterator[tuple[int, int, int]]) -> None:
 class BlockCopies:
     """Copies of the same runs of host memory into the tensor data of an image, at each save.
 
-    Args:
-        runs: ``(offset, nbytes)`` of each run in the tensor data; the runs do not overlap.
+    A run is ``(offset, nbytes)`` in the tensor data; runs do not overlap.
     """
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
@@ -153,14 +147,9 @@ class BlockCopies:
     ) -> None:
         """Copy all runs.
 
-        Args:
-            image: Writable image. With a hasher, everything but the runs must be in it already.
-            data_start: Offset of the tensor data in the image.
-            covered_nbytes: Bytes of the image that the digests cover; the digests follow them.
-            sources: Address of each run.
-            copier: Copier whose threads share the work.
-            hasher: Hasher that writes the digests; ``None`` to write none.
-            keep: Owner of the sources' memory, kept alive until no thread reads it any more.
+        With a hasher, everything but the runs must be in the image already; the digests follow the
+        bytes that they cover. ``sources`` are the addresses of the runs, and ``keep`` owns their
+        memory.
         """
         cut = self._cut(data_start)
         count = digests_nbytes(covered_nbytes) // DIGEST_NBYTES

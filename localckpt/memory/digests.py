@@ -73,14 +73,8 @@ class BlockHasher:
     def check(self, start: int, parts: Iterable[memoryview], digests: memoryview) -> None:
         """Verify whole blocks.
 
-        Args:
-            start: Offset of the first part in the image; a multiple of the block size.
-            parts: Consecutive bytes of one or more blocks; only the image's last block may be
-                short.
-            digests: All digests of the image.
-
-        Raises:
-            CorruptShardError: A block differs from the saved one; the error names the block.
+        ``start`` is a multiple of the block size; only the image's last block may be short. The
+        error names the block.
         """
         for index, found in enumerate(self._digests_of(parts, start // BLOCK_NBYTES)):
             index += start // BLOCK_NBYTES

@@ -31,10 +31,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 class CopiesUnderWay:
     """Copies that were queued together.
 
-    Args:
-        tensors: Sources of the copies, kept alive because torch reuses freed memory at once.
-        events: For each GPU, the event recorded behind its copies.
-        timeout_s: Deadline of :meth:`wait`, in seconds.
+    The sources are kept alive because torch reuses freed memory at once.
     """
 
     def __init__(
@@ -50,11 +47,7 @@ class CopiesUnderWay:
         return all(event.query() for event in self._events.values())
 
     def wait(self) -> None:
-        """Wait until all values are in host memory.
-
-        Raises:
-            CheckpointingException: The deadline passed first.
-        """
+        """Wait until all values are in host memory."""
         _await(self._events.values(), self._timeout_s)
         self._tensors = []
 
@@ -65,11 +58,7 @@ class CopiesUnderWay:
 
 
 class SideStreams:
-    """Side streams, one for each GPU, made at the first use.
-
-    Args:
-        timeout_s: Deadline of each wait for copies, in seconds.
-    """
+    """Side streams, one for each GPU, made at the first use."""
 
     def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -93,11 +82,7 @@ class SideStreams:
         return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
 
     def synchronize(self) -> None:
-        """Wait until all queued copies have ended.
-
-        Raises:
-            CheckpointingException: The deadline passed first.
-        """
+        """Wait until all queued copies have ended."""
         _await(self._streams.values(), self._timeout_s)
 
 
@@ -106,9 +91,7 @@ class BounceBuffers:
 
     Each thread has one buffer, page-locked if there is a GPU, and one stream for each GPU.
 
-    Args:
-        devices: The GPUs. Copies to them wait for the work that training has queued by now.
-        nbytes: Size of each thread's buffer.
+    Copies wait for the work that training has queued by now.
     """
 
     def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:
@@ -121,7 +104,7 @@ class BounceBuffers:
             self._begun[device].record(module.current_stream(device))
 
     def buffer(self) -> memoryview:
-        """Return this thread's buffer, which may be overwritten once :meth:`copy` has returned."""
+        """Return this thread's buffer, which may be overwritten once :meth:`finish` returns."""
         if not hasattr(self._mine, "buffer"):
             # torch caches page-locked memory, so the next load does not lock it again.
             try:
@@ -132,20 +115,14 @@ class BounceBuffers:
             self._mine.buffer = buffer
         return memory_at(self._mine.buffer.data_ptr(), self._nbytes)
 
-    def copy(self, copies: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
-        """Copy bytes from this thread's buffer to flat uint8 tensors, and wait for the copies.
+    def begin(self, target: torch.Tensor, data: torch.Tensor) -> None:
+        """Begin to copy bytes of this thread's buffer to a flat uint8 tensor on a GPU."""
+        with torch.get_device_module(target.device).stream(self._stream(target.device)):
+            target.copy_(data, non_blocking=True)
 
-        Args:
-            copies: Pairs of a tensor on a GPU and its bytes in the buffer.
-        """
-        for device in dict.fromkeys(target.device for target, _ in copies):
-            stream = self._stream(device)
-            with torch.get_device_module(device).stream(stream):
-                for target, data in copies:
-                    if target.device == device:
-                        source = torch.frombuffer(data, dtype=torch.uint8)
-                        target.copy_(source, non_blocking=True)
-            _await([stream], _TIMEOUT_S)
+    def finish(self) -> None:
+        """Wait for the copies that this thread has begun."""
+        _await(getattr(self._mine, "streams", {}).values(), _TIMEOUT_S)
 
     def _stream(self, device: torch.device) -> Any:
         if not hasattr(self._mine, "streams"):
@@ -158,11 +135,7 @@ class BounceBuffers:
 
 
 def await_training(devices: Iterable[torch.device], timeout_s: float) -> None:
-    """Wait until the work that training has queued on these devices by now has ended.
-
-    Raises:
-        CheckpointingException: The deadline passed first.
-    """
+    """Wait until the work that training has queued on these devices by now has ended."""
     streams = [
         torch.get_device_module(device).current_stream(device)
         for device in devices

@@ -83,12 +83,7 @@ def map_memory(nbytes: int, fd: int | None = None) -> memoryview:
     Python's ``mmap`` does not suit memory with MADV_DONTFORK: when a fork collects the object, it
     unmaps whatever now lies at that address in the fork. It also keeps the file open in all forks.
 
-    Args:
-        nbytes: Size of the mapping.
-        fd: File to map as shared memory; ``None`` for private memory.
-
-    Raises:
-        OSError: The kernel refused.
+    Without a file it is private memory.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
     address = _mmap(

@@ -85,12 +85,8 @@ def memory_limits() -> list[MemoryLimit]:
 def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
     """Find the cgroups that limit the memory of a process, with the version of each.
 
-    Args:
-        cgroups: Text of ``/proc/self/cgroup``.
-        mounts: Text of ``/proc/self/mountinfo``.
-
-    Returns:
-        For each version the process's own cgroup and its parents, as far as they are mounted here.
+    The arguments are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``. Returns for
+    each version the process's own cgroup and its parents, as far as they are mounted here.
     """
     folders = []
     for line in cgroups.splitlines():
@@ -114,10 +110,7 @@ def parse_cgroup(
 ) -> tuple[int, int] | None:
     """Compute the limit of a cgroup, and what its processes can still take; ``None`` for no limit.
 
-    Args:
-        files: Texts of the files of the cgroup that are there, by name.
-        version: Version of the cgroup.
-        free_swap_nbytes: Free swap of the node.
+    ``files`` has the texts of the files of the cgroup that are there, by name.
     """
     limit, taken, swap_limit, swap_taken = (_number(files.get(name)) for name in _FILES[version])
     if limit is None or limit >= _NO_LIMIT or taken is None:

@@ -42,9 +42,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def integer_view(tensor: torch.Tensor, itemsize: int | None = None) -> torch.Tensor:
     """View a tensor's values, whatever their dtype, or flat bytes, as integers of one size.
 
-    Args:
-        tensor: The tensor; its values are not lazy.
-        itemsize: Size of the integers in bytes; ``None`` for that of the tensor's items.
+    The integers have ``itemsize`` bytes, by default that of the tensor's items.
     """
     return tensor.view(_INTEGERS.get(itemsize or tensor.itemsize, torch.complex128))
 

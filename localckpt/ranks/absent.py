@@ -37,12 +37,8 @@ class Absences:
     ) -> Failure:
         """Describe ranks that have not reported in time.
 
-        Args:
-            what: What the ranks do together.
-            late: Those ranks.
-            seen: The call in which each of them was last seen, if it was.
-            waited_s: How long they were waited for, in seconds.
-            hint: The most frequent cause, as the end of the message.
+        ``seen`` has the call in which each of them was last seen, if it was; ``hint`` is the most
+        frequent cause, as the end of the message.
         """
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
@@ -59,6 +55,14 @@ class Absences:
         return _lost(
             f"rank {self.me} came too late to {what}: the others ({others}) were not all waiting "
             f"any more{nor}. What was saved before stands",
+            advice=SLOW,
+        )
+
+    def closed(self, name: str) -> Failure:
+        """Describe that this rank has closed a part of the store."""
+        return _lost(
+            f"rank {self.me} closed {name!r} before all ranks had opened it. What was saved before "
+            f"stands",
             advice=SLOW,
         )
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import inf
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+from weakref import finalize
 
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
-from localckpt.ranks.deadline import needs_thread, within
-from localckpt.threads import KeptThread, Latch, Task, wait_for_any
+from localckpt.ranks.deadline import begin, within
+from localckpt.threads import Latch, Task
 
 __all__ = [
     "StoreThreads",
@@ -25,19 +29,16 @@ __all__ = [
 
 T = TypeVar("T")
 
-# This process may have been stopped meanwhile, and the thread with it.
-_LAST_LOOK_S = 0.5
 # A thread that waits for nothing ends at once, unless the machine is busy.
 _ENDING_S = 1.0
+# This process may have been stopped meanwhile, and the thread with it.
+_LAST_LOOK_S = 0.5
 # Errors of whoever takes apart what is no report, no verdict and no name.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 class StoreWait:
     """A wait for other ranks, in a thread that its starter may abandon.
-
-    Args:
-        answer_s: The time that the store has to answer, in seconds.
 
     Attributes:
         begun: Set once the thread has nothing left to do but to wait.
@@ -55,8 +56,7 @@ class StoreWait:
     def expect(self, at: float = 0.0) -> None:
         """Expect the next answer of the store, which has just answered.
 
-        Args:
-            at: When the store is to answer, by the monotonic clock, where it is to wait itself.
+        ``at`` is when the store is to answer, by the monotonic clock, where it is to wait itself.
         """
         self.answers_by = max(time.monotonic(), at) + self._answer_s
 
@@ -64,13 +64,7 @@ class StoreWait:
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
     """Return what a call that talks to the job's store returns.
 
-    Args:
-        phase: What is being done, for the error message.
-        limit_s: The longest wait for the store, in seconds.
-        call: What is called, in another thread.
-
-    Raises:
-        PeerLostError: The store cannot be reached, or has not answered in time.
+    The call is made in another thread.
     """
     with store_errors(phase, limit_s):
         return within(limit_s, call)
@@ -79,12 +73,13 @@ def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
 class StoreThreads:
     """Threads for calls that wait for other ranks at the job's store, kept for later calls.
 
-    There is one thread, unless several threads make calls at once.
+    There is one, unless several threads make calls at once, or a call never returns.
     """
 
     def __init__(self) -> None:
-        self._idle: list[KeptThread] = []
+        self._idle: deque[_Kept] = deque()
         self._is_closed = False
+        finalize(self, _end_threads, self._idle)
 
     def ask_until_stopped(
         self,
@@ -98,7 +93,8 @@ class StoreThreads:
     ) -> T | None:
         """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
-        A store that is silent ends the call long before other ranks are given up.
+        A store that is silent ends the call long before other ranks are given up. A call that waits
+        when it is stopped, or interrupted, is abandoned, and ``None`` is returned.
 
         Args:
             phase, limit_s: As for :func:`ask_store`.
@@ -107,17 +103,13 @@ class StoreThreads:
             answer_s: The time that the store has to answer, in seconds.
             tell: Logs whom the wait is for if it is long, and returns when to call it again, in
                 seconds; called in this thread.
-
-        Returns:
-            What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
-            and when this thread is interrupted.
         """
         began = time.monotonic()
         wait, until = StoreWait(answer_s), began + limit_s
         with store_errors(phase):
             task, thread = Task(lambda: call(wait)), self._take_thread()
             try:
-                thread.run(task)
+                thread.tasks.put(task)
                 passed = 0.0
                 # The thread moves the moment on with each answer of the store.
                 while not task.done() and not stopped.is_set():
@@ -125,11 +117,10 @@ class StoreThreads:
                     if at == passed:
                         raise TimeoutError(f"not for {now - began:.1f} s")
                     passed = at if at <= now else 0.0
-                    wait_for_any([task.over, stopped], min(max(at - now, _LAST_LOOK_S), tell()))
+                    task.over.wait(min(max(at - now, _LAST_LOOK_S), tell()), stopped)
                 if not task.done():
                     # Other ranks are to see what the call does before it waits.
-                    at = min(until, wait.answers_by)
-                    wait_for_any([task.over, wait.begun], at - time.monotonic())
+                    task.over.wait(min(until, wait.answers_by) - time.monotonic(), wait.begun)
                     if not task.done() and wait.begun.is_set():
                         wait.abandoned.set()
                         return None
@@ -141,26 +132,45 @@ class StoreThreads:
                 self._put_back(thread, task)
 
     def close(self) -> None:
-        """End the threads. The thread of a call that is under way ends with the call."""
+        """End the threads. That of a call that is under way ends with the call."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close(_ENDING_S)
+        _end_threads(self._idle)
 
-    def _take_thread(self) -> KeptThread:
+    def _take_thread(self) -> _Kept:
         with suppress(IndexError):
             return self._idle.pop()
-        with needs_thread():
-            return KeptThread("localckpt-ranks")
+        tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        return _Kept(tasks, begin(partial(_run_tasks, tasks), "localckpt-ranks"))
 
-    def _put_back(self, thread: KeptThread, task: Task[T]) -> None:
+    def _put_back(self, thread: _Kept, task: Task[Any]) -> None:
         if not task.done():
             # Nobody waits for the call, which may never return.
-            thread.close()
+            thread.tasks.put(None)
             return
         self._idle.append(thread)
-        # In this order: close() in another thread finds the thread, or this one sees close().
+        # In this order: who closes finds the thread, or this rank sees it.
         if self._is_closed:
             self.close()
+
+
+class _Kept(NamedTuple):
+    tasks: SimpleQueue[Task[Any] | None]
+    loop: Task[None]
+
+
+def _run_tasks(tasks: SimpleQueue[Task[Any] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        # Else this variable would keep the task's result until the next task comes.
+        del task
+
+
+def _end_threads(idle: deque[_Kept]) -> None:
+    with suppress(IndexError):
+        while True:
+            thread = idle.pop()
+            thread.tasks.put(None)
+            thread.loop.wait(_ENDING_S)
 
 
 @contextmanager

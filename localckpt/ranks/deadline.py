@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.threads import Task
+from localckpt.threads import Task, end_all
 from localckpt.waiting import wait_until
 
-__all__ = ["Deadline", "answered", "begin", "end_waits_by", "needs_thread", "within"]
+__all__ = [
+    "Deadline",
+    "answered",
+    "begin",
+    "end_waits_by",
+    "interruptible",
+    "within",
+]
 
 T = TypeVar("T")
 
@@ -59,8 +66,7 @@ def end_waits_by(at: float) -> None:
 
     For a job that is asked to stop.
 
-    Args:
-        at: The time, by ``time.monotonic()``; infinity to let deadlines be as they are.
+    ``at`` is a time by ``time.monotonic()``; infinity lets deadlines be as they are.
     """
     global _latest
     _latest = at
@@ -69,13 +75,7 @@ def end_waits_by(at: float) -> None:
 def within(timeout_s: float, call: Callable[[], T]) -> T:
     """Return what ``call()`` returns, or raise what it raises, in a thread of its own.
 
-    Args:
-        timeout_s: The longest wait for it, in seconds.
-        call: What is called.
-
-    Raises:
-        TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
-        CheckpointingException: No thread can be had.
+    After a TimeoutError the call goes on, and its outcome is lost.
     """
     return begin(call).take_result(Deadline.after(timeout_s).left_s)
 
@@ -89,17 +89,15 @@ def answered(
 ) -> T:
     """Return what a call returns that waits for storage, which may never answer.
 
-    Args:
-        what: Verb for the message "could not <what> <place>".
-        place: File or directory for that message.
-        timeout_s: The longest wait, in seconds.
-        call: Called in a thread of its own; what it does after its deadline must do no harm.
-        given_up: Tells whether nobody wants the answer any more, which ends the wait.
-
-    Raises:
-        StorageError: It has not returned in time, or is given up.
+    Raises StorageError, "could not <what> <place>", after ``timeout_s``, or once it is
+    ``given_up``. The call is made in a thread of its own, if one can be had; what it does after its
+    deadline must do no harm.
     """
-    task, waits_s = begin(call), Deadline.after(timeout_s).left_s
+    task, waits_s = Task(call), Deadline.after(timeout_s).left_s
+    try:
+        task.start("localckpt-storage", daemon=True)
+    except RuntimeError:
+        task.run()
     try:
         if not task.wait(min(waits_s, _SOON_S)):
             wait_until(lambda: task.done() or given_up(), waits_s)
@@ -119,30 +117,38 @@ def answered(
     raise error
 
 
-def begin(call: Callable[[], T]) -> Task[T]:
-    """Start ``call()`` in a thread of its own, which does not keep the interpreter from ending.
+def interruptible(call: Callable[[], T], stop: Callable[[], None]) -> T:
+    """Return what ``call()`` returns, which may wait for long in C code.
 
-    Raises:
-        CheckpointingException: No thread can be had.
+    An interrupt of the main thread, which Python handles in no C code, has ``stop()`` end it soon.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
     task = Task(call)
     try:
-        with needs_thread():
-            # A daemon: what never returns must not keep the interpreter from ending.
-            task.start("localckpt-within", daemon=True)
-    except CheckpointingException:
-        task.call_off()
+        # Not a daemon: the interpreter must not exit while the thread is inside a C library.
+        task.start("localckpt-interruptible", daemon=False)
+        task.wait()
+    except RuntimeError:
+        # No thread can start, as while the interpreter exits. An interrupt then ends nothing early.
+        task.run()
+    except BaseException:
+        stop()
+        end_all([task])
         raise
-    return task
+    return task.take_result()
 
 
-@contextmanager
-def needs_thread() -> Iterator[None]:
-    """Raise the error of a thread that cannot be started as one that says what to do."""
+def begin(call: Callable[[], T], name: str = "localckpt-within") -> Task[T]:
+    """Start ``call()`` in a thread of its own, which does not keep the interpreter from ending."""
+    task = Task(call)
     try:
-        yield
+        # A daemon: what never returns must not keep the interpreter from ending.
+        task.start(name, daemon=True)
     except RuntimeError as error:
+        task.call_off()
         raise CheckpointingException(
             f"this process cannot start a thread ({error}): raise the limit on its processes "
             f"(ulimit -u, or the container's pids limit)"
         ) from error
+    return task

@@ -10,20 +10,20 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from localckpt.errors import MismatchError, PeerLostError
-from localckpt.failure_texts import short
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
-from localckpt.ranks.job_store import Group, StorePart
+from localckpt.ranks.job_store import AbandonedError, Members, StorePart
 from localckpt.ranks.patience import Patience
-from localckpt.ranks.round import Round
+from localckpt.ranks.round import RESULT, Round
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
 from localckpt.waiting import wait_until
@@ -38,165 +38,216 @@ T = TypeVar("T")
 # others wait for what it finds.
 _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
-# While a rank does its part, which may take hours, it asks less often whether another has failed.
-# In a large world it waits instead, and torch prints two warnings for each wait that ends in vain.
-_PAUSE_OF_HEARING_S, _HEARING_S = 0.25, 600.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
-_SEE_OFF_S = 2.0
+_DRAIN_S = 2.0
 # For a look whom a wait is for.
 _LOOKING_S = 1.0
 
 
 class Deciding:
-    """One rank's part in rounds, one after another.
-
-    Args:
-        part: Part of the job's store.
-        group: The ranks.
-        root: The rank of the group that judges.
-        timeout_s: The time that the store has to answer, in seconds.
-        hint: See :class:`localckpt.ranks.ranks.Ranks`.
+    """One rank's part in rounds, one after another; :class:`Ranks` is what others call.
 
     Attributes:
-        stopped: Set while no call waits.
+        rank: This process's rank in the group.
+        root: The rank of the group that judges.
+        is_root: Whether that is this rank.
+        global_ranks: The ranks of the group, as ranks of the job.
+        rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
+            its number by a decision of other ``Ranks``.
     """
 
     def __init__(
-        self, part: StorePart, group: Group, root: int, timeout_s: float, hint: Callable[[], str]
+        self, name: str, group: Members, root: int, timeout_s: float, hint: Callable[[], str]
     ) -> None:
-        self._part = part
-        self._rank, self._ranks, self._root = group.rank, group.ranks, root
+        self.rank, self.root, self.is_root = group.rank, root, group.rank == root
+        self.global_ranks, self.world_size = list(group.ranks), len(group.ranks)
         self._absences = Absences(group.ranks[group.rank], group.ranks, group.ranks[root])
-        self._timeout_s = timeout_s
+        self._store_timeout_s = timeout_s
         self._hint = hint
         self._threads = StoreThreads()
-        self.stopped = Latch()
-        # Verdicts before it have been deleted.
-        self._forgotten = 0
-        self._attended: tuple[int, str] | None = None
-        # Round in which this rank waits for others.
+        self._part = StorePart(name, group, timeout_s, hint)
+        self.rounds = 0
+        # Set while no call waits.
+        self._stopped = Latch()
+        # Verdicts before it have been deleted; the first was that of the opening of the part.
+        self._forgotten = -1
+        # A round that another thread awaits, and one in which this rank waits for others.
+        self._awaited_round: tuple[int, str] | None = None
         self._waits: int | None = None
 
-    @property
-    def is_root(self) -> bool:
-        """True if this rank is the one that judges."""
-        return self._rank == self._root
-
     def close(self) -> None:
-        """End the threads that talk to the store."""
-        # A fork has no threads of the process that it was made of.
+        """Let what is left in the job's store be removed; no call may follow, on any rank.
+
+        A rank that does not wait any more leaves its keys: the others may look at them still.
+        """
+        if self._stopped.is_set():
+            self._part.close_clients()
+        else:
+            self._part.close()
         if not self._part.is_fork:
             self._threads.close()
 
-    def open(self, deadline: Deadline | None = None) -> Store:
+    def _open(self, deadline: Deadline | None = None) -> Store:
         """Return the part of the store, once all ranks have come to theirs."""
-        return self._part.open(self.stopped, deadline)
+        return self._part.open(self._stopped, deadline)
 
-    def ask(self, what: str, call: Callable[[Store], T]) -> T:
+    def _ask_part(self, what: str, call: Callable[[Store], T]) -> T:
         """Call what asks the part of the store, outside of any round."""
-        store = self.open()
-        return ask_store(what, self._timeout_s, lambda: call(store))
+        store = self._open()
+        return ask_store(what, self._store_timeout_s, lambda: call(store))
 
-    def meet(self, number: int, call: Call) -> tuple[Verdict, Exception | None]:
-        """Take part in a round.
+    def _meet(self, call: Call) -> tuple[Verdict, Exception | None]:
+        """Take part in the next round.
 
-        Returns:
-            The verdict, and on the root the error of ``call.judge`` that it comes of.
+        Returns the verdict for this rank, and on the root the error of ``call.judge`` that it comes
+        of.
         """
-        if self._part.is_alone:
-            own = {self._root: call.data or b""}
-            judged, cause = judge_reports(call, [call.report()], own, self._ranks, self._root)
-            parts = judged.parts or {}
-            return Verdict.received(judged.to_json(), lambda: parts.get(self._root)), cause
-        if self.is_root:
-            return self._lead(number, call)
-        return self._follow(number, call), None
+        while True:
+            number = self._next_round(call.deadline)
+            if self._part.is_alone:
+                own = {self.root: call.data or b""}
+                judged, cause = judge_reports(call, [call.report()], own, self.global_ranks)
+                return self._own(judged), cause
+            deadline = call.deadline
+            waits_s = deadline.left_s + deadline.timeout_s * _AFTER_ROOT + call.grace_s
+            outcome = self._wait(number, call.what, partial(self._take_part, call), waits_s)
+            if outcome is None:
+                outcome = self._ask(number, call.what, partial(self._end_now, call))
+            verdict, cause = outcome
+            if not self._is_for_others(call.what, verdict):
+                break
+        if verdict.failure is not None and not verdict.late:
+            # An error may end this process, and with it the store.
+            self._drain_readers(number)
+        return self._for_this_rank(call.what, verdict), cause
 
-    def too_late(self, what: str, verdict: Verdict) -> Failure | None:
-        """The failure for this rank, if the others did not wait for it; else the verdict's."""
-        failure = verdict.failure
-        is_late = self._absences.me in verdict.late
-        if failure is None or not is_late or failure.kind != PeerLostError.__name__:
-            return failure
-        return self._absences.too_late(what, verdict.late)
+    def _post(self, call: Call) -> None:
+        """Report, without waiting for the verdict."""
+        number = self._next_round(call.deadline)
+        self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
 
-    def is_for_others(self, what: str, verdict: Verdict) -> bool:
+    def _has_failed(self, what: str) -> bool:
+        """Return whether there is a verdict already on the next round: others have failed."""
+        while (given := self._ask(self.rounds, what, Round.verdict)) is not None:
+            if not self._is_for_others(what, Verdict.received(given, bytes)):
+                return True
+            self.rounds += 1
+        return False
+
+    def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
+        """Tell what the root has done after a round; returns once all ranks have read it, or soon.
+
+        ``done`` is that on the root, and ``None`` on the other ranks, which wait ``waits_s`` for
+        it. Only the root knows, so none of the others decides anything for all ranks.
+        """
+        number = self.rounds - 1
+
+        def give(round_: Round, done: Verdict) -> Verdict:
+            round_.give_parts(done.parts or {})
+            return Verdict.received(round_.decide(done.to_json(), RESULT), round_.part)
+
+        def read(round_: Round) -> Verdict:
+            given = round_.await_verdict(time.monotonic() + waits_s, RESULT)
+            round_.count_reader()
+            return unknown if given is None else Verdict.received(given, round_.part)
+
+        if done is not None:
+            if self._part.is_alone:
+                return self._own(done)
+            told = self._ask(number, what, lambda round_: give(round_, done))
+            self._drain_readers(number)
+            return told
+        unknown = Verdict(failure=self._absences.unknown(what, waits_s))
+        heard = self._wait(number, what, read, waits_s)
+        if heard is None:
+            self._ask(number, what, Round.count_reader)
+        return heard or unknown
+
+    def _failure_here(self, what: str, error: BaseException) -> Verdict:
+        """Describe to all ranks what failed on this one."""
+        mine = {self._absences.me: Failure.of(error)}
+        return Verdict(failure=Failure.joint(f"could not {what}: ", mine))
+
+    def _next_round(self, deadline: Deadline) -> int:
+        if not self._part.is_alone:
+            # Before it counts: a round that no rank could begin has no number.
+            self._open(deadline)
+        self.rounds += 1
+        return self.rounds - 1
+
+    def _own(self, verdict: Verdict) -> Verdict:
+        """The verdict of a rank that is alone."""
+        parts = verdict.parts or {}
+        return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
+
+    def _is_for_others(self, what: str, verdict: Verdict) -> bool:
         """Return whether a round was given up in which others were in a call that this rank is not.
 
         Such a call one rank made alone, or this rank has missed it: its next one is another round.
         """
         return self._absences.me in verdict.late and verdict.given_up != what
 
-    def is_over(self, number: int, what: str) -> bool:
-        """Return whether a round is over already that this rank has not begun; see above."""
+    def _for_this_rank(self, what: str, verdict: Verdict) -> Verdict:
+        failure = verdict.failure
+        is_late = self._absences.me in verdict.late
+        if failure is None or not is_late or failure.kind != PeerLostError.__name__:
+            return verdict
+        return replace(verdict, failure=self._absences.too_late(what, verdict.late))
 
-        def is_over(round_: Round) -> bool:
-            given = round_.verdict()
-            return given is not None and self.is_for_others(what, Verdict.received(given, bytes))
-
-        return self._ask(number, what, is_over)
-
-    def note(self, number: int, what: str) -> None:
-        """Say what this rank begins to do."""
-        self._ask(number, what, lambda round_: round_.note(short(what)))
-
-    def post(self, number: int, call: Call) -> None:
-        """Report, without waiting for the verdict."""
-        self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
-
-    def see_off(self, number: int) -> None:
+    def _drain_readers(self, number: int) -> None:
         """On the root: return once all ranks have read the verdict of a round, or soon."""
-
-        def see_off(round_: Round) -> None:
-            wait_until(round_.is_read_by_all, _SEE_OFF_S)
-
+        if not self.is_root:
+            return
+        what = "wait until the other ranks have read the verdict"
         # A store that cannot be reached is not waited for.
-        with suppress(PeerLostError):
-            self._ask(number, "see the other ranks off", see_off)
+        with suppress(CheckpointingException):
+            self._ask(number, what, lambda round_: wait_until(round_.is_read_by_all, _DRAIN_S))
 
-    # The root.
+    # Called in a thread that may wait at the store.
 
-    def _lead(self, number: int, call: Call) -> tuple[Verdict, Exception | None]:
-        verdict, cause = Verdict(), None
-        report, data = call.report(), {self._rank: call.data or b""}
-
-        def collect(round_: Round) -> list[Any] | Verdict:
-            round_.report(report, wakes_root=report[1] is not None)
+    def _take_part(self, call: Call, round_: Round) -> tuple[Verdict, Exception | None]:
+        report, deadline = call.report(), call.deadline
+        if call.data and not self.is_root:
+            round_.put_data(call.data)
+        round_.report(report, wakes_root=report[1] is not None)
+        if self.is_root:
             grace_until = lambda: time.monotonic() + call.grace_s  # noqa: E731
-            is_complete = round_.wait_for_reports(call.deadline.at, grace_until)
-            return self._collected(round_, call, data, is_complete)
+            return self._lead(call, round_, round_.wait_for_reports(deadline.at, grace_until))
+        if report[1] is not None and not call.grace_s:
+            failure = joint_failure(call.what, [report], [self._absences.me])
+            given = round_.decide(Verdict(failure=failure).to_json())
+        else:
+            given = round_.await_verdict(deadline.at + deadline.timeout_s * _AFTER_ROOT)
+        if given is None:
+            given = self._give_up(round_, call.what, deadline.waited_s)
+        return self._ended(round_, call, given), None
 
-        def collect_now(round_: Round) -> list[Any] | Verdict:
-            return self._collected(round_, call, data, round_.is_complete())
+    def _end_now(self, call: Call, round_: Round) -> tuple[Verdict, Exception | None]:
+        """End a round in which this rank has reported, and waits no longer."""
+        if self.is_root:
+            return self._lead(call, round_, round_.is_complete())
+        missing = self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
+        given = round_.decide(missing.to_json())
+        round_.wake_root()
+        return self._ended(round_, call, given), None
 
-        def decide(round_: Round) -> Verdict:
-            round_.give_parts(verdict.parts or {})
-            return Verdict.received(round_.decide(verdict.to_json()), round_.part)
-
+    def _lead(
+        self, call: Call, round_: Round, is_complete: bool
+    ) -> tuple[Verdict, Exception | None]:
+        """On the root: judge the reports, or find out who is missing; give the verdict."""
+        cause, data = None, {self.rank: call.data or b""}
         try:
-            waits_s = call.deadline.left_s + call.grace_s
-            collected = self._wait(number, call.what, collect, waits_s)
-            if collected is None:
-                collected = self._ask(number, call.what, collect_now)
-            if isinstance(collected, Verdict):
-                verdict = collected
-            else:
-                verdict, cause = judge_reports(call, collected, data, self._ranks, self._root)
+            with store_errors(call.what):
+                collected = self._collected(round_, call, data, is_complete)
         except MismatchError as error:
             # What a rank has reported cannot be read.
-            verdict = Verdict(failure=Failure.of(error))
-        except BaseException as error:
-            if call.acts and not isinstance(error, Exception) and not self._part.is_fork:
-                # The others wait for a verdict.
-                verdict = Verdict(failure=self._failure_here(call.what, Failure.of(error)))
-                with suppress(PeerLostError):
-                    self._ask(number, call.what, decide)
-            raise
-        try:
-            return self._ask(number, call.what, decide), cause
-        finally:
-            # Else the error would keep itself by this variable, and what its callers work on.
-            del cause
+            collected = Verdict(failure=Failure.of(error))
+        if isinstance(collected, Verdict):
+            verdict = collected
+        else:
+            verdict, cause = judge_reports(call, collected, data, self.global_ranks)
+        round_.give_parts(verdict.parts or {})
+        return Verdict.received(round_.decide(verdict.to_json()), round_.part), cause
 
     def _collected(
         self, round_: Round, call: Call, data: dict[int, bytes], is_complete: bool
@@ -204,136 +255,66 @@ class Deciding:
         """The reports of all ranks, or the verdict if there is nothing to judge."""
         if not is_complete and not round_.join_teams():
             return self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
-        reports = self._all_reports(round_)
-        if None not in reports and joint_failure(call.what, reports, self._ranks) is not None:
-            return reports
-        if None in reports or (call.acts and not round_.claim(acts=True)):
+        # What is left of earlier rounds has been read by all.
+        round_.forget_before(self._forgotten)
+        self._forgotten = round_.number
+        reports = round_.reports()
+        if None in reports:
             # Another rank has given the verdict, or is about to.
             given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
             given = given or self._give_up(round_, call.what, call.deadline.timeout_s)
             return Verdict.received(given, round_.part)
-        for rank, (_, _, _, nbytes, *_) in enumerate(reports):
-            if nbytes and rank != self._rank:
-                data[rank] = round_.take_data(rank)
+        if joint_failure(call.what, reports, self.global_ranks) is None:
+            for rank, (_, _, _, nbytes, *_) in enumerate(reports):
+                if nbytes and rank != self.rank:
+                    data[rank] = round_.take_data(rank)
         return reports
 
-    def _all_reports(self, round_: Round) -> list[Any]:
-        """Read the reports of all ranks, and delete what is left of earlier rounds."""
-        round_.forget_before(self._forgotten)
-        self._forgotten = round_.number
-        return round_.reports()
-
-    # All other ranks.
-
-    def _follow(self, number: int, call: Call) -> Verdict:
-        def take_part(round_: Round) -> Verdict:
-            report, deadline = call.report(), call.deadline
-            if call.data:
-                round_.put_data(call.data)
-            round_.report(report, wakes_root=report[1] is not None)
-            if report[1] is not None and not call.grace_s:
-                failure = self._failure_here(call.what, Failure.from_json(report[1]))
-                return self._decided(round_, call, Verdict(failure=failure))
-            given = round_.await_verdict(deadline.at + deadline.timeout_s * _AFTER_ROOT)
-            if given is None and call.acts and not round_.claim(acts=False):
-                # All have reported, and the root acts.
-                given = round_.await_verdict(time.monotonic() + deadline.timeout_s)
-                if given is None:
-                    unknown = self._absences.unknown(call.what, deadline.timeout_s)
-                    return self._ended(round_, call, Verdict(failure=unknown))
-            if given is None:
-                given = self._give_up(round_, call.what, deadline.waited_s)
-            return self._ended(round_, call, Verdict.received(given, round_.part))
-
-        def stop(round_: Round) -> Verdict:
-            if call.acts and not round_.claim(acts=False):
-                unknown = self._absences.unknown(call.what, call.deadline.waited_s)
-                return self._ended(round_, call, Verdict(failure=unknown))
-            missing = self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
-            verdict = self._decided(round_, call, missing)
-            round_.wake_root()
-            return verdict
-
-        # For an act that is slow it waits twice.
-        waits_s = call.deadline.left_s + call.deadline.timeout_s * (_AFTER_ROOT + call.acts)
-        verdict = self._wait(number, call.what, take_part, waits_s)
-        return self._ask(number, call.what, stop) if verdict is None else verdict
-
-    def _decided(self, round_: Round, call: Call, mine: Verdict) -> Verdict:
-        """Give a verdict on this rank, unless another rank has; the one that holds."""
-        given = round_.decide(mine.to_json())
-        return self._ended(round_, call, Verdict.received(given, round_.part))
-
-    def _ended(self, round_: Round, call: Call, verdict: Verdict) -> Verdict:
-        if call.acts or verdict.failure is not None:
+    def _ended(self, round_: Round, call: Call, given: Any) -> Verdict:
+        verdict = Verdict.received(given, round_.part)
+        if verdict.failure is not None:
             round_.count_reader()
-        if verdict.failure is not None and call.data:
-            round_.drop_data(len(call.data))
+            if call.data:
+                round_.drop_data(len(call.data))
         return verdict
 
     # In a thread of its own, with no deadline.
 
-    def hear(self, number: int, what: str, over: Latch) -> bool:
-        """Wait for the verdict on a round in which this rank has not reported yet: a failure.
+    def _await_verdict(self, call: Call) -> Verdict:
+        """Take part as in :meth:`_meet`, until another thread ends it."""
+        while True:
+            number, wait = self._next_round(call.deadline), StoreWait(self._store_timeout_s)
+            wait.abandoned = self._stopped
+            with store_errors(call.what):
+                round_ = self._round(self._open(), number, wait)
+                self._awaited_round = (number, call.what)
+                try:
+                    verdict, _ = self._take_part(call, round_)
+                except AbandonedError as error:
+                    raise PeerLostError(f"could not {call.what}: this rank has left") from error
+                finally:
+                    self._awaited_round = None
+            if not self._is_for_others(call.what, verdict):
+                return self._for_this_rank(call.what, verdict)
 
-        Args:
-            number: Of the round.
-            what: What the ranks do together.
-            over: Ends the wait: this rank is about to report.
-
-        Returns:
-            Whether there is a verdict; False if ``over`` is set.
+    def give_up(self, waited_s: float) -> None:
+        """End a wait with no deadline in another thread: ranks that have not reported are lost.
 
         Raises:
             PeerLostError: The store cannot be reached.
         """
-        with store_errors(what):
-            store, fetch = self._part.listener(over, _PAUSE_OF_HEARING_S)
-            round_ = Round(store, number, self._rank, len(self._ranks), fetch)
-            while not over.is_set():
-                if round_.await_verdict(time.monotonic() + _HEARING_S) is not None:
-                    # Had this rank reported, the verdict may be any.
-                    return not over.is_set()
-        return False
-
-    def attend(self, number: int, call: Call) -> Verdict:
-        """Take part as in :meth:`meet`; see :meth:`localckpt.ranks.ranks.Ranks.attend`."""
-        with store_errors(call.what):
-            store, fetch = self._part.listener(self.stopped)
-            round_ = Round(store, number, self._rank, len(self._ranks), fetch)
-            self._attended = (number, call.what)
-            try:
-                return Verdict.received(self._await_attended(round_, call), round_.part)
-            finally:
-                self._attended = None
-
-    def _await_attended(self, round_: Round, call: Call) -> Any:
-        round_.report(call.report(), wakes_root=False)
-        if self.is_root and round_.wait_to_look(inf) and round_.is_complete():
-            reports = self._all_reports(round_)
-            # A rank that has gone on knows the verdict that another one gave.
-            if None not in reports:
-                verdict, _ = judge_reports(call, reports, {}, self._ranks, self._root)
-                return round_.decide(verdict.to_json())
-        if (given := round_.await_verdict(inf)) is None:
-            raise PeerLostError(f"could not {call.what}: this rank has left")
-        return given
-
-    def give_up(self, waited_s: float) -> None:
-        """End an :meth:`attend` in another thread: ranks that have not reported are lost."""
-        if (attended := self._attended) is not None:
-            number, what = attended
+        if (awaited_round := self._awaited_round) is not None:
+            number, what = awaited_round
             self._ask(number, what, lambda round_: self._give_up(round_, what, waited_s))
 
-    def leave(self, next_number: int, next_what: str) -> None:
-        """End an :meth:`attend` in another thread, on all ranks; else the next one of the others.
+    def leave(self, next_what: str) -> None:
+        """Take part in nothing any more.
 
-        Args:
-            next_number: Of the round that this rank would attend next.
-            next_what: What the ranks do together there.
+        It ends a wait with no deadline in another thread, on all ranks; else the others' next one,
+        which is that for ``next_what``.
         """
-        self.stopped.set()
-        number, what = self._attended or (next_number, next_what)
+        self._stopped.set()
+        number, what = self._awaited_round or (self.rounds, next_what)
 
         def decide() -> None:
             # The others may wait for this rank to come here first.
@@ -344,66 +325,63 @@ class Deciding:
 
         try:
             ask_store("leave the others", _LEAVING_S, decide)
-        except PeerLostError as error:
+        except CheckpointingException as error:
             logger.debug("%s", error)
 
     # Ranks that do not come.
 
     def _give_up(self, round_: Round, what: str, waited_s: float) -> Any:
         """Decide that the ranks which have not reported are lost, unless another rank does."""
-        given = None
-        is_first = self.stopped.is_set() or self.is_root or round_.is_first_to_ask()
-        if is_first and round_.join_teams():
-            # The others wait longer, for what is decided here.
-            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S / 2)
-        elif not is_first:
-            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
-        if given is None:
-            missing = self._verdict_on_missing(round_, what, waited_s)
-            given = round_.decide(missing.to_json())
-            round_.wake_root()
+        is_first = self._stopped.is_set() or self.is_root or round_.is_first_to_ask()
+        try:
+            with store_errors(what):
+                if not is_first or round_.join_teams():
+                    # The others wait longer, for what the first one decides.
+                    wait_s = _AFTER_FIRST_S / (2 if is_first else 1)
+                    if (given := round_.await_verdict(time.monotonic() + wait_s)) is not None:
+                        return given
+                missing = self._verdict_on_missing(round_, what, waited_s)
+        except MismatchError as error:
+            # What a rank has reported cannot be read.
+            missing = Verdict(failure=Failure.of(error))
+        given = round_.decide(missing.to_json())
+        round_.wake_root()
         return given
 
     def _verdict_on_missing(self, round_: Round, what: str, waited_s: float) -> Verdict:
         """The verdict when not all have reported in time."""
-        reports, ranks = round_.reports(), self._ranks
-        late = [rank for rank, report in enumerate(reports) if report is None] or [self._root]
+        reports, ranks = round_.reports(), self.global_ranks
+        late = [rank for rank, report in enumerate(reports) if report is None] or [self.root]
         failure = joint_failure(what, reports, ranks)
         missing = tuple(ranks[rank] for rank in late)
         if failure is None:
-            seen = {ranks[r]: s for r in late[:NAMED] if (s := round_.last_seen(r)) is not None}
+            seen = round_.last_seen(late[:NAMED], ranks)
             failure = self._absences.late(what, missing, seen, waited_s, self._hint())
         return Verdict(failure=failure, late=missing, given_up=what)
 
     def awaits(self) -> str:
         """Return in words which ranks a call in another thread waits for; empty for none."""
-        number = self._waits if self._attended is None else self._attended[0]
+        number = self._waits if self._awaited_round is None else self._awaited_round[0]
         return "" if number is None else self._awaited(number)
 
     def _awaited(self, number: int) -> str:
-        """Return in words which ranks a round waits for: on the root all, else whether it does.
-
-        Only the root reads the reports of all.
-        """
+        """Return in words which ranks a round waits for: on the root all, else whether it does."""
 
         def look() -> str:
-            round_ = self._round(self.open(), number, StoreWait(_LOOKING_S))
-            reported = round_.last_report(self._root)
+            round_ = self._round(self._open(), number, StoreWait(_LOOKING_S))
+            reported = round_.last_report(self.root)
             if not self.is_root and reported is not None and reported[0] >= number:
                 return f"ranks that rank {self._absences.root} names"
-            late = [self._root]
+            late = [self.root]
             if self.is_root:
                 late = [rank for rank, report in enumerate(round_.reports()) if report is None]
-            seen = {self._ranks[r]: s for r in late[:NAMED] if (s := round_.last_seen(r))}
-            return named([self._ranks[rank] for rank in late], seen) or "the job's store"
+            seen = round_.last_seen(late[:NAMED], self.global_ranks)
+            return named([self.global_ranks[rank] for rank in late], seen) or "the job's store"
 
         try:
             return ask_store("see which ranks are waited for", _LOOKING_S, look)
-        except PeerLostError:
+        except CheckpointingException:
             return "the job's store, which does not answer"
-
-    def _failure_here(self, what: str, failure: Failure) -> Failure:
-        return Failure.joint(f"could not {what}: ", {self._absences.me: failure})
 
     # Talking to the store.
 
@@ -415,7 +393,7 @@ class Deciding:
         """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
         self._waits = number
         try:
-            return self._in_thread(number, what, call, waits_s, self.stopped)
+            return self._in_thread(number, what, call, waits_s, self._stopped)
         finally:
             self._waits = None
 
@@ -427,9 +405,9 @@ class Deciding:
         waits_s: float,
         stopped: Latch,
     ) -> T | None:
-        store = self.open()
+        store = self._open()
         # However long the wait for other ranks, the store needs its time.
-        answer_s = 2 * self._timeout_s + _AFTER_FIRST_S
+        answer_s = 2 * self._store_timeout_s + _AFTER_FIRST_S
         patience = Patience(self._absences.me, what)
         return self._threads.ask_until_stopped(
             what,
@@ -444,4 +422,4 @@ class Deciding:
         def fetch(key: str, until: float) -> bytes | None:
             return self._part.fetch(key, until, wait)
 
-        return Round(store, number, self._rank, len(self._ranks), fetch)
+        return Round(store, number, self.rank, self.world_size, fetch)

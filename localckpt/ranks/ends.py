@@ -66,12 +66,7 @@ class CallEnd:
 
 
 def failure_of(ends: Sequence[CallEnd], ranks: Sequence[int]) -> Failure | None:
-    """Return the failure that every rank raises; ``None`` if the call succeeded.
-
-    Args:
-        ends: One of each rank.
-        ranks: The ranks of the job, in the same order.
-    """
+    """Return the failure that every rank raises; ``None`` if the call succeeded."""
     # A rank that has nothing to write takes part with no function.
     names = {end.name for end in ends} - {NO_FUNCTION}
     if len({end.number for end in ends}) > 1 or len(names) > 1:

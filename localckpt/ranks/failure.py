@@ -60,9 +60,7 @@ class Failure:
     def joint(cls, begin: str, failures: Mapping[int, Failure]) -> Failure:
         """Describe what went wrong on several ranks.
 
-        Args:
-            begin: What the text begins with; the ranks, and what each says, follow.
-            failures: By rank; at least one.
+        ``begin`` is what the text begins with; the ranks, and what each says, follow.
         """
         # Peers of a rank that failed for a reason of its own have lost it: that says nothing more.
         causes = {r: f for r, f in failures.items() if f.kind != PeerLostError.__name__}

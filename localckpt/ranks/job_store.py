@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -27,15 +26,16 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.asking import StoreWait, ask_store, store_errors
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ranks.asking import StoreWait, store_errors
 from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.opening import Opening
+from localckpt.ranks.opening import NAMES, Opening
+from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
-from localckpt.threads import Latch, Task, wait_for_any
+from localckpt.threads import Latch, Task
 from localckpt.waiting import back_off
 
-__all__ = ["AbandonedError", "Group", "Standing", "StorePart", "default_store", "group_ranks"]
+__all__ = ["AbandonedError", "Members", "Standing", "StorePart", "default_store", "group_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Members:
     """The ranks that work together, and the job's store as this process sees it.
 
     Attributes:
@@ -103,17 +103,8 @@ class Group:
     @classmethod
     def of(
         cls, process_group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
-    ) -> Group:
-        """Find the ranks of a process group; without torch.distributed a process is alone.
-
-        Args:
-            process_group: The ranks; ``None`` for all.
-            ranks: The ranks, where they have no process group.
-
-        Raises:
-            MismatchError: This process is not among the ranks, or the job has more ranks than this
-                process knows of.
-        """
+    ) -> Members:
+        """Find the ranks of a process group; without torch.distributed a process is alone."""
         if not (dist.is_available() and dist.is_initialized()):
             _refuse_unknown_world()
             return cls(0, (0,), None)
@@ -139,36 +130,31 @@ class StorePart:
     until all have. One that only some ranks have made, and that none uses, is in nobody's way.
     Without torch.distributed it is a world of one, which has no store.
 
-    Args:
-        name: Keeps the part apart from others that the same ranks open at the same time.
-        group: The ranks.
-        timeout_s: How long to wait for the other ranks, in seconds.
-        remove_keys: ``remove_keys(store, rank)`` deletes what a rank has written into a part. It is
-            called for parts that were closed, and for those that an earlier process of this rank
-            left.
-        hint: As for :class:`Opening`.
+    What a rank has written into a part that was closed, or that an earlier process of this rank
+    left, is deleted when the next part of the name is opened.
+
+    Attributes:
+        is_large: Whether ranks wait on connections kept for that, and do not poll the process that
+            hosts the store.
     """
 
     def __init__(
         self,
         name: str,
-        group: Group,
+        group: Members,
         timeout_s: float,
-        *,
-        remove_keys: Callable[[Store, int], None],
         hint: Callable[[], str] = str,
     ) -> None:
         self._process = os.getpid()
         self._group = group
         self._store: Store | None = None
-        # Connections for waiting: those that are free, and the one of the thread that listens.
+        self.is_large = len(group.ranks) > _FEW_RANKS
+        # Connections for waiting that are free.
         self._clients: list[Store] = []
-        self._listener: Store | None = None
         self._opening: Task[Store] | None = None
         self._closed = False
         # The last waits that were not in vain, in seconds.
         self._waits_s: deque[float] = deque(maxlen=_WAITS)
-        self._remove_keys = remove_keys
         self._hint = hint
         self._name = name
         self._timeout_s = timeout_s
@@ -188,13 +174,6 @@ class StorePart:
         return len(self._group.ranks) == 1
 
     @property
-    def is_open(self) -> bool:
-        """True if :meth:`open` returns, or raises, without waiting for other ranks."""
-        if self.is_alone or self._store is not None:
-            return True
-        return self._opening is not None and self._opening.done()
-
-    @property
     def is_fork(self) -> bool:
         """True if this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
@@ -202,14 +181,7 @@ class StorePart:
     def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
         """Return the part, once all ranks have come to it.
 
-        Args:
-            stopped: Ends the wait.
-            deadline: Deadline of the wait, where that is earlier than the part's own.
-
-        Raises:
-            PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
-                call tries again.
-            CheckpointingException: This process is a fork of the one that made the part.
+        The deadline may be earlier than the part's own. After an error the next call tries again.
         """
         if self.is_fork:
             raise CheckpointingException(
@@ -224,14 +196,12 @@ class StorePart:
         if deadline is not None and deadline.at < self._deadline.at:
             self._deadline = deadline
         try:
-            wait_for_any([opening.over, stopped], self._limit_s)
+            opening.over.wait(self._limit_s, stopped)
             with store_errors(f"open {self._name!r}", self._limit_s):
-                self._store = opening.result(0)
+                self._store = opening.take_result(0)
         finally:
             if opening.done():
                 self._opening = None
-            # An error keeps the frames that it came through: it must not be in one of them itself.
-            del opening
         return self._store
 
     def prepare(self) -> None:
@@ -243,11 +213,7 @@ class StorePart:
             self._openings.last[self._prefix] = over
 
     def require_same_world(self) -> None:
-        """Check that the job's process group is the one for which this part was made.
-
-        Raises:
-            MismatchError: Another one was made since, or its members were changed.
-        """
+        """Check that the job's process group is the one for which this part was made."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         if self._group.store is None and dist.get_world_size() > 1:
@@ -286,20 +252,17 @@ class StorePart:
             if opening is None or not opening.wait(_LEAVING_S) or opening.error:
                 return
         self._closed = True
-        self.hang_up()
-        try:
-            ask_store("leave the job's store", _LEAVING_S, self._note_closed)
-        except PeerLostError as error:
-            # Most often the process that hosts the store has ended, and the keys with it.
-            logger.debug("%s", error)
+        self.close_clients()
+        with self._openings.noting:
+            self._openings.closed.setdefault(self._prefix, []).append(self._part)
 
     def _agree_after(self, before: Latch | None, over: Latch) -> Store:
         try:
             if before is not None:
-                over_before = [before, self._given_up, self._openings.are_over]
-                wait_for_any(over_before, self._deadline.left_s)
+                before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
             opening = Opening(
                 self._shared,
+                lambda name: PrefixStore(name, self._shared),
                 self._name,
                 self._group.rank,
                 self._group.ranks,
@@ -317,24 +280,16 @@ class StorePart:
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part.
 
-        Args:
-            key: Its key.
-            until: The deadline, by the monotonic clock.
-            wait: Told that nothing is left to do but to wait, and when the store has answered.
-
-        Returns:
-            The value; ``None`` if it is not there in time.
-
-        Raises:
-            AbandonedError: The thread that waits has been abandoned.
+        ``wait`` is told that nothing is left to do but to wait, and when the store has answered.
+        Returns ``None`` if the value is not there in time.
         """
         wait.begun.set()
-        client = self._take_client() if self._is_large else None
+        client = self._take_client() if self.is_large else None
         if client is None:
-            value = self._poll(key, until, wait.abandoned, wait.expect)
+            value = self._poll(key, until, wait)
         else:
             wait.expect(until)
-            value = _get_in_time(client, key, until)
+            value = _get_in_time(client, key, until, wait.abandoned)
             wait.expect()
         if wait.abandoned.is_set():
             raise AbandonedError
@@ -342,28 +297,17 @@ class StorePart:
             self._clients.append(client)
         return value
 
-    def _poll(
-        self,
-        key: str,
-        until: float,
-        stopped: Latch,
-        heard: Callable[[], None] | None = None,
-        longest_pause_s: float = _LONGEST_PAUSE_OF_FEW_S,
-    ) -> bytes | None:
-        """Ask again and again; in a world of some size first when the usual wait is almost over.
-
-        ``heard()`` is called after each answer.
-        """
+    def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
+        """Ask again and again; in a world of some size first when the usual wait is almost over."""
         assert self._store is not None
         began = time.monotonic()
-        pause_s, pauses = 0.0, back_off(longest_s=longest_pause_s)
+        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
         if len(self._group.ranks) > _VERY_FEW_RANKS and self._waits_s:
             pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
-            pauses = back_off(longest_s=longest_pause_s, share=1 / 2)
-        while not stopped.wait(min(pause_s, max(0.0, until - time.monotonic()))):
+            pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
+        while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
             value = if_there(self._store, key)
-            if heard is not None:
-                heard()
+            wait.expect()
             if value is not None:
                 self._waits_s.append(time.monotonic() - began)
                 return value
@@ -372,41 +316,9 @@ class StorePart:
             pause_s = next(pauses)
         return None
 
-    def listener(
-        self, stopped: Latch, longest_pause_s: float = _LONGEST_PAUSE_OF_FEW_S
-    ) -> tuple[Store, Callable[[str, float], bytes | None]]:
-        """The part for a thread that waits without a deadline, and how that thread waits.
-
-        Args:
-            stopped: Ends the wait; in a large world it is looked at when a value is there, or a
-                wait has reached its deadline.
-            longest_pause_s: Longest pause before a small world asks again, in seconds.
-        """
-        assert self._store is not None
-        if self._is_large and self._listener is None:
-            self._listener = self._take_client()
-        if (client := self._listener) is None:
-            return self._store, lambda key, until: self._poll(
-                key, until, stopped, longest_pause_s=longest_pause_s
-            )
-
-        def fetch(key: str, until: float) -> bytes | None:
-            value = None
-            while value is None and not stopped.is_set() and time.monotonic() < until:
-                value = _get_in_time(client, key, until)
-            return value
-
-        return client, fetch
-
-    def hang_up(self) -> None:
+    def close_clients(self) -> None:
         """Give up the connections that were made for waiting."""
-        self._listener = None
         self._clients.clear()
-
-    @property
-    def _is_large(self) -> bool:
-        """True if ranks wait on connections kept for that, and do not poll the root's process."""
-        return len(self._group.ranks) > _FEW_RANKS
 
     def _take_client(self) -> Store | None:
         """A connection that nobody else waits on; it is given back once it is free again."""
@@ -423,47 +335,46 @@ class StorePart:
         return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
     def _note_opened(self) -> None:
-        """Note the part for later openings, and remove this rank's keys of those nobody uses."""
-        with self._openings.noting:
-            notes = self._notes()
-            for part, (process, is_closed) in list(notes.items()):
-                if is_closed or process != self._openings.process:
-                    self._remove_keys(PrefixStore(part, self._shared), self._group.rank)
-                    del notes[part]
-            notes[self._part] = self._openings.process, False
-            self._write(notes)
+        """Note the part for later processes, and remove this rank's keys of those nobody uses."""
+        openings, rank = self._openings, self._group.rank
+        with openings.noting:
+            parts = openings.parts.get(self._prefix)
+            unused = openings.closed.pop(self._prefix, [])
+            if parts is None:
+                parts = unused = self._left_parts()
+            for part in unused:
+                remove_rounds(PrefixStore(part, self._shared), rank, len(self._group.ranks))
+            parts = [*(part for part in parts if part not in unused), self._part]
+            openings.parts[self._prefix] = parts
+            self._shared.set(f"parts/{rank}", json.dumps(parts))
 
-    def _note_closed(self) -> None:
-        """Note that this rank's keys can be removed."""
-        with self._openings.noting:
-            notes = self._notes()
-            # Another process may have the number of this rank now.
-            if self._part in notes:
-                notes[self._part] = self._openings.process, True
-                self._write(notes)
-
-    def _notes(self) -> dict[str, tuple[str, bool]]:
-        """Read this rank's parts: for each its process, and whether it is closed."""
-        text = if_there(self._shared, f"parts/{self._group.rank}") or b"{}"
-        return {part: (process, closed) for part, (process, closed) in json.loads(text).items()}
-
-    def _write(self, notes: dict[str, tuple[str, bool]]) -> None:
-        self._shared.set(f"parts/{self._group.rank}", json.dumps(notes))
+    def _left_parts(self) -> list[str]:
+        """Parts that an earlier process of this rank has left, or this one in another world."""
+        text = if_there(self._shared, f"parts/{self._group.rank}") or b"[]"
+        try:
+            return [part for part in json.loads(text) if NAMES.fullmatch(part)]
+        except (ValueError, TypeError, RecursionError):
+            # No rank has put it there. Keys of closed parts then stay.
+            return []
 
 
-def _get_in_time(client: Store, key: str, until: float) -> bytes | None:
-    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time."""
+def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
+    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time.
+
+    Whether the wait was stopped is looked at when a value is there, or once a day.
+    """
     value = b""
     # torch's server ends the waits for a key that is not there when another client compares it, as
     # :func:`if_there` does. No value that is waited for is empty.
-    while not value:
-        left_s = min(max(0.001, until - time.monotonic()), _LONGEST_WAIT_S)
-        client.set_timeout(timedelta(seconds=left_s))
+    while not value and not stopped.is_set():
+        left_s = max(0.001, until - time.monotonic())
+        client.set_timeout(timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
         try:
             value = client.get(key)
         except dist.DistStoreError:
-            return None
-    return value
+            if left_s <= _LONGEST_WAIT_S:
+                return None
+    return value or None
 
 
 def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
@@ -488,16 +399,18 @@ class _Openings:
 
     Attributes:
         made_for: This process in the job.
-        process: Random name of the process for notes in the store.
         last: By prefix, set once the last opening that was begun there is over.
         are_over: Set once the membership has changed.
-        noting: Held while notes are changed.
+        parts: By prefix, parts that have keys of this process.
+        closed: By prefix, those of them that nobody uses any more.
+        noting: Held while parts are noted.
     """
 
     made_for: Standing | None
-    process: str = field(default_factory=lambda: secrets.token_hex(8))
     last: dict[str, Latch] = field(default_factory=dict)
     are_over: Latch = field(default_factory=Latch)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    closed: dict[str, list[str]] = field(default_factory=dict)
     noting: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -506,7 +419,7 @@ class _Openings:
 _OPENINGS: WeakKeyDictionary[Store, _Openings] = WeakKeyDictionary()
 
 
-def _openings_in(group: Group) -> _Openings:
+def _openings_in(group: Members) -> _Openings:
     assert group.store is not None, "a process that is alone opens nothing"
     made_for = group.made_for and group.made_for[0]
     openings = _OPENINGS.get(group.store)

@@ -23,11 +23,6 @@ class Patience:
     """Back-off of the messages about one wait: the first soon, the next when it is twice as long.
 
     They are warnings if the wait begins in the main thread, which training waits for.
-
-    Args:
-        rank: The rank that waits, as a rank of the job.
-        what: What it waits to do, as an infinitive.
-        level: Level of the messages; ``None`` for that.
     """
 
     def __init__(self, rank: int, what: str, level: int | None = None) -> None:
@@ -43,8 +38,7 @@ class Patience:
     def left_s(self, whom: Callable[[], str]) -> float:
         """Log the wait if it is time; return the seconds until the next message.
 
-        Args:
-            whom: Returns the ranks that are waited for, in words.
+        ``whom`` returns the ranks that are waited for, in words.
         """
         waited_s = time.monotonic() - self._began
         if waited_s >= self._next_s:
@@ -78,10 +72,7 @@ class Patience:
     ) -> bool:
         """Wait for another thread, and log the wait; returns whether it is over.
 
-        Args:
-            wait: Waits so many seconds, and returns whether it is over.
-            timeout_s: The longest wait, in seconds.
-            whom: As for :meth:`left_s`.
+        ``wait`` waits so many seconds, and returns whether it is over.
         """
         until = time.monotonic() + timeout_s
         while not wait(min(max(0.0, until - time.monotonic()), self.left_s(whom))):

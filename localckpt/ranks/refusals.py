@@ -30,11 +30,6 @@ class refused_together:
 
     This rank takes part in the first decision of the others, and then raises its own error. Of
     contexts inside each other the outermost acts.
-
-    Args:
-        name: Name of the :class:`Ranks` by which the others meet.
-        process_group: The ranks; ``None`` for all.
-        timeout_s: Longest wait for them, in seconds.
     """
 
     def __init__(

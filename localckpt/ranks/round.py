@@ -9,13 +9,14 @@ decided once, by who writes the verdict first. A round takes O(N) operations of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import isqrt
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from localckpt.failure_texts import short
 from localckpt.ranks.values import (
     delete,
     drop,
@@ -28,13 +29,16 @@ from localckpt.ranks.values import (
     take,
 )
 
-__all__ = ["HAND", "Fetch", "Round", "remove_rounds"]
+__all__ = ["HAND", "OPENING", "RESULT", "Fetch", "Round", "remove_rounds"]
 
 Fetch = Callable[[str, float], bytes | None]
 """``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
 
 HAND = "hand"
 """Key of the part, outside of rounds, that is there once some rank has raised its hand."""
+
+OPENING = -1
+"""Number of the round that opens a part, before all others."""
 _SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
@@ -42,18 +46,14 @@ _SMALL_PART_NBYTES = 4096
 _INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
-_ACTS, _GIVES_UP = "acts", "gives up"
+
+RESULT = "result"
+"""Key of what the root has done after a round whose verdict was that all ranks did their part."""
+_VERDICT = "verdict"
 
 
 class Round:
-    """One round, as one rank takes part in it.
-
-    Args:
-        store: The group's part of the job's store.
-        number: Number of the round, from 0; the same on all ranks. It is an attribute, too.
-        rank, world_size: This rank's place in the group, and the number of ranks.
-        fetch: Waits for a value.
-    """
+    """One round, as one rank takes part in it."""
 
     def __init__(
         self,
@@ -73,9 +73,7 @@ class Round:
     def report(self, report: Any, *, wakes_root: bool) -> None:
         """Report, once a round.
 
-        Args:
-            report: Anything that JSON can carry.
-            wakes_root: Let the root know at once, though others have not reported yet.
+        With ``wakes_root`` the root knows at once, though others have not reported yet.
         """
         store, number, team = self._store, self.number, self._team
         # Two keys by turns: the last report stays for those who ask where a rank was last seen.
@@ -95,7 +93,11 @@ class Round:
 
     def note(self, what: str) -> None:
         """Note what this rank begins to do, before it has anything to report."""
-        self._store.set(_note_key(self._rank), json.dumps([self.number, what]))
+        self._store.set(_note_key(self._rank), json.dumps([self.number, short(what)]))
+
+    def is_first_report(self) -> bool:
+        """Return whether no process of this rank has asked this of the round before."""
+        return int(self._store.add(_signed_key(self._rank, self.number), 1)) == 1
 
     def put_data(self, data: bytes) -> None:
         """Before the report: put the bytes that belong to it where the root takes them."""
@@ -109,11 +111,6 @@ class Round:
         """Delete the bytes of this rank's report if the root has not taken them."""
         drop(self._store, _data_key(self._rank, self.number), nbytes)
 
-    def claim(self, *, acts: bool) -> bool:
-        """Settle whether the root acts or others give up; whether it is as the caller wants."""
-        mine = _ACTS if acts else _GIVES_UP
-        return bytes(self._store.compare_set(f"{self.number}/claim", "", mine)) == mine.encode()
-
     def count_reader(self) -> None:
         """Count this rank among those that have read the verdict."""
         self._store.add(f"{self.number}/readers", 1)
@@ -126,9 +123,7 @@ class Round:
     def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
         """On the root: wait until all ranks have reported; whether they have.
 
-        Args:
-            until: The deadline, by the monotonic clock.
-            grace_until: The deadline once some rank has reported a failure.
+        ``grace_until`` returns the deadline once some rank has reported a failure.
         """
         if not self.wait_to_look(until) or self.is_complete():
             return self.is_complete()
@@ -167,8 +162,7 @@ class Round:
     def join_teams(self) -> bool:
         """Join the reports of teams whose last rank died before it had.
 
-        Returns:
-            Whether all ranks had reported, and the root gets to know it from here only.
+        Returns whether all ranks had reported, and the root gets to know it from here only.
         """
         reports = self.reports()
         if None in reports or self.is_complete():
@@ -189,13 +183,18 @@ class Round:
         found = [tuple(json.loads(value)) for value in values if value is not None]
         return max(found, key=lambda entry: entry[0], default=None)
 
-    def last_seen(self, rank: int) -> str | None:
-        """The call that a rank was last seen in; ``None`` if it never was."""
-        noted = if_there(self._store, _note_key(rank))
-        began = (-1, None) if noted is None else json.loads(noted)
-        reported = self.last_report(rank) or (-1, [None])
-        # A note is of the round that the rank is to report in next.
-        seen: str | None = began[1] if began[0] > reported[0] else reported[1][0]
+    def last_seen(self, ranks: Sequence[int], names: Sequence[int]) -> dict[int, str]:
+        """The calls that ranks were last seen in, if they ever were, by their ``names``."""
+        seen: dict[int, str] = {}
+        for rank in ranks:
+            noted = if_there(self._store, _note_key(rank))
+            number, what = (OPENING - 1, "") if noted is None else json.loads(noted)
+            reported = self.last_report(rank)
+            # A note is of the round that the rank is to report in next.
+            if reported is not None and reported[0] >= number:
+                what = reported[1][0]
+            if reported is not None or noted is not None:
+                seen[names[rank]] = what
         return seen
 
     def give_parts(self, parts: Mapping[int, bytes]) -> None:
@@ -218,23 +217,29 @@ class Round:
             drop(self._store, key, len(value))
         return value[len(number) :]
 
-    def decide(self, verdict: Any) -> Any:
+    def decide(self, verdict: Any, key: str = _VERDICT) -> Any:
         """Give the verdict, unless another rank has; the one that holds."""
-        text, kind = json.dumps(verdict), _INLINE
+        text, kind, key = json.dumps(verdict), _INLINE, f"{self.number}/{key}"
         if len(text) > _INLINE_NBYTES:
-            put(self._store, f"{self.number}/body", text.encode())
+            put(self._store, f"{key}/body", text.encode())
             text, kind = "", _APART
-        return self._read(self._store.compare_set(f"{self.number}/verdict", "", kind + text))
+        return self._read(key, self._store.compare_set(key, "", kind + text))
 
-    def await_verdict(self, until: float) -> Any:
+    def await_verdict(self, until: float, key: str = _VERDICT) -> Any:
         """Wait for the verdict; ``None`` if it is not in time."""
-        value = self._fetch(f"{self.number}/verdict", until)
-        return None if value is None else self._read(value)
+        key = f"{self.number}/{key}"
+        value = self._fetch(key, until)
+        return None if value is None else self._read(key, value)
 
     def verdict(self) -> Any:
         """Read the verdict; ``None`` if there is none yet."""
-        value = if_there(self._store, f"{self.number}/verdict")
-        return None if value is None else self._read(value)
+        key = f"{self.number}/{_VERDICT}"
+        value = if_there(self._store, key)
+        return None if value is None else self._read(key, value)
+
+    def is_decided(self) -> bool:
+        """Return whether there is a verdict, also one that cannot be read."""
+        return if_there(self._store, f"{self.number}/{_VERDICT}") is not None
 
     def is_first_to_ask(self) -> bool:
         """Return whether this rank is the first that waited in vain, which looks for the reason."""
@@ -245,30 +250,37 @@ class Round:
         for number in range(first, self.number):
             _forget_verdict(self._store, number)
 
-    def _read(self, value: bytes) -> Any:
+    def _read(self, key: str, value: bytes) -> Any:
         kind, text = value[:1].decode(), value[1:]
-        return json.loads(look(self._store, f"{self.number}/body") if kind == _APART else text)
+        return json.loads(look(self._store, f"{key}/body") if kind == _APART else text)
 
 
 def remove_rounds(store: Store, rank: int, world_size: int) -> None:
     """Delete what a rank may have left of its last rounds."""
     last = -1
     for number in (0, 1):
-        if (value := look_if_there(store, _report_key(rank, number))) is not None:
-            last = max(last, json.loads(value)[0])
+        if (value := if_there(store, _report_key(rank, number))) is not None:
+            last = max(last, _number_in(value))
             delete(store, _report_key(rank, number))
         delete(store, _part_key(rank, number))
+    store.delete_key(_signed_key(rank, OPENING))
     store.delete_key(_note_key(rank))
-    for number in range(max(0, last - 1), last + 1):
+    for number in range(last - 1, last + 1):
         delete(store, _data_key(rank, number))
     if rank > 0:
         return
     store.delete_key(HAND)
-    for number in range(max(0, last - 1), last + 1):
+    for number in range(last - 1, last + 1):
         _forget_verdict(store, number)
         for team in range(len(_teams(world_size))):
             store.delete_key(f"{number}/count/{team}")
             delete(store, f"{number}/team/{team}")
+
+
+def _number_in(report: bytes) -> int:
+    """Read the round that a report is of; -1 for a value that no rank has put there."""
+    digits = report[5:25].partition(b",")[0]
+    return int(digits) if digits.isdigit() else -1
 
 
 @cache
@@ -279,9 +291,10 @@ def _teams(world_size: int) -> tuple[range, ...]:
 
 
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("teams", "complete", "look", "verdict", "asked", "claim", "readers"):
+    for key in ("teams", "complete", "look", _VERDICT, RESULT, "asked", "readers"):
         store.delete_key(f"{number}/{key}")
-    delete(store, f"{number}/body")
+    for key in (_VERDICT, RESULT):
+        delete(store, f"{number}/{key}/body")
 
 
 def _report_key(rank: int, number: int) -> str:
@@ -290,6 +303,10 @@ def _report_key(rank: int, number: int) -> str:
 
 def _note_key(rank: int) -> str:
     return f"note/{rank}"
+
+
+def _signed_key(rank: int, number: int) -> str:
+    return f"{number}/signed/{rank}"
 
 
 def _data_key(rank: int, number: int) -> str:

@@ -76,8 +76,11 @@ def put_all(store: Store, values: Mapping[str, bytes]) -> None:
 
 
 def look(store: Store, key: str) -> bytes:
-    """Read a value that :func:`put` has set; waits for the key as long as the store waits."""
-    return _whole(store, key, store.get(key))
+    """Read a value that :func:`put` has set; raises ValueError if it is not there, or not whole.
+
+    Never waits: another rank may be deleting it.
+    """
+    return _whole(store, key, if_there(store, key) or b"")
 
 
 def look_all(store: Store, keys: Sequence[str]) -> list[bytes]:
@@ -135,5 +138,8 @@ def _set_all(store: Store, values: Mapping[str, bytes]) -> None:
 def _whole(store: Store, key: str, head: bytes) -> bytes:
     more = int.from_bytes(head[:4], "little")
     if len(head) < 4 or more > _MOST_PARTS:
-        raise ValueError(f"{key} is said to have {more} further parts")
-    return b"".join([head[4:], *(store.get(f"{key}.{i}") for i in range(more))])
+        raise ValueError(f"{key} is not there, or is said to have {more} further parts")
+    parts = [if_there(store, f"{key}.{i}") for i in range(more)]
+    if None in parts:
+        raise ValueError(f"{key} is not whole")
+    return b"".join([head[4:], *filter(None, parts)])

@@ -48,7 +48,7 @@ class Verdict:
         failure: Failure in place of a value.
         late: The ranks that were not waited for any longer.
         parts: Parts of single ranks, packed, which are sent apart; ``None`` for a verdict without.
-        given_up: What the others waited for in vain; empty if they did not.
+        given_up: The call in which the others did not wait any longer; empty if they did.
     """
 
     value: Any = None
@@ -56,6 +56,14 @@ class Verdict:
     late: tuple[int, ...] = ()
     parts: Mapping[int, bytes] | None = None
     given_up: str = ""
+
+    @classmethod
+    def of(cls, judged: Any) -> Verdict:
+        """Make the verdict of what a judge has returned."""
+        if not isinstance(judged, PerRank):
+            return cls(_as_received(judged))
+        parts = {rank: _packed_part(part) for rank, part in judged.parts.items()}
+        return cls(_as_received(judged.common), parts=parts)
 
     def to_json(self) -> list[Any]:
         failure = self.failure and self.failure.to_json()
@@ -81,7 +89,6 @@ class Call:
         judge: Returns the verdict.
         deadline: Deadline of the wait for other ranks.
         grace_s: The longest wait for them once some rank has failed, in seconds.
-        acts: Whether ``judge`` does what is decided, too.
         kind: What all ranks must do alike; empty for ``what``. Where that has numbers in it which
             ``judge`` compares, this has none.
         order: Place of the call among those of its kind, which only grows, such as an iteration;
@@ -94,7 +101,6 @@ class Call:
     judge: Callable[[list[Any]], Any]
     deadline: Deadline
     grace_s: float = 0.0
-    acts: bool = False
     kind: str = ""
     order: int | None = None
 
@@ -129,9 +135,8 @@ class Call:
 def shaped(shape: Any) -> Callable[[Any], Any]:
     """Return what reads a verdict of a certain shape, and refuses others.
 
-    Args:
-        shape: A class; a tuple of shapes, for a list of as many members; a list of one shape, for a
-            list of any number; or a dict of shapes, for a dict that has these keys.
+    A shape is a class; a tuple of shapes, for a list of as many members; a list of one shape, for a
+    list of any number; or a dict of shapes, for a dict that has these keys.
     """
 
     def read(value: Any) -> Any:
@@ -158,20 +163,9 @@ def _require_shape(value: Any, shape: Any) -> None:
 
 
 def judge_reports(
-    call: Call, reports: list[Any], data: Mapping[int, bytes], ranks: Sequence[int], root: int
+    call: Call, reports: list[Any], data: Mapping[int, bytes], ranks: Sequence[int]
 ) -> tuple[Verdict, Exception | None]:
-    """Judge the reports of all ranks, on the root.
-
-    Args:
-        call: The root's own.
-        reports: One of each rank.
-        data: The bytes beside the reports, by rank in the group.
-        ranks: The ranks of the group, as ranks of the job.
-        root: The rank of the group that judges.
-
-    Returns:
-        The verdict, and the error of ``call.judge`` if it raised one.
-    """
+    """Judge the reports of all ranks, on the root."""
     orders, kinds = [order for *_, order in reports], {kind for *_, kind, _ in reports}
     if REFUSED in kinds and (failure := joint_failure(call.what, reports, ranks)) is not None:
         return Verdict(failure=failure), None
@@ -197,26 +191,13 @@ def judge_reports(
         for rank, report in enumerate(reports)
     ]
     try:
-        judged = call.judge(results)
-        if isinstance(judged, PerRank):
-            parts = {rank: _packed_part(part) for rank, part in judged.parts.items()}
-            return Verdict(_as_received(judged.common), parts=parts), None
-        return Verdict(_as_received(judged)), None
+        return Verdict.of(call.judge(results)), None
     except Exception as error:  # noqa: BLE001 - raised on all ranks
-        failure = Failure.of(error)
-        if call.acts:
-            failure = Failure.joint(f"could not {call.what}: ", {ranks[root]: failure})
-        return Verdict(failure=failure), error
+        return Verdict(failure=Failure.of(error)), error
 
 
 def joint_failure(what: str, reports: Sequence[Any], ranks: Sequence[int]) -> Failure | None:
-    """Describe the failures of all ranks that have reported one; ``None`` if none has.
-
-    Args:
-        what: What the ranks do together.
-        reports: One of each rank; ``None`` for a rank that has not reported.
-        ranks: The ranks of the group, as ranks of the job.
-    """
+    """Describe the failures of all ranks that have reported one; ``None`` if none has."""
     failures = {
         rank: Failure.from_json(report[1])
         for rank, report in zip(ranks, reports, strict=True)

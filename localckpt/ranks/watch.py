@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
-from localckpt.errors import PeerLostError
+import torch.distributed as dist
+
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.asking import store_is_silent
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
-__all__ = ["Verdict", "Watch", "Watched", "judge_ends"]
+__all__ = ["CallVerdict", "Watch", "Watched", "judge_ends"]
 
 _NEVER = sys.maxsize
 # So many polls may pass while the ranks fix the one in which they act, unless that is urgent.
@@ -90,7 +93,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CallVerdict:
     """Verdict of all ranks on one call.
 
     Attributes:
@@ -118,13 +121,7 @@ class Verdict:
 def judge_ends(
     watched: Watched, ends: Sequence[CallEnd], ranks: Sequence[int]
 ) -> tuple[Failure | None, Any]:
-    """Judge one call that is over on all ranks: the failure that all raise, or the value.
-
-    Args:
-        watched: The call.
-        ends: One of each rank.
-        ranks: The ranks of the job, in the same order.
-    """
+    """Judge one call that is over on all ranks: the failure that all raise, or the value."""
     failure = failure_of(ends, ranks)
     if failure is not None or watched.judge is None:
         return failure, None
@@ -139,56 +136,71 @@ class Watch:
 
     All ranks watch the same calls in the same order, and poll equally often. The trainer calls
     everything here; whatever goes over the job's store does so in a thread that lives while a call
-    is watched.
+    is watched. A rank that is alone, or that asks no other, judges by itself.
 
     Args:
-        ranks: Used for nothing else.
-        timeout_s: The longest wait for other ranks, in seconds.
+        timeout_s: The longest wait of a poll, in seconds.
+        process_group: The ranks that agree; ``None`` for all.
+        ranks: These ranks, where they are known already, and used for nothing else.
 
     Attributes:
+        has_lost_ranks: Whether some rank did not come.
         step: Step of the training loop, the same on all ranks, for a loop that polls at most once
             in each: ranks then act in the same step, whatever any of them polled alone. ``None``
             to count polls.
     """
 
-    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
-        self._ranks = ranks
-        self._timeout_s = timeout_s * (1.0 if ranks.is_root else _AFTER_ROOT)
+    def __init__(
+        self,
+        timeout_s: float,
+        process_group: dist.ProcessGroup | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._process_group = process_group
+        self._known_ranks = ranks
         self._lock = threading.Lock()
+        # Calls that the thread agrees on, and those that it does from the next poll on.
         self._calls: deque[Watched] = deque()
-        self._verdicts: deque[Verdict] = deque()
+        self._added: deque[Watched] = deque()
+        self._verdicts: deque[CallVerdict] = deque()
         self._thread: Task[None] | None = None
         self._has_left = False
         # The polls so far, and the one that the trainer does not pass before the next verdict.
         self._polls = 0
         self._limit = _NEVER
         self._news = Latch()
+        self.has_lost_ranks = False
         self.step: int | None = None
         # Number of the first call since the last mismatch.
         self._offset = 0
         self._is_mismatched = False
 
-    def follow(self, call: Watched) -> None:
-        """Agree on a call once it is over here.
+    def join(self) -> None:
+        """Find the other ranks, before the first call is added.
 
-        Raises:
-            CheckpointingException: No thread can be had.
+        Not when this is made, which may be before the process group is.
         """
-        if self.step is not None:
-            self._polls = self.step
-        call.since = self._polls if self.step is None else 0
-        with self._lock:
-            self._calls.append(call)
-            if self._thread is None and not self._is_mismatched:
-                self._thread = begin(self._run)
+        if self._known_ranks is None:
+            self._known_ranks = Ranks("async calls", self._process_group, self._timeout_s)
+        self._require_same_world()
+
+    def patience(self, what: str) -> Patience:
+        """Begin a wait of this rank, as :meth:`Ranks.patience`."""
+        return self._ranks.patience(what)
+
+    def add(self, call: Watched) -> None:
+        """Add a call, which the ranks agree on from the next poll on, once it is over here."""
+        if not self._is_alone:
+            self._added.append(call)
 
     def begin_anew(self, number: int) -> None:
         """Forget all calls after a mismatch; all ranks do so, and count their calls from here.
 
-        Args:
-            number: Number of this rank's next call.
+        ``number`` is that of this rank's next call.
         """
         with self._lock:
+            self._added.clear()
             self._calls.clear()
             self._verdicts.clear()
             self._offset, self._is_mismatched = number, False
@@ -196,64 +208,56 @@ class Watch:
     def poll(self, blocking: bool) -> None:
         """Count a poll of this rank; it waits if all ranks may act in it.
 
-        Args:
-            blocking: Whether :meth:`await_verdict` follows, on all ranks.
-
-        Raises:
-            PeerLostError: The job's store cannot be reached.
+        If it is ``blocking``, :meth:`verdict` waits, on all ranks.
         """
+        self._require_same_world()
+        if self._is_alone:
+            return
+        self._follow_added()
         self._polls = self._polls + 1 if self.step is None else self.step
         if self._polls > self._limit and not blocking:
             try:
                 self._await(lambda: self._polls <= self._limit, time.monotonic())
-            except PeerLostError:
+            except CheckpointingException:
                 self._limit = _NEVER
                 raise
 
-    def verdict(self, number: int) -> Verdict | None:
-        """The verdict on this rank's oldest call, if all ranks act on it in this poll."""
-        verdicts = self._verdicts
-        # Those on calls that this rank has decided alone are void.
-        while verdicts and verdicts[0].number < number:
-            verdicts.popleft()
-        return verdicts.popleft() if verdicts and verdicts[0].due <= self._polls else None
+    def verdict(
+        self, call: Watched, blocking: bool, no_dist: bool, await_own: Callable[[float], None]
+    ) -> CallVerdict | None:
+        """The verdict on the oldest call; ``None`` while it is not one that all ranks act on.
 
-    def coming(self, number: int) -> Verdict | None:
-        """The verdict on a call of this rank, also if all ranks act on it in a later poll only."""
-        return next((v for v in tuple(self._verdicts) if v.number >= number), None)
-
-    def await_verdict(self, number: int, start: float) -> Verdict:
-        """Wait for the verdict on this rank's oldest call, which is over here.
-
-        All ranks do so in the same poll, and act on it in that one.
-
-        Args:
-            number: Number of the call.
-            start: When the waits for it began, by the monotonic clock.
-
-        Raises:
-            PeerLostError: The job's store cannot be reached.
+        With ``no_dist`` no other rank is asked. ``await_own`` waits for the work of this rank,
+        since a moment by the monotonic clock.
         """
+        start = time.monotonic()
+        if no_dist or self._is_alone:
+            if blocking:
+                await_own(start)
+            return self._own_verdict(call) if call.ending.done() else None
+        if not blocking:
+            return self._due_verdict(call.number)
+        self._follow_added()
+        await_own(start)
+        try:
+            return self._await_verdict(call.number, start)
+        except CheckpointingException as error:
+            return CallVerdict(call.number, failure=Failure.of(error), is_lost=True)
 
-        def is_there() -> bool:
-            return self.coming(number) is not None
+    def coming(self, call: Watched) -> CallVerdict | None:
+        """The verdict on a call, also if it takes effect in a later poll; asks no other rank."""
+        if self._is_alone:
+            return self._own_verdict(call) if call.ending.done() else None
+        return self._known_verdict(call.number)
 
-        self._await(is_there, start)
-        while (verdict := self._verdicts.popleft()).number < number:
-            continue
-        return verdict
-
-    def leave(self, not_followed: Sequence[Watched] = ()) -> None:
+    def leave(self) -> None:
         """Take part in nothing any more; who waits for this rank, or will, gets an error.
 
         So does the trainer, where another thread calls this while a poll waits.
-
-        Args:
-            not_followed: Calls that other ranks may agree on, and this one does not yet.
         """
         self._has_left = True
         self._wake()
-        if calls := (*self._calls, *not_followed):
+        if calls := (*self._calls, *self._added):
             self._ranks.leave(calls[0].what)
 
     def close(self) -> None:
@@ -262,11 +266,76 @@ class Watch:
             self.leave()
         if (thread := self._thread) is not None:
             thread.wait(_LEAVING_S)
-        self._ranks.close()
+        if self._known_ranks is not None:
+            self._known_ranks.close()
+
+    @property
+    def _ranks(self) -> Ranks:
+        assert self._known_ranks is not None, "a call was added"
+        return self._known_ranks
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._ranks.world_size == 1
+
+    def _require_same_world(self) -> None:
+        try:
+            self._ranks.require_same_world()
+        except MismatchError:
+            self.has_lost_ranks = True
+            raise
+
+    def _follow_added(self) -> None:
+        self._ranks.prepare()
+        while self._added:
+            self._follow(self._added.popleft())
+
+    def _follow(self, call: Watched) -> None:
+        if self.step is not None:
+            self._polls = self.step
+        call.since = self._polls if self.step is None else 0
+        with self._lock:
+            self._calls.append(call)
+            if self._thread is None and not self._is_mismatched:
+                self._thread = begin(self._run)
+
+    def _own_verdict(self, call: Watched) -> CallVerdict:
+        me = self._ranks.global_ranks[self._ranks.rank]
+        if self._added and self._added[0] is call:
+            self._added.popleft()
+        if self._is_alone:
+            failure, value = judge_ends(call, [call.end()], [me])
+            return CallVerdict(call.number, failure=failure, value=value)
+        # Whoever judges needs the ends on all ranks.
+        end = CallEnd.of(call.number, call.name, call.ending.error)
+        return CallVerdict(call.number, failure=failure_of([end], [me]), is_own=True)
+
+    def _due_verdict(self, number: int) -> CallVerdict | None:
+        """The verdict on this rank's oldest call, if all ranks act on it in this poll."""
+        verdicts = self._verdicts
+        # Those on calls that this rank has decided alone are void.
+        while verdicts and verdicts[0].number < number:
+            verdicts.popleft()
+        return verdicts.popleft() if verdicts and verdicts[0].due <= self._polls else None
+
+    def _known_verdict(self, number: int) -> CallVerdict | None:
+        return next((v for v in tuple(self._verdicts) if v.number >= number), None)
+
+    def _await_verdict(self, number: int, start: float) -> CallVerdict:
+        """Wait for the verdict on this rank's oldest call, which is over here.
+
+        All ranks do so in the same poll, and act on it in that one. The waits for it began at
+        ``start``, by the monotonic clock.
+        """
+        self._await(lambda: self._known_verdict(number) is not None, start)
+        while (verdict := self._verdicts.popleft()).number < number:
+            continue
+        return verdict
 
     def _await(self, is_there: Callable[[], bool], start: float) -> None:
         """Wait for the thread, and end the round that it is in when the time is over."""
-        if self._news_until(is_there, start + self._timeout_s):
+        timeout_s = self._timeout_s * (1.0 if self._ranks.is_root else _AFTER_ROOT)
+        if self._news_until(is_there, start + timeout_s):
             return
         self._ranks.give_up(min(time.monotonic() - start, self._ranks.timeout_s))
         if not self._news_until(is_there, time.monotonic() + _LAST_WAIT_S):
@@ -305,7 +374,7 @@ class Watch:
         what, since = over[0].what, over[0].since
         try:
             ends = [call.end(self._offset).to_json() for call in over]
-            judged = self._ranks.attend(
+            judged = self._ranks.await_all(
                 what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
             )
             for call in over:
@@ -318,13 +387,13 @@ class Watch:
                     for call, (_, failure, value, _) in zip(over, judged, strict=False)
                 )
                 promise = self._promise(0 if is_urgent else _MARGIN) - since
-                due = since + 1 + self._ranks.attend(what, promise, max, kind=_AGREE)
+                due = since + 1 + self._ranks.await_all(what, promise, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
-            self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])
+            self._publish([CallVerdict(over[0].number, failure=Failure.of(error), is_lost=True)])
             return
         self._publish(
             [
-                Verdict(
+                CallVerdict(
                     call.number,
                     due,
                     None if failure is None else Failure.from_json(failure),
@@ -364,7 +433,7 @@ class Watch:
             if self._polls <= limit:
                 return limit
 
-    def _publish(self, verdicts: list[Verdict]) -> None:
+    def _publish(self, verdicts: list[CallVerdict]) -> None:
         with self._lock:
             self._is_mismatched = any(verdict.is_mismatched for verdict in verdicts)
             for verdict in verdicts:

@@ -6,7 +6,7 @@ into images and back at the edge.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -19,16 +19,15 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.redundancy import Lacking, Redundancy
+from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Store
+from localckpt.storage.store import Slot, Store
 from localckpt.threads import Latch
 
-__all__ = ["STEPS", "Accept", "ReplicationStrategy", "Ticket"]
+__all__ = ["STEPS", "Accept", "CopyTicket", "ReplicationStrategy"]
 
 STEPS = 7
 """Announcing, making room (after an older save), connecting (twice), sending (twice, where pieces
@@ -42,12 +41,8 @@ IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
 
 
-class Ticket:
-    """Place of one replication among all of a strategy, whichever threads make them.
-
-    Args:
-        before: Is set when the one before it is over; ``None`` for the first.
-    """
+class CopyTicket:
+    """Place of one replication among all of a strategy, whichever threads make them."""
 
     def __init__(self, before: Latch | None) -> None:
         self._before = before
@@ -65,8 +60,8 @@ class Ticket:
         self.over.set()
 
 
-class ReplicationStrategy(Redundancy):
-    """Redundancy that works on images, and also brings shards to ranks that lack them.
+class ReplicationStrategy(ABC):
+    """Protection of the shards that a job saves; also brings shards to ranks that lack them.
 
     Args:
         timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
@@ -92,14 +87,38 @@ class ReplicationStrategy(Redundancy):
         """Bytes that this rank sent for the copies of the last save; ``None`` if nobody counts."""
         self._process_group = process_group
         self._everyone: Ranks | None = None
-        self._last_ticket: Ticket | None = None
+        self._last_ticket: CopyTicket | None = None
 
-    def take_ticket(self) -> Ticket:
+    @abstractmethod
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
+        """Place the ranks in groups, before anything is protected; all ranks call it together.
+
+        Args:
+            domains: For each rank of the job, the token of its store: what is lost together.
+            timeout_s: Deadline of each step, in seconds.
+        """
+
+    @property
+    def protection(self) -> Mapping[int, Group]:
+        """For each rank the group that protects its shard.
+
+        Known once the ranks are placed; the same on all ranks. Without an entry a shard is only on
+        its own node.
+        """
+        return {}
+
+    def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        """Find what a loaded checkpoint lacks of its protection: a pure function."""
+        return Lacking({})
+
+    def take_ticket(self) -> CopyTicket:
         """Announce a call of :meth:`protect`; all ranks do so in the same order.
 
         Managers may share a strategy, and each makes its copies in a thread of its own.
         """
-        self._last_ticket = Ticket(None if self._last_ticket is None else self._last_ticket.over)
+        self._last_ticket = CopyTicket(
+            None if self._last_ticket is None else self._last_ticket.over
+        )
         return self._last_ticket
 
     def step_s(self, timeout_s: float | None, *, of_save: bool = False) -> float:
@@ -155,6 +174,24 @@ class ReplicationStrategy(Redundancy):
         on_gpu: bool = False,
         error: str | None = None,
     ) -> list[Slot]:
+        """Send what protects a shard to other nodes, and take what protects theirs.
+
+        All ranks call it together.
+
+        Args:
+            own: This rank's shard; ``None`` if there is an error.
+            timeout_s: The caller's deadline, in seconds: of waiting for a slot of the store, and of
+                two steps that ranks take together.
+            on_gpu: Whether the state is in GPU memory, and may be sent from there.
+            error: Why this rank has no shard, if so; the ranks of its group then raise it, too.
+
+        Returns:
+            Slots of what came here, filled, for the caller to commit. When it raises, it has
+            released them.
+
+        Raises:
+            CheckpointingException: Something went wrong on a rank; the same on all of its group.
+        """
         slots: list[Slot] = []
 
         def accept(peer: CkptID, nbytes: int) -> memoryview:
@@ -179,14 +216,7 @@ class ReplicationStrategy(Redundancy):
             raise
         return slots
 
-    @property
-    def protection(self) -> Mapping[int, Group]:
-        return {}
-
-    def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
-        return Lacking({})
-
-    def require_states(self, manager: str) -> None:
+    def require_states(self, manager: str) -> None:  # noqa: B027 - most deal in states, too
         """Check that a manager that keeps states, and no images, can use the strategy.
 
         Args:
@@ -197,9 +227,9 @@ class ReplicationStrategy(Redundancy):
         """
 
     @property
-    @abstractmethod
     def sends_from_devices(self) -> bool:
         """True if images of states on GPUs are sent from GPU to GPU, not through the host."""
+        return False
 
     def waits_for(self) -> str:
         """Describe, in any thread, whom a replication waits for; empty if for no other rank."""

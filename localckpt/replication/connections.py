@@ -46,12 +46,8 @@ _GIVEN_UP = "given-up"
 class HostConnections:
     """Connections of this rank to others.
 
-    Args:
-        ways: For each peer a process group of torch's that both are in, and the peer's place there.
-        ranks: The ranks of the job that take part, in the same order everywhere.
-        rank: This rank of the job.
-        store: A part of the job's key-value store that nobody else uses, if there is one.
-        asking: What the groups have of it, which is Python's to keep.
+    ``ways`` has for each peer a process group of torch's that both are in, and the peer's place
+    there. ``store`` is a part of the job's key-value store that nobody else uses.
     """
 
     def __init__(
@@ -89,7 +85,11 @@ class HostConnections:
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
-        """New connections among all of some ranks; see :meth:`HostTransport.connect`."""
+        """New connections among all of some ranks, so that their failure touches no other group.
+
+        Only these ranks call it, together. It works beside any default group. ``name`` was not used
+        before in this job. ``is_given_up`` is asked meanwhile, by another thread: whether to stop.
+        """
         if list(ranks) == [rank]:
             # A process that is alone connects to nobody, and may be in no job that has a store.
             return cls({}, ranks, rank, HashStore())
@@ -102,7 +102,10 @@ class HostConnections:
     def connect_to(
         cls, name: str, peers: Collection[int], rank: int, timeout_s: float
     ) -> HostConnections:
-        """New connections to some peers; see :meth:`HostTransport.connect_to`."""
+        """New connections to those that this rank sends to or receives from, only.
+
+        ``name`` was not used before in this job, and is the same on all ranks that transfer.
+        """
         store, openings = _part_of_store(name), dict[int, _Opening]()
         try:
             # All at once: each waits for its peer, which connects to others as well.
@@ -161,15 +164,7 @@ class HostConnections:
 
 
 class _Opening:
-    """A process group over gloo that is being made, in another thread.
-
-    Args:
-        store: A part of the job's key-value store for it alone.
-        ranks: The ranks of the job that make it together, in the same order everywhere.
-        rank: This rank of the job.
-        timeout_s: The longest that it may take, in seconds.
-        is_given_up: Whether it is not waited for any more.
-    """
+    """A process group over gloo that is being made, in another thread."""
 
     def __init__(
         self,
@@ -192,11 +187,7 @@ class _Opening:
         self._making = begin(lambda: dist.ProcessGroupGloo(asking, place, count, deadline))
 
     def finish(self) -> Any:
-        """The group, once all ranks have made it.
-
-        Raises:
-            PeerLostError: Some rank did not come in time, or has given up.
-        """
+        """The group, once all ranks have made it."""
         making, quitting = self._making, begin(self._await_quitter)
         try:
             Patience(self._rank, "connect").until(
@@ -226,11 +217,7 @@ class _Opening:
         self.asking.close(given_up_by=self._rank)
 
     def _await_quitter(self) -> int:
-        """Wait until a rank has given up, and return it.
-
-        Raises:
-            TimeoutError: The group was made before that, or is not waited for any more.
-        """
+        """Wait until a rank has given up, and return it."""
         until = time.monotonic() + _CONNECTING_TIMES * self._timeout_s
         for pause_s in back_off(longest_s=_LONGEST_PAUSE_S):
             if (quitter := self.asking.quitter()) is not None:
@@ -254,11 +241,6 @@ class _AskingStore(Store):
 
     A wait on the store would hold up all other users of this process's client, and a client of its
     own takes a reverse look-up of the host's name to connect, which may take seconds.
-
-    Args:
-        store: A part of the job's store.
-        longest: How long a wait may take that is given no deadline.
-        is_given_up: Whether waits are to end now.
     """
 
     def __init__(self, store: Store, longest: timedelta, is_given_up: Callable[[], bool]) -> None:
@@ -272,8 +254,7 @@ class _AskingStore(Store):
     def close(self, given_up_by: int | None = None) -> None:
         """Remove what was set here: ranks that are connected do not look for it again.
 
-        Args:
-            given_up_by: This rank of the job, if it does not connect; the others then stop, too.
+        ``given_up_by`` is this rank of the job, if it does not connect; the others then stop, too.
         """
         self._is_closed = True
         keys, self._keys = self._keys, []
@@ -304,11 +285,7 @@ class _AskingStore(Store):
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Value of a key; gloo has waited for it.
-
-        Raises:
-            TimeoutError: The rank that had set it has given up, and removed it.
-        """
+        """Value of a key; gloo has waited for it."""
         # torch's store wakes who waits for a key that was removed with an empty value, and gloo
         # takes an address of no bytes for a pointer.
         if not (value := if_there(self._store, key)):

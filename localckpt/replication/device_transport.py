@@ -29,12 +29,8 @@ class DeviceTransport:
     or copied to host memory. A source that has ``fill(bucket, start, stop)`` packs its bytes on the
     device; of others the host bytes are copied up. Works with a CPU device over gloo, too.
 
-    Args:
-        group: The ranks that take part; it must support the device.
-        device: Where the buckets are; the process's current device, if it is a GPU.
-        bucket_nbytes: The same on all ranks.
-        owns_group: Whether the group may be aborted when an exchange fails. If not, operations that
-            never end stay in the group, as after any lost peer.
+    ``bucket_nbytes`` is the same on all ranks. Unless it owns the group, operations that never end
+    stay in the group, as after any lost peer.
     """
 
     def __init__(

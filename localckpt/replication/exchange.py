@@ -11,9 +11,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.recoverable import least_losses
 from localckpt.errors import NoReplicasAvailableError
+from localckpt.ids import Checkpoint, CkptID
 
-__all__ = ["ExchangePlan", "ExchangePlanEntry", "plan_among_nodes", "plan_exchange"]
+__all__ = [
+    "ExchangePlan",
+    "ExchangePlanEntry",
+    "missing_copies",
+    "missing_copies_of_others",
+    "plan_among_nodes",
+    "plan_exchange",
+    "plan_shards",
+    "shards_away",
+]
 
 IdT = TypeVar("IdT", bound=Hashable)
 NodeT = TypeVar("NodeT", bound=Hashable)
@@ -34,18 +46,18 @@ class ExchangePlan(Generic[IdT]):
 
     entries: tuple[ExchangePlanEntry[IdT], ...]
 
-    @property
+    @cached_property
     def transfers(self) -> list[ExchangePlanEntry[IdT]]:
         """Entries whose shard goes from one rank to another."""
-        return list(self._transfers)
+        return [entry for entry in self.entries if entry.sender != entry.receiver]
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
         """Return the entries that ``rank`` sends to others."""
-        return list(self._by_sender.get(rank, ()))
+        return self._by_sender.get(rank, [])
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
         """Return the entries that ``rank`` receives from others."""
-        return list(self._by_receiver.get(rank, ()))
+        return self._by_receiver.get(rank, [])
 
     def peers(self, rank: int) -> set[int]:
         """Return the ranks that ``rank`` sends to or receives from."""
@@ -59,16 +71,12 @@ class ExchangePlan(Generic[IdT]):
     # Looked through once, not once for every question: there is an entry for each rank of the job.
 
     @cached_property
-    def _transfers(self) -> list[ExchangePlanEntry[IdT]]:
-        return [entry for entry in self.entries if entry.sender != entry.receiver]
-
-    @cached_property
     def _by_sender(self) -> dict[int, list[ExchangePlanEntry[IdT]]]:
-        return _by_rank((entry.sender, entry) for entry in self._transfers)
+        return _by_rank((entry.sender, entry) for entry in self.transfers)
 
     @cached_property
     def _by_receiver(self) -> dict[int, list[ExchangePlanEntry[IdT]]]:
-        return _by_rank((entry.receiver, entry) for entry in self._transfers)
+        return _by_rank((entry.receiver, entry) for entry in self.transfers)
 
 
 def plan_exchange(
@@ -78,13 +86,6 @@ def plan_exchange(
 
     A rank's own copy comes first; else the holder that sends least so far, the lowest rank of
     equals.
-
-    Args:
-        available: The shards that each rank holds.
-        wanted: The shards that each rank wants.
-
-    Raises:
-        NoReplicasAvailableError: Shards are wanted that no rank holds. It lists all of them.
     """
     holders: dict[IdT, list[int]] = {}
     for rank, ids in available.items():
@@ -103,14 +104,6 @@ def plan_among_nodes(
     What a node sends is dealt to its ranks in turn. Of the nodes that hold a shard the one is taken
     whose next rank sends least so far; of equals the one that sends least as a whole, then that of
     the lowest rank. The work for a shard depends on how many nodes hold it, not on all there are.
-
-    Args:
-        held_on: For each shard the nodes that hold it.
-        ranks_on: The ranks of each node that holds any; at least one.
-        wanted: The shards that each rank wants.
-
-    Raises:
-        NoReplicasAvailableError: Shards are wanted that no node holds. It lists all of them.
     """
     node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
     sent = dict.fromkeys(ranks_on, 0)
@@ -157,3 +150,73 @@ def _describe_missing(missing: Mapping[IdT, Sequence[int]], ranks: int) -> str:
         f"wanted: {lost}. What the ranks do hold is untouched. Bring back a node that holds them, "
         f"or load an older checkpoint."
     )
+
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    session_id: str,
+    inventory: Inventory,
+    wanted: Mapping[int, Iterable[int]],
+) -> ExchangePlan[CkptID]:
+    """Decide who sends which shard of a checkpoint to whom."""
+
+    def named(owner: int) -> CkptID:
+        return CkptID(checkpoint.iteration, owner, session_id)
+
+    return plan_among_nodes(
+        {named(owner): nodes for owner, nodes in inventory.holders(checkpoint).items()},
+        inventory.ranks_on,
+        {rank: [named(owner) for owner in owners] for rank, owners in wanted.items()},
+    )
+
+
+def missing_copies(
+    checkpoint: Checkpoint, inventory: Inventory, keepers: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Decide who is to get which shard, so that each is again on as many nodes as it is to be.
+
+    Returns for each owner of a shard that has too few copies the ranks that lack it.
+    """
+    held_on = inventory.holders(checkpoint)
+    missing = {}
+    for owner, others in keepers.items():
+        have = held_on.get(owner, [])
+        # The owner first: its own node is where the next restart looks first.
+        wanting = [owner, *others]
+        lacking = [rank for rank in wanting if inventory.node_of(rank) not in have]
+        if wanted := lacking[: max(0, len(wanting) - len(have))]:
+            missing[owner] = wanted
+    return missing
+
+
+def missing_copies_of_others(
+    checkpoint: Checkpoint, inventory: Inventory, copies: int
+) -> dict[int, list[int]]:
+    """Decide who is to get which shard of a checkpoint that another number of ranks saved.
+
+    Returns for each owner of a shard that has too few copies the ranks that are to get one, each on
+    a node of its own that has none; nodes and their ranks take turns. A shard is to outlive all but
+    one of ``copies`` nodes.
+    """
+    held_on, bears = inventory.holders(checkpoint), least_losses(checkpoint, inventory)
+    taken = dict.fromkeys(inventory.ranks_on, 0)
+    missing = {}
+    for owner, nodes in held_on.items():
+        others = sorted(taken.keys() - set(nodes), key=lambda node: (taken[node], node))
+        chosen = []
+        for node in others[: max(0, copies - bears[owner])]:
+            ranks = inventory.ranks_on[node]
+            chosen.append(ranks[taken[node] % len(ranks)])
+            taken[node] += 1
+        if chosen:
+            missing[owner] = chosen
+    return missing
+
+
+def shards_away(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, list[int]]:
+    """Find the ranks whose own node lacks their shard, though another node has it."""
+    return {
+        owner: [owner]
+        for owner, nodes in inventory.holders(checkpoint).items()
+        if inventory.node_of(owner) not in nodes
+    }

@@ -25,6 +25,7 @@ from localckpt.failure_texts import ranks_named
 from localckpt.ranks.job_store import group_ranks
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.replication.loss_chances import require_integer
 
 __all__ = [
     "GroupWrapper",
@@ -199,7 +200,7 @@ def parse_group_sequence(
         MismatchError: The job has too few ranks. It says which values would do.
     """
     check_replication_params(replication_jump, replication_factor)
-    _require_integer("world_size", world_size, 1)
+    require_integer("world_size", world_size, 1)
     if world_size // replication_jump < replication_factor:
         raise MismatchError(
             f"replication_jump={replication_jump} with replication_factor={replication_factor} "
@@ -221,8 +222,8 @@ def parse_group_sequence(
 
 def check_replication_params(replication_jump: int, replication_factor: int) -> None:
     """Refuse numbers that no job can have; raises CheckpointingException."""
-    _require_integer("replication_jump", replication_jump, 1)
-    _require_integer("replication_factor", replication_factor, 1)
+    require_integer("replication_jump", replication_jump, 1)
+    require_integer("replication_factor", replication_factor, 1)
     if replication_factor == 1:
         raise CheckpointingException(
             "replication_factor=1 keeps no replica of any shard; use 2 or more, "
@@ -233,13 +234,7 @@ def check_replication_params(replication_jump: int, replication_factor: int) -> 
 def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[str]) -> None:
     """Refuse cliques that would lose a shard together with its replica.
 
-    Args:
-        cliques: The ranks that hold each other's replicas.
-        domains: For each rank of the job, what it is lost with: its store's token.
-
-    Raises:
-        SameMachineReplicationException: Members of one clique share a domain. It names them, and a
-            ``replication_jump`` that works.
+    The error names a ``replication_jump`` that works.
     """
     clashes = [(clique, ranks) for clique in cliques for ranks in _clashes(clique, domains)]
     if not clashes:
@@ -294,13 +289,6 @@ def _what_fits(jump: int, factor: int, world_size: int) -> str:
     return f"What fits: {', or '.join(fits)}."
 
 
-def _require_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointingException(
-            f"{name} must be an integer of at least {least}, not {value!r}"
-        )
-
-
 def _checked_partition(groups: Sequence[Sequence[int]], world_size: int) -> str:
     """Check that groups hold each rank once; return them in words, or a digest of many."""
     times = Counter(rank for ranks in groups for rank in ranks)
@@ -330,11 +318,7 @@ def _devices_of(config: str) -> frozenset[str]:
 
 
 def require_same(what: str, values: Mapping[int, str]) -> None:
-    """Refuse to go on unless all ranks said the same.
-
-    Raises:
-        MismatchError: It names the ranks on either side.
-    """
+    """Refuse to go on unless all ranks said the same."""
     if len(set(values.values())) == 1:
         return
     ranks_of: dict[str, list[int]] = {}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.pacing import Pacer
+from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import CHUNK_NBYTES, Progress, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource, views_last
-from localckpt.threads import run_interruptibly
 
 __all__ = ["HostTransport"]
 
@@ -32,11 +32,8 @@ class HostTransport:
     A source whose views stay valid after the next ``read`` says so by an attribute ``views_last``
     that is true; it is sent from where it lies. Others are copied once.
 
-    Args:
-        group: The ranks that take part; it must support host memory.
-        chunk_nbytes: Largest single message; the same on all ranks.
-        rate_limit: How many bytes a second this rank sends at most, each chunk at once; the
-            deadline of an exchange is later by what it takes. ``None`` for as fast as it goes.
+    ``chunk_nbytes`` is the largest single message, the same on all ranks. The deadline of an
+    exchange is later by what ``rate_limit``, in bytes a second, makes it take.
     """
 
     def __init__(
@@ -54,62 +51,6 @@ class HostTransport:
         self.pacer = Pacer(rate_limit)
         self.broken = False
 
-    @classmethod
-    def connect(
-        cls,
-        name: str,
-        ranks: Sequence[int],
-        rank: int,
-        timeout_s: float = 300.0,
-        *,
-        chunk_nbytes: int = CHUNK_NBYTES,
-        rate_limit: float | None = None,
-        is_given_up: Callable[[], bool] = lambda: False,
-    ) -> HostTransport:
-        """A transport with connections of its own, so that its failure touches no other group.
-
-        Only the ranks that take part call it, together. It works beside any default group.
-
-        Args:
-            name: Name that was not used before in this job.
-            ranks: The ranks of the job that take part, in the same order everywhere.
-            rank: This rank of the job.
-            timeout_s: Deadline for connecting, in seconds.
-            chunk_nbytes, rate_limit: As for the class.
-            is_given_up: Asked while it connects, by another thread: whether to stop.
-
-        Raises:
-            PeerLostError: Some rank did not come.
-        """
-        return cls(
-            HostConnections.connect(name, ranks, rank, timeout_s, is_given_up),
-            chunk_nbytes=chunk_nbytes,
-            rate_limit=rate_limit,
-        )
-
-    @classmethod
-    def connect_to(
-        cls,
-        name: str,
-        peers: Collection[int],
-        rank: int,
-        timeout_s: float = 300.0,
-        *,
-        rate_limit: float | None = None,
-    ) -> HostTransport:
-        """A transport with connections to those that this rank sends to or receives from, only.
-
-        Args:
-            name: Name that was not used before in this job; the same on all ranks that transfer.
-            peers: Each of them calls this, too, with this rank among its peers.
-            rank, timeout_s, rate_limit: As for :meth:`connect`.
-
-        Raises:
-            PeerLostError: Some peer did not come.
-        """
-        connections = HostConnections.connect_to(name, peers, rank, timeout_s)
-        return cls(connections, rate_limit=rate_limit)
-
     def exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
@@ -125,7 +66,7 @@ class HostTransport:
         progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
         self.connections.progress = progress
         with progress.watched():
-            run_interruptibly(lambda: self._exchange(sends, receives, progress), self.abort)
+            interruptible(lambda: self._exchange(sends, receives, progress), self.abort)
 
     def _exchange(
         self,

@@ -1,15 +1,20 @@
-"""Base of strategies whose ranks form groups: membership, announcements and connections.
+"""Base of strategies whose ranks form cliques, announce what they have, and keep connections.
 
+Cliques are given, counted from rank numbers, or formed from failure domains once these are known.
 Members announce what they have before anything is sent, and keep their connections from save to
 save. What is sent is up to the strategies.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -18,16 +23,33 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import GRACE_S, Ranks
-from localckpt.replication.base import STEPS, ReplicationStrategy, Ticket
-from localckpt.replication.groups import require_same
+from localckpt.ranks.ranks import GRACE_S, Ranks, shaped
+from localckpt.replication.base import STEPS, CopyTicket, ReplicationStrategy
+from localckpt.replication.connections import HostConnections
+from localckpt.replication.groups import (
+    GroupWrapper,
+    check_failure_domains,
+    default_replication_jump,
+    parse_group_sequence,
+    require_same,
+)
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.membership import Membership
+from localckpt.replication.placement import keepers_in
 from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["Announcement", "MemberStrategy", "deadline_with_others"]
+__all__ = [
+    "FAILURE_DOMAIN_VARIABLE",
+    "Announcement",
+    "MemberStrategy",
+    "deadline_with_others",
+]
+
+logger = logging.getLogger(__name__)
+
+FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
+"""Names what a node is lost with, where no ``failure_domain`` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +70,24 @@ class Announcement:
 
 
 class MemberStrategy(ReplicationStrategy):
-    """A strategy in which each rank works together with some others, always the same.
+    """A strategy in which each rank works together with some others, always the same: its clique.
 
-    Args:
-        timeout_s, process_group, target_device: As for :class:`ReplicationStrategy`.
-        chunk_nbytes, rate_limit: As for :class:`HostTransport`.
+    A subclass sets the two numbers by which cliques are formed before it calls this constructor.
     """
+
+    _jump: int | None = None
+    """Distance between members; without it cliques are formed by failure domains."""
+    _factor: int
+    """Least number of members."""
+    _on_devices = False
+    """True if members may send to each other from GPU to GPU, in a process group."""
 
     def __init__(
         self,
         timeout_s: float | None,
         process_group: dist.ProcessGroup | None,
         target_device: str,
+        failure_domain: str | None,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
@@ -72,18 +100,59 @@ class MemberStrategy(ReplicationStrategy):
         super().__init__(timeout_s, process_group, target_device=target_device)
         self._chunk_nbytes = chunk_nbytes
         self.rate_limit = rate_limit
-        self._members = self._make_membership()
+        self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
+        # Failure domains of all ranks, if they were given.
+        self._outer: list[str] | None = None
+        self._agreed = False
+        self._formed: GroupWrapper | None = None
+        self._formed_ranks: Ranks | None = None
+        self._cliques: list[list[int]] | None = None
+        self._placed_on: list[int] | None = None
+        # Whether the clique's process group was made here, and how long its operations may take.
+        self._owns_group, self._group_limit_s = False, math.inf
+        # Ranks that keep a copy of each rank's shard, once the ranks are placed; and those of each
+        # member of this rank's clique, as ranks of the default group.
+        self._keepers: dict[int, list[int]] = {}
+        self._keepers_here: dict[int, list[int]] = {}
         self._host: HostTransport | None = None
         self._host_name = ""
         self._is_connecting = False
         self._process = os.getpid()
 
+    @property
     @abstractmethod
-    def _make_membership(self) -> Membership:
-        """Make this rank's membership; called once."""
+    def _parameters(self) -> str:
+        """All that ranks must have been given alike, in words."""
 
-    def take_ticket(self) -> Ticket:
-        self._members.wait_again()
+    @abstractmethod
+    def _place_cliques(self, nodes: Sequence[str], outer: Sequence[str] | None) -> list[list[int]]:
+        """Form cliques by failure domains; ``outer`` are larger ones than the nodes."""
+
+    @property
+    def _clique(self) -> GroupWrapper:
+        """The clique; formed by the number of ranks on a node if the ranks were not placed."""
+        if self._formed is None:
+            self._agree_on_parameters()
+            self._form_by_numbers(default_replication_jump() if self._jump is None else self._jump)
+            assert self._formed is not None
+        return self._formed
+
+    @property
+    def _clique_ranks(self) -> Ranks:
+        """For messages within the clique."""
+        ranks = self._clique.ranks
+        assert self._formed_ranks is not None, f"ranks {ranks} are a clique that agrees on nothing"
+        return self._formed_ranks
+
+    @property
+    def _is_aborted(self) -> bool:
+        return self._formed_ranks is not None and self._formed_ranks.is_aborted
+
+    def take_ticket(self) -> CopyTicket:
+        if self._formed_ranks is not None:
+            # An earlier give_up() was about the replications before this one.
+            self._formed_ranks.wait_again()
+            self._formed_ranks.prepare()
         return super().take_ticket()
 
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
@@ -95,13 +164,54 @@ class MemberStrategy(ReplicationStrategy):
         if self._everyone is not None:
             self._everyone.close()
         self._everyone = Ranks("retrieval", self._process_group, step_s)
-        self._members.begin_anew(step_s)
-        self._members.place(domains)
+        if self._formed is not None:
+            self._close_clique_ranks()
+            self._formed_ranks = Ranks("clique", None, step_s, ranks=self._formed.ranks)
+        numbers: dict[str, int] = {}
+        nodes = [numbers.setdefault(domain, len(numbers)) for domain in domains]
+        if self._formed is None and self._jump is None:
+            self._agree_on_parameters()
+            self._form(self._place_cliques(domains, self._outer))
+            self._placed_on = nodes
+        cliques = self._all_cliques()
+        if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
+            raise MismatchError(
+                f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
+                f"give the strategy and the manager the same process_group"
+            )
+        # Managers may share a strategy, and the stores of one lie where the other's do not.
+        if nodes != self._placed_on:
+            check_failure_domains(cliques, domains)
+        apart = self._outer or domains
+        self._keepers = {
+            owner: keepers
+            for clique in cliques
+            for owner, keepers in keepers_in(clique, apart).items()
+        }
+        members = self._world().global_ranks
+        places = {members[place]: place for place in range(len(members))}
+        self._keepers_here = {
+            owner: [members[place] for place in self._keepers[places[owner]]]
+            for owner in self._clique.ranks
+        }
+
+    def _all_cliques(self) -> list[list[int]]:
+        """Return all cliques of the job, as places among its ranks; all ranks call it together."""
+        if self._cliques is None:
+            # Explicit groups are known to their members only; all ranks must come to one answer.
+            everyone = self._world()
+            self._cliques = everyone.decide(
+                "compare cliques",
+                lambda: self._clique.ranks,
+                lambda cliques: _places(cliques, everyone.global_ranks),
+                read=shaped([[int]]),
+            )
+        return self._cliques
 
     def waits_for(self) -> str:
-        members = self._members.group
-        others = [rank for rank in members.ranks if rank != members.my_global_rank]
-        what = "connect" if self._is_connecting else self._members.coordinator.under_way
+        clique = self._clique
+        others = [rank for rank in clique.ranks if rank != clique.my_global_rank]
+        what = "connect" if self._is_connecting else self._clique_ranks.under_way
         if others and what is not None:
             return f"{ranks_named(others)} to {what}"
         progress = None if (host := self._host) is None else host.connections.progress
@@ -111,7 +221,8 @@ class MemberStrategy(ReplicationStrategy):
         if os.getpid() != self._process:
             return
         self._end_idle_ticket()
-        self._members.stop_waiting()
+        if self._formed_ranks is not None:
+            self._formed_ranks.abort()
         # Looked at once: another thread may be about to connect anew.
         if (host := self._host) is not None:
             host.abort()
@@ -121,8 +232,19 @@ class MemberStrategy(ReplicationStrategy):
             # The connections are those of the process that this one is a fork of.
             return
         self._close_connections()
-        self._members.close()
+        self._close_clique_ranks()
+        if self._owns_group and self._formed is not None and dist.is_initialized():
+            self._owns_group = False
+            # torch forgets all groups when the default group is destroyed before this.
+            with suppress(ValueError):
+                dist.destroy_process_group(self._formed.group)
+            # Its threads end with the last reference.
+            self._formed.group = None
         super().close()
+
+    def _close_clique_ranks(self) -> None:
+        if self._formed_ranks is not None:
+            self._formed_ranks.close()
 
     def _close_connections(self) -> None:
         if self._host is not None:
@@ -139,25 +261,13 @@ class MemberStrategy(ReplicationStrategy):
     ) -> list[Announcement]:
         """Announce this member's shard to the other members.
 
-        Args:
-            source: The image of this rank's shard; ``None`` if there is an error.
-            ckpt_id: Name of the shard.
-            error: Why this rank has no shard, if so.
-            timeout_s: Deadline, in seconds.
-            more: Anything else for the other members, in JSON.
-
-        Returns:
-            Announcements of all members, in their order.
-
-        Raises:
-            CheckpointingException: Some member has no image, or they do not belong together; on all
-                of them.
-            PeerLostError: A member did not come.
+        ``more`` is anything else for the other members, in JSON. An error of one member is raised
+        on all of them. Returns the announcements of all members, in their order.
         """
         if source is None and error is None:
             error = "it was given neither an image nor an error"
         mine = Announcement(
-            rank=self._members.group.my_global_rank,
+            rank=self._clique.my_global_rank,
             id_=CkptID(*ckpt_id),
             nbytes=source.nbytes if source is not None and error is None else 0,
             error=error,
@@ -166,7 +276,7 @@ class MemberStrategy(ReplicationStrategy):
             more=more,
             chunk_nbytes=self._chunk_nbytes,
         )
-        records = self._members.coordinator.gather(
+        records = self._clique_ranks.gather(
             f"announce iteration {ckpt_id.iteration} for replication",
             asdict(mine),
             deadline=Deadline.after(timeout_s),
@@ -181,25 +291,71 @@ class MemberStrategy(ReplicationStrategy):
         if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
             if self._host is not None:
                 self._host.close()
-            name, ranks = announced[0].offer, self._members.group.ranks
+            name, ranks = announced[0].offer, self._clique.ranks
             self._host, self._is_connecting = None, True
             try:
-                self._host = HostTransport.connect(
-                    name,
-                    ranks,
-                    self._members.group.my_global_rank,
-                    timeout_s,
-                    chunk_nbytes=self._chunk_nbytes,
-                    rate_limit=self.rate_limit,
-                    is_given_up=lambda: self._members.in_a_hurry,
+                connections = HostConnections.connect(
+                    *(name, ranks, self._clique.my_global_rank, timeout_s),
+                    is_given_up=lambda: self._is_aborted,
+                )
+                self._host = HostTransport(
+                    connections, chunk_nbytes=self._chunk_nbytes, rate_limit=self.rate_limit
                 )
             finally:
                 self._is_connecting = False
             self._host_name = name
-            if self._members.in_a_hurry:
+            if self._is_aborted:
                 # There was nothing to abort yet.
                 self._host.abort()
         return self._host
+
+    def _agree_on_parameters(self) -> None:
+        """Compare what the ranks were given; once."""
+        if self._agreed:
+            return
+        mine = [self._parameters, self._failure_domain]
+        runs = self._world().decide(
+            *("agree on cliques", lambda: mine, _judge_parameters), read=shaped([(object, int)])
+        )
+        self._outer = [domain for domain, count in runs for _ in range(count)] or None
+        self._agreed = True
+
+    def _form_by_numbers(self, jump: int) -> None:
+        cliques = parse_group_sequence(jump, self._factor, self._world().world_size)
+        if self._outer is not None:
+            check_failure_domains(cliques, self._outer)
+        self._form(cliques)
+
+    def _form(self, cliques: list[list[int]]) -> None:
+        self._cliques = cliques
+        everyone, ranks = GroupWrapper(), self._world()
+        (mine,) = (clique for clique in cliques if ranks.rank in clique)
+        if not (self._on_devices and everyone.supports("cuda")):
+            members = [ranks.global_ranks[place] for place in mine]
+            self._use(GroupWrapper.of_ranks(members), ranks.timeout_s)
+            return
+        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
+        group = GroupWrapper.from_list_of_groups(
+            cliques,
+            timeout_s=2 * ranks.timeout_s + 60,
+            backend=_device_backend(everyone.backend),
+        )
+        self._owns_group = True
+        self._group_limit_s = ranks.timeout_s
+        self._use(group, ranks.timeout_s)
+
+    def _use(self, group: GroupWrapper, timeout_s: float) -> None:
+        if group.world_size == 1:
+            logger.warning(
+                "the clique of rank %d has no other member: its shard has no replica, and the "
+                "nodes lose every checkpoint with the node of this rank",
+                group.my_global_rank,
+            )
+        self._formed_ranks = Ranks("clique", None, timeout_s, ranks=group.ranks)
+        self._keepers_here = {
+            owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
+        }
+        self._formed = group
 
 
 def deadline_with_others(timeout_s: float) -> Deadline:
@@ -221,3 +377,39 @@ def _require_agreement(announced: Sequence[Announcement]) -> None:
     if len(set(owners)) < len(owners):
         said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
         raise MismatchError(f"members of a clique announce the same shard: {said}")
+
+
+def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
+    """Check the parameters of the ranks; return their failure domains, if given, in runs.
+
+    A report has a rank's parameters, in words, and its failure domain.
+    """
+    require_same(
+        "replication parameters", {r: str(params) for r, (params, _) in enumerate(reports)}
+    )
+    outer = [domain for _, domain in reports]
+    without = [rank for rank, domain in enumerate(outer) if domain is None]
+    if 0 < len(without) < len(outer):
+        raise MismatchError(
+            f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), and "
+            f"the others were: give it to all ranks, or to none"
+        )
+    named = [domain for domain in outer if domain is not None]
+    return [(domain, len(list(run))) for domain, run in groupby(named)]
+
+
+def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:
+    """Return each clique once, as places of its ranks in a group."""
+    strangers = {rank for clique in cliques for rank in clique} - set(members)
+    if strangers:
+        raise MismatchError(
+            f"ranks {sorted(strangers)} keep replicas, and are not among the ranks "
+            f"{list(members)}: give the strategy the process_group that its cliques are of"
+        )
+    place_of = {rank: place for place, rank in enumerate(members)}
+    return sorted({tuple(ranks): [place_of[rank] for rank in ranks] for ranks in cliques}.values())
+
+
+def _device_backend(config: str) -> str:
+    """Return the backend that sends CUDA memory."""
+    return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

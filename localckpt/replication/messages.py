@@ -24,13 +24,7 @@ __all__ = ["Incoming", "Messages", "Outgoing"]
 
 
 class Messages:
-    """Messages of one exchange, with the progress of each peer.
-
-    Args:
-        connections: To the peers.
-        progress: Counts bytes, and has the deadline of every wait.
-        pacer: Limits the rate at which this rank sends.
-    """
+    """Messages of one exchange, with the progress of each peer."""
 
     def __init__(self, connections: HostConnections, progress: Progress, pacer: Pacer) -> None:
         self._connections = connections
@@ -40,11 +34,8 @@ class Messages:
     def ask(self, peer: int, number: int, memory: memoryview) -> Incoming:
         """Ask for a peer's next message; it may come at any time from now on.
 
-        Args:
-            peer: The rank that sends it.
-            number: The same on both sides for messages that belong together; messages of one number
-                arrive in the order in which they are sent.
-            memory: Where it goes: writable, and as long as the message.
+        Messages of one ``number`` arrive in the order in which they are sent. ``memory`` is
+        writable, and as long as the message.
         """
         with self._progress.blaming(peer):
             data = self._receive(as_tensor(memory), peer, number, _Kind.DATA)
@@ -54,8 +45,7 @@ class Messages:
     def take(self, message: Incoming) -> dist.Work:
         """Wait for a message, and answer it.
 
-        Returns:
-            The answer, for :meth:`Progress.wait`: it is under way.
+        Returns the answer, for :meth:`Progress.wait`: it is under way.
         """
         peer = message.peer
         self._progress.wait(peer, message.mark)

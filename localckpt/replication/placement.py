@@ -26,19 +26,10 @@ def place_cliques(
     Which node has which name does not matter, nor does where a job runs: ranks that are dealt to
     nodes in the same way form the same cliques.
 
-    Args:
-        nodes: For each rank the token of its store.
-        factor: Copies of each shard, the owner's included; at least 2.
-        outer: For each rank a larger domain that its node is lost with, such as a rack.
-
-    Returns:
-        Every rank once, in sorted cliques of at least ``factor`` members, as even as can be. In
-        each are ranks of at least ``factor`` domains. No two are in one domain, unless so many
-        ranks are in it that the others cannot match them; :func:`keepers_in` tells who keeps what.
-
-    Raises:
-        SameMachineReplicationException: There are fewer domains than ``factor``.
-        MismatchError: Ranks of one node are in different outer domains.
+    Returns every rank once, in sorted cliques of at least ``factor`` members, as even as can be. In
+    each are ranks of at least ``factor`` domains. No two are in one domain, unless so many ranks
+    are in it that the others cannot match them; :func:`keepers_in` tells who keeps what. ``outer``
+    are larger domains that nodes are lost with, such as racks.
     """
     domains = list(nodes if outer is None else outer)
     kind = "failure domain" if outer is None else "outer failure domain"
@@ -87,10 +78,6 @@ def keepers_in(clique: Sequence[int], domains: Sequence[str]) -> dict[int, list[
 
     One in each other domain: a second copy there, or one in the member's own, would be lost with
     the first. Members that share a domain take turns.
-
-    Args:
-        clique: Its ranks.
-        domains: For each rank of the job what it is lost with.
     """
     members: dict[str, list[int]] = {}
     for rank in clique:

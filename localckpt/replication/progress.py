@@ -86,12 +86,7 @@ class Progress:
     def raise_first(self, failures: Sequence[BaseException]) -> NoReturn:
         """Raise the error that stopped an exchange, once no thread uses the exchange's memory.
 
-        Args:
-            failures: Errors of this rank's threads; at least one.
-
-        Raises:
-            PeerLostError: A peer failed, and no thread had an error of its own, of which the
-                failure of a peer may be the consequence.
+        A peer that failed may be the consequence of a thread's own error, which is raised first.
         """
         for failure in failures:
             # Threads' frames hold each other's failures, and the images.

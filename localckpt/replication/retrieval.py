@@ -8,15 +8,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport, Transport
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import Filled, Places, ShardSource, views_last
 
-__all__ = ["as_asked", "carry_out", "connect_for", "new_name"]
+__all__ = ["WatchedSource", "as_asked", "carry_out", "connect_for", "new_name"]
 
 IdT = TypeVar("IdT", bound=Hashable)
 
@@ -34,19 +35,12 @@ def connect_for(
 ) -> Transport | None:
     """Connect a rank to its peers in a plan; ``None`` if it has none.
 
-    Args:
-        plan: The plan.
-        name: Name that was not used before in this job; the same on all ranks.
-        rank: This rank.
-        timeout_s: Deadline of connecting, in seconds.
-        rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.
-
-    Raises:
-        PeerLostError: Some peer did not come.
+    ``name`` was not used before in this job, and is the same on all ranks.
     """
     if not (peers := plan.peers(rank)):
         return None
-    return HostTransport.connect_to(name, peers, rank, timeout_s, rate_limit=rate_limit)
+    connections = HostConnections.connect_to(name, peers, rank, timeout_s)
+    return HostTransport(connections, rate_limit=rate_limit)
 
 
 def carry_out(
@@ -59,11 +53,7 @@ def carry_out(
 ) -> list[IdT]:
     """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`.
 
-    Args:
-        everyone: The ranks that call it together.
-        timeout_s: Deadline of each step, in seconds.
-        transport: Connections to all peers of this rank, which stay the caller's; ``None`` for
-            new ones.
+    Connections that are given stay the caller's.
     """
     if not plan.transfers:
         return []
@@ -112,9 +102,7 @@ def carry_out(
 def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> PerRank:
     """Judge a name for connections, and for each rank the sizes that it receives, in order.
 
-    Args:
-        plan: The plan.
-        sizes: For each rank the sizes of the shards that it sends, in the order in which it sends.
+    Sizes are in the order in which a rank sends.
     """
     offered = {
         (entry.receiver, entry.id_): nbytes
@@ -141,3 +129,38 @@ def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
 def new_name() -> str:
     """Make a name that no connections of this job have had."""
     return uuid.uuid4().hex
+
+
+class WatchedSource:
+    """Source of another source's bytes for peers, which closes that source.
+
+    Attributes:
+        refused: Error of the last read.
+        on_read: Called with the number of bytes of each read.
+    """
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self.views_last = views_last(source)
+        self.refused: StorageError | CorruptShardError | None = None
+        self.on_read: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        self.on_read(stop - start)
+        try:
+            return self._source.read(start, stop)
+        except (StorageError, CorruptShardError) as error:
+            self.refused = error
+            raise
+
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
+        self._source.stream(stop, places, filled, starts)
+
+    def close(self) -> None:
+        self._source.close()

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from localckpt.replication.parity.code import PARITY_KIND, ParityCode
+from localckpt.replication.parity.code import ParityCode
+from localckpt.replication.parity.stripes import PARITY_KIND
 
 if TYPE_CHECKING:
-    from localckpt.replication.redundancy import Scheme
+    from localckpt.replication.redundancy import RecoveryScheme
 
 __all__ = ["SCHEMES"]
 
-SCHEMES: Mapping[str, Scheme] = {PARITY_KIND: ParityCode()}
+SCHEMES: Mapping[str, RecoveryScheme] = {PARITY_KIND: ParityCode()}
 """The scheme of each kind of piece beside shards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -21,21 +21,19 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.base import Accept, ReplicationStrategy
+from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
-from localckpt.replication.in_common import InCommon, Offer
 from localckpt.replication.member_strategy import (
     Announcement,
     MemberStrategy,
     deadline_with_others,
 )
-from localckpt.replication.membership import Membership
+from localckpt.replication.placement import place_cliques
 from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
-from localckpt.replication.shard_plans import missing_copies
 from localckpt.replication.transport import Transport, choose_transport
-from localckpt.state_dict.common_bytes import CommonBytes, common_bytes
-from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.source import ShardSource
 
 __all__ = [
     "CliqueReplicationStrategy",
@@ -50,24 +48,11 @@ logger = logging.getLogger(__name__)
 class NoReplication(ReplicationStrategy):
     """Keeps no replicas. Shards are still brought to ranks that restart on other nodes."""
 
-    def replicate_image(
-        self,
-        source: ShardSource | None,
-        ckpt_id: CkptID,
-        accept: Accept,
-        *,
-        timeout_s: float | None = None,
-        tensors_on_gpu: bool = False,
-        error: str | None = None,
-    ) -> list[CkptID]:
+    def replicate_image(self, *_: Any, **__: Any) -> list[CkptID]:
         return []
 
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         return
-
-    @property
-    def sends_from_devices(self) -> bool:
-        return False
 
     def give_up(self) -> None:
         return
@@ -98,6 +83,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             network to training; ``None`` for as many as it can.
     """
 
+    _on_devices = True
+
     def __init__(
         self,
         local_group: GroupWrapper | dist.ProcessGroup | None = None,
@@ -112,21 +99,23 @@ class CliqueReplicationStrategy(MemberStrategy):
         rate_limit: float | None = None,
     ) -> None:
         with refused_together(MANAGER, process_group, timeout_s):
-            self._local_group = None if local_group is None else GroupWrapper.wrap(local_group)
-            if local_group is None:
+            clique = None if local_group is None else GroupWrapper.wrap(local_group)
+            if clique is None:
                 check_replication_params(
                     1 if replication_jump is None else replication_jump, replication_factor
                 )
             self._jump, self._factor = replication_jump, replication_factor
-            self._failure_domain = failure_domain
             self._device: Transport | None = None
             super().__init__(
                 timeout_s,
                 process_group,
                 target_device,
+                failure_domain,
                 chunk_nbytes=chunk_nbytes,
                 rate_limit=rate_limit,
             )
+            if clique is not None:
+                self._use(clique, self.step_s(None))
 
     @classmethod
     def from_replication_params(
@@ -168,13 +157,15 @@ class CliqueReplicationStrategy(MemberStrategy):
                 chunk_nbytes=chunk_nbytes,
                 rate_limit=rate_limit,
             )
-        strategy._members.agree()
+        strategy._agree_on_parameters()
+        if replication_jump is not None:
+            strategy._form_by_numbers(replication_jump)
         return strategy
 
     @property
     def local_group(self) -> GroupWrapper:
         """This rank's clique; formed by the number of ranks on a node if no manager was made."""
-        return self._members.group
+        return self._clique
 
     def replicate_image(
         self,
@@ -189,20 +180,9 @@ class CliqueReplicationStrategy(MemberStrategy):
         step_s = self.step_s(timeout_s)
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
-        group, clique = self._members.group, self._members.coordinator
+        group, clique = self._clique, self._clique_ranks
         on_gpu = tensors_on_gpu and group.supports("cuda")
-        image, groups = memoryview(b""), dict[str, CommonBytes]()
-        with Attempt() as looking:
-            # What is sent from a GPU may not be in host memory yet.
-            if isinstance(source, MemorySource) and error is None and not on_gpu:
-                image, groups = source.view, common_bytes(source.view)
-        offer = Offer(on_gpu, {name: found.digest for name, found in groups.items()})
-        announced = self._announce(source, ckpt_id, error or looking.error_text, step_s, offer)
-        offers = [Offer(*peer.more) for peer in announced]
-        pairs = {
-            peer.rank: InCommon(image, groups, offer.digests)
-            for peer, offer in zip(announced, offers, strict=True)
-        }
+        announced = self._announce(source, ckpt_id, error, step_s, on_gpu)
         what = f"iteration {ckpt_id.iteration}"
 
         rounds = self._rounds(announced)
@@ -215,21 +195,19 @@ class CliqueReplicationStrategy(MemberStrategy):
         clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
-        over_device = bool(senders) and all(offer.on_gpu for offer in offers)
+        over_device = bool(senders) and all(peer.more for peer in announced)
         with Attempt() as exchanging:
             assert source is not None
-            rooms = iter(pairs[p.rank].room(v) for p, v in zip(senders, views, strict=True))
+            images = iter(views)
             moves = [
                 (
-                    [] if receiver is None else [(receiver, pairs[receiver].outgoing(source))],
-                    [] if sender is None else [(sender.rank, next(rooms))],
+                    [] if receiver is None else [(receiver, source)],
+                    [] if sender is None else [(sender.rank, next(images))],
                 )
                 for receiver, sender in rounds
             ]
             self._exchange(announced, moves, over_device, step_s)
             self.sent_nbytes = sum(image.nbytes for sends, _ in moves for _, image in sends)
-            for peer, view in zip(senders, views, strict=True):
-                pairs[peer.rank].complete(view)
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
@@ -247,25 +225,22 @@ class CliqueReplicationStrategy(MemberStrategy):
 
     @property
     def protection(self) -> Mapping[int, Group]:
-        keepers = self._members.keepers
+        keepers = self._keepers
         return {rank: Group((rank, *kept), len(kept)) for rank, kept in keepers.items()}
 
     def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
-        return Lacking(missing_copies(checkpoint, inventory, self._members.keepers))
+        return Lacking(missing_copies(checkpoint, inventory, self._keepers))
 
     @property
     def sends_from_devices(self) -> bool:
-        return self._members.has_devices
+        return (self._formed or GroupWrapper()).supports("cuda")
 
-    def _make_membership(self) -> Membership:
-        return Membership(
-            self._world,
-            self._local_group,
-            jump=self._jump,
-            factor=self._factor,
-            failure_domain=self._failure_domain,
-            timeout_s=self.step_s(None),
-        )
+    @property
+    def _parameters(self) -> str:
+        return f"replication_jump={self._jump!r}, replication_factor={self._factor!r}"
+
+    def _place_cliques(self, nodes: Sequence[str], outer: Sequence[str] | None) -> list[list[int]]:
+        return place_cliques(nodes, self._factor, outer)
 
     def _close_connections(self) -> None:
         super()._close_connections()
@@ -277,8 +252,8 @@ class CliqueReplicationStrategy(MemberStrategy):
         self, announced: Sequence[Announcement]
     ) -> list[tuple[int | None, Announcement | None]]:
         """Return the receiver and the sender of each round, with one of each at most."""
-        mine, keepers = self._members.group.my_global_rank, self._members.keepers_here
-        place, count = self._members.group.my_group_rank, len(announced)
+        mine, keepers = self._clique.my_global_rank, self._keepers_here
+        place, count = self._clique.my_group_rank, len(announced)
         rounds: list[tuple[int | None, Announcement | None]] = []
         for distance in range(1, count):
             receiver = announced[(place + distance) % count].rank
@@ -307,14 +282,14 @@ class CliqueReplicationStrategy(MemberStrategy):
             return
         if self._device is None:
             self._device = choose_transport(
-                self._members.group,
+                self._clique,
                 True,
-                owns_group=self._members.owns_group,
+                owns_group=self._owns_group,
             )
         try:
             # One round at a time, so that there are buckets for one peer only.
             for sends, receives in moves:
-                limit_s = min(timeout_s, self._members.group_limit_s)
+                limit_s = min(timeout_s, self._group_limit_s)
                 self._device.exchange(sends, receives, limit_s)
         finally:
             if self._device.broken:

@@ -44,14 +44,7 @@ class Transport(Protocol):
         order by both. When it raises, nothing is read from or written to the memory any more.
 
         Args:
-            sends: Receivers, and the images for them.
-            receives: Senders, and memory for their images.
             timeout_s: Deadline of the whole exchange, in seconds.
-
-        Raises:
-            PeerLostError: A peer did not send or take all its bytes in time, or its connection
-                broke. It names the peer and how far it came.
-            CheckpointingException: A source failed; the peers see this rank as lost.
         """
         ...
 
@@ -70,11 +63,7 @@ def choose_transport(
     *,
     owns_group: bool = False,
 ) -> Transport:
-    """Choose the transport for host or device memory; arguments as for the transports.
-
-    Raises:
-        MismatchError: The group can send neither host nor CUDA memory.
-    """
+    """Choose the transport for host or device memory; arguments as for the transports."""
     wrapped = GroupWrapper.wrap(group)
     if wrapped.supports("cuda") and (tensors_on_gpu or not wrapped.supports("cpu")):
         device = torch.device("cuda", torch.cuda.current_device())

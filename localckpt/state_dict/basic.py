@@ -17,13 +17,13 @@ import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.containers import joined, map_tensors, named_tensors
-from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
     is_place,
     load_module_state,
+    load_optimizer,
     module_state,
 )
 
@@ -256,15 +256,9 @@ def _own_state(value: Any) -> Any:
 
 
 def give_states(into: Any, loaded: Any, left: Container[str] = ()) -> Any:
-    """Load the states in ``loaded`` into the stateful values of ``into``.
+    """Load the states in ``loaded`` into the stateful values of ``into``, but for those ``left``.
 
-    Args:
-        into: A state.
-        loaded: States of its stateful values.
-        left: Keys of values that stay as they are.
-
-    Returns:
-        ``loaded``, with these values in place of their states.
+    Returns ``loaded``, with these values in place of their states.
     """
     for key in stateful_keys(into):
         if isinstance(loaded, Mapping) and key in loaded:

@@ -2,21 +2,45 @@
 
 A job's global tensors are known by their keys. A tensor without a box is private to its rank. The
 table of boxes is stored in the skeleton as JSON; sets of ranks stand in it once, however many
-tensors have them. This module does not import torch.
+tensors have them. A box has a region, and what two boxes have in common is a region, too: a set of
+elements that is one list of runs in each dimension. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any, NamedTuple, NoReturn
+
+import xxhash
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import MOST_DIGITS
 
-__all__ = ["NO_BOXES", "Box", "RankSet", "Run", "parse_boxes", "render_boxes"]
+__all__ = [
+    "NO_BOXES",
+    "Bounds",
+    "Box",
+    "Cut",
+    "RankSet",
+    "Region",
+    "Run",
+    "bounds_of",
+    "common",
+    "cuts_of",
+    "flat_rectangles",
+    "local_starts",
+    "narrowed_rows",
+    "parse_boxes",
+    "render_boxes",
+    "volume",
+    "whole",
+    "without",
+]
 
 NO_BOXES = b"[[],[]]"
 """Table of an image whose tensors are all private to its rank."""
@@ -31,50 +55,49 @@ _LIMIT = 10**MOST_DIGITS
 # Without slots, since its pickle is read field by field.
 @dataclass(frozen=True)
 class RankSet:
-    """Set of ranks, as lattices in ascending order: small however many ranks it has.
+    """Set of ranks, small however many of them are evenly spaced.
 
     Attributes:
-        lattices: Each the first rank, and for each direction, the innermost first, a number of
-            steps and their length. A single rank has no direction.
+        runs: First rank, number of ranks and distance of ranks that are evenly spaced, in order.
     """
 
-    lattices: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    runs: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[int]) -> RankSet:
+    def of(cls, ranks: Iterable[int]) -> RankSet:
         """Describe distinct ranks."""
         ordered = sorted(ranks)
-        if not ordered:
-            return cls(())
-        if (whole := _lattice(ordered)) is not None:
-            return cls((whole,))
-        return cls(tuple(_runs(ordered)))
+        runs, at = [], 0
+        while at < len(ordered):
+            end = at + 1
+            step = ordered[end] - ordered[at] if end < len(ordered) else 1
+            while end < len(ordered) and ordered[end] - ordered[end - 1] == step:
+                end += 1
+            runs.append((ordered[at], end - at, step))
+            at = end
+        return cls(tuple(runs))
 
     def __len__(self) -> int:
-        return sum(math.prod(count for count, _ in steps) for _, steps in self.lattices)
+        return sum(count for _, count, _ in self.runs)
 
     def __iter__(self) -> Iterator[int]:
-        for first, steps in self.lattices:
-            ranks = [first]
-            for count, step in steps:
-                ranks = [rank + step * n for n in range(count) for rank in ranks]
-            yield from ranks
+        return chain.from_iterable(self._ranges())
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and any(_holds(lattice, rank) for lattice in self.lattices)
+        return any(rank in ranks for ranks in self._ranges())
 
     @property
     def text(self) -> str:
-        """Short text of the ranks, the same for equal sets."""
-        return ",".join(
-            "+".join([str(first), *(f"{count}x{step}" for count, step in steps)])
-            for first, steps in self.lattices
-        )
+        """Short text, a digest, the same for equal sets."""
+        return xxhash.xxh3_64_hexdigest(repr(self.runs).encode())
 
     @property
     def last(self) -> int:
         """Highest rank."""
-        return _last(self.lattices[-1])
+        return self._ranges()[-1][-1]
+
+    def _ranges(self) -> list[range]:
+        return [range(first, first + count * step, step) for first, count, step in self.runs]
 
 
 class Box(NamedTuple):
@@ -82,7 +105,6 @@ class Box(NamedTuple):
 
     Attributes:
         key: Name of the global tensor in the whole job.
-        shape: Shape of the global tensor.
         runs: For each dimension of the global tensor the indices that the tensor has of it, as
             runs in ascending order: one, except where a sharding is strided.
         ranks: The ranks whose tensors of this box have equal bytes; ``None`` if all have that name
@@ -116,7 +138,7 @@ class Box(NamedTuple):
         tensor parallelism leaves whole.
         """
         if self.ranks is not None:
-            return repr(self.ranks.lattices)
+            return repr(self.ranks.runs)
         wholes = "".join("w" if is_whole else "p" for is_whole in self.wholes)
         return f"{self.key.partition('.')[0]} {wholes}"
 
@@ -138,11 +160,7 @@ class Box(NamedTuple):
 
 
 def render_boxes(boxes: Mapping[int, Box]) -> bytes:
-    """Build the text of a table.
-
-    Args:
-        boxes: Boxes by the number of the tensor; others are private to their rank.
-    """
+    """Build the text of a table of boxes, by the numbers of their tensors."""
     groups: dict[RankSet, int] = {}
     rows = [
         [
@@ -154,30 +172,17 @@ def render_boxes(boxes: Mapping[int, Box]) -> bytes:
         ]
         for number, box in boxes.items()
     ]
-    lattices = [[[first, *steps] for first, steps in ranks.lattices] for ranks in groups]
-    return json.dumps([lattices, rows], separators=(",", ":")).encode()
+    sets = [ranks.runs for ranks in groups]
+    return json.dumps([sets, rows], separators=(",", ":")).encode()
 
 
 def parse_boxes(
     text: bytes, shapes: Sequence[tuple[int, ...]], rank: int, world_size: int
 ) -> dict[int, Box]:
-    """Parse and check the text of a table.
-
-    Args:
-        text: The text.
-        shapes: Shape of each tensor of the image.
-        rank: The rank whose image it is.
-        world_size: Number of ranks of its job.
-
-    Returns:
-        The boxes by the number of the tensor.
-
-    Raises:
-        CorruptShardError: The text is no table, or contradicts the tensors or itself.
-    """
+    """Parse and check the text of a table, for tensors of some shapes: boxes by number."""
     try:
-        lattices, rows = json.loads(text)
-        groups = [_parse_ranks(fields, rank, world_size) for fields in lattices]
+        sets, rows = json.loads(text)
+        groups = [_parse_ranks(fields, rank, world_size) for fields in sets]
         boxes: dict[int, Box] = {}
         # By their texts, which tell 1 from 1.0 and from true: most tensors have one of few places.
         places: dict[str, tuple[tuple[int, ...], tuple[tuple[Run, ...], ...]]] = {}
@@ -201,22 +206,14 @@ def parse_boxes(
 
 
 def _parse_ranks(fields: Any, rank: int, world_size: int) -> RankSet:
-    lattices = []
     end = -1
-    for first, *steps in fields:
-        reach = 0
-        for count, step in steps:
-            _require_numbers(count, step)
-            # Each direction leaves the ranks of those before it behind, so none is named twice.
-            if count < 2 or step <= reach:
-                _refuse(f"a set of ranks {fields!r:.80}")
-            reach += (count - 1) * step
-        _require_numbers(first)
-        if not end < first <= first + reach < world_size:
+    for first, count, step in fields:
+        _require_numbers(first, count, step)
+        last = first + (count - 1) * step
+        if not (count and step and end < first and last < world_size):
             _refuse(f"a set of ranks {fields!r:.80} of {world_size}")
-        end = first + reach
-        lattices.append((first, tuple((count, step) for count, step in steps)))
-    ranks = RankSet(tuple(lattices))
+        end = last
+    ranks = RankSet(tuple((first, count, step) for first, count, step in fields))
     if rank not in ranks:
         _refuse(f"a set of ranks without rank {rank}, whose image it is")
     return ranks
@@ -257,47 +254,178 @@ def _refuse(what: str) -> NoReturn:
     raise CorruptShardError(f"the table of boxes has {what}, which cannot be")
 
 
-def _lattice(ranks: Sequence[int]) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Describe ranks in ascending order by one lattice; ``None`` if they are none."""
-    firsts, steps = list(ranks), []
-    while len(firsts) > 1:
-        (start, taken), *_ = _runs(firsts)
-        if not taken:
+Runs = tuple[Run, ...]
+Region = tuple[Runs, ...]
+"""For each dimension the indices, as runs in ascending order. Without a dimension: one element."""
+
+
+class Bounds(NamedTuple):
+    """Smallest rectangle around a region: first index, and number of them, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Rectangle of a tensor.
+
+    Its first indices are those in the tensor (``local``) and in the global tensor (``first``).
+    """
+
+    local: tuple[int, ...]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region of a whole tensor."""
+    return tuple(((0, size),) for size in shape)
+
+
+def volume(region: Region) -> int:
+    """Return the number of elements of a region."""
+    return math.prod(sum(count for _, count in runs) for runs in region)
+
+
+def bounds_of(region: Region) -> Bounds:
+    """Return the smallest rectangle around a region; an empty one if the region is empty."""
+    offsets, sizes = [], []
+    for runs in region:
+        start, end = runs[0][0], sum(runs[-1])
+        offsets.append(start)
+        sizes.append(end - start)
+    return Bounds(tuple(offsets), tuple(sizes))
+
+
+def common(one: Region, other: Region) -> Region | None:
+    """Return the elements that two regions have in common; ``None`` if there are none."""
+    shared = []
+    for a, b in zip(one, other, strict=True):
+        if not (runs := _common_runs(a, b)):
             return None
-        ((count, step),) = taken
-        blocks = [firsts[at : at + count] for at in range(0, len(firsts), count)]
-        shape = [rank - start for rank in blocks[0]]
-        if any([rank - block[0] for rank in block] != shape for block in blocks):
-            return None
-        firsts = [block[0] for block in blocks]
-        steps.append((count, step))
-    return firsts[0], tuple(steps)
+        shared.append(runs)
+    return tuple(shared)
 
 
-def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Yield evenly spaced ranks, as many at a time as there are in a row."""
-    at = 0
-    while at < len(ranks):
-        end = at + 1
-        step = ranks[end] - ranks[at] if end < len(ranks) else 0
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        count = end - at
-        yield ranks[at], ((count, step),) if count > 1 else ()
-        at = end
+def without(region: Region, other: Region) -> list[Region]:
+    """Return the elements of a region that are not in another one, as disjoint regions."""
+    if (shared := common(region, other)) is None:
+        return [region] if volume(region) else []
+    rest = []
+    for dim, (runs, taken) in enumerate(zip(region, shared, strict=True)):
+        # Below this dimension what is shared, above it everything: so no two regions overlap.
+        if left := _runs_without(runs, taken):
+            rest.append((*shared[:dim], left, *region[dim + 1 :]))
+    return [part for part in rest if volume(part)]
 
 
-def _last(lattice: tuple[int, tuple[tuple[int, int], ...]]) -> int:
-    first, steps = lattice
-    return first + sum((count - 1) * step for count, step in steps)
+def cuts_of(
+    region: Region, part: Region, starts: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Cut]:
+    """Cut out of a tensor what a part of its region has in common with a rectangle of the tensor.
+
+    The indices of the region follow each other in the tensor; all of the part are in the region.
+    """
+    sides = []
+    for runs, wanted, start, size in zip(region, part, starts, sizes, strict=True):
+        side, local = [], 0
+        for first, count in runs:
+            low, high = max(start, local), min(start + size, local + count)
+            if low < high:
+                shift = first - local
+                for begin, length in _common_runs(((low + shift, high - low),), wanted):
+                    side.append((begin - shift, begin, length))
+            local += count
+        if not side:
+            return
+        sides.append(side)
+    for chosen in product(*sides):
+        yield (
+            Cut(*(tuple(numbers) for numbers in zip(*chosen, strict=True)))
+            if chosen
+            else Cut((), (), ())
+        )
 
 
-def _holds(lattice: tuple[int, tuple[tuple[int, int], ...]], rank: int) -> bool:
-    first, steps = lattice
-    if (left := rank - first) < 0:
-        return False
-    # The outermost direction first: what the others reach is less than one of its steps.
-    for count, step in reversed(steps):
-        taken = min(left // step, count - 1)
-        left -= taken * step
-    return left == 0
+def local_starts(region: Region, first: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return where a rectangle of the global tensor begins in the tensor of a region."""
+    starts = []
+    for runs, begin, size in zip(region, first, sizes, strict=True):
+        at = bisect_right(runs, begin, key=lambda run: run[0]) - 1
+        if at < 0 or size < 0 or begin + size > sum(runs[at]):
+            raise ValueError(f"{begin}:{begin + size} is in no run of {runs!r:.80}")
+        starts.append(sum(count for _, count in runs[:at]) + begin - runs[at][0])
+    return tuple(starts)
+
+
+def narrowed_rows(region: Region, dim: int, start: int, count: int) -> Region:
+    """Return the elements of some consecutive rows of the tensor of a region."""
+    runs, local = [], 0
+    for first, length in region[dim]:
+        low, high = max(start, local), min(start + count, local + length)
+        if low < high:
+            runs.append((first + low - local, high - low))
+        local += length
+    return (*region[:dim], tuple(runs) or ((region[dim][0][0], 0),), *region[dim + 1 :])
+
+
+def flat_rectangles(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divide the elements of a tensor that are in order from a number on into rectangles.
+
+    Yields first indices and sizes of each, in ascending order. The last index runs fastest.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start % row or stop % row):
+        for starts, sizes in flat_rectangles(shape[1:], start - first * row, stop - first * row):
+            yield (first, *starts), (1, *sizes)
+        return
+    if start % row:
+        yield from flat_rectangles(shape, start, (first + 1) * row)
+        first += 1
+    end = stop // row
+    if first < end:
+        yield (first, *(0 for _ in shape[1:])), (end - first, *shape[1:])
+    if end * row < stop:
+        yield from flat_rectangles(shape, end * row, stop)
+
+
+def _common_runs(one: Runs, other: Runs) -> Runs:
+    if len(one) == len(other) == 1:
+        # Nearly all tensors have one run in each dimension.
+        ((a, a_count),), ((b, b_count),) = one, other
+        low, high = max(a, b), min(a + a_count, b + b_count)
+        return ((low, high - low),) if low < high else ()
+    shared, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        (a, a_count), (b, b_count) = one[i], other[j]
+        low, high = max(a, b), min(a + a_count, b + b_count)
+        if low < high:
+            shared.append((low, high - low))
+        if a + a_count < b + b_count:
+            i += 1
+        else:
+            j += 1
+    return tuple(shared)
+
+
+def _runs_without(runs: Runs, taken: Runs) -> Runs:
+    left = []
+    for start, count in runs:
+        end = start + count
+        for first, length in taken:
+            if first + length <= start or first >= end:
+                continue
+            if start < first:
+                left.append((start, first - start))
+            start = max(start, first + length)
+        if start < end:
+            left.append((start, end - start))
+    return tuple(left)

@@ -35,10 +35,7 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
 def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[tuple[str, Any]]:
     """Return each value of the wanted classes with its path, as :func:`named_tensors` does.
 
-    Args:
-        state: The state.
-        wanted: The classes, into whose values the walk does not go.
-        above: Path of the state itself.
+    The walk does not go into these values.
     """
     if isinstance(state, wanted):
         return [(above, state)]

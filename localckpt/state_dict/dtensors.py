@@ -1,4 +1,4 @@
-"""Pickling of DTensors in torch's own form, with equal tuples written once.
+"""DTensors in pickles: written in torch's own form, and replaced by those of a running job.
 
 torch describes each DTensor by about a dozen tuples, most of which are equal in all DTensors of a
 model. A pickle refers back to an object that it already holds, so equal tuples are replaced by the
@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from localckpt.errors import CheckpointingException
+import torch
 
-__all__ = ["EqualParts"]
+from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.state_dict.global_view import LocalParts, has_other_order
+
+__all__ = ["REBUILD_WRAPPED", "EqualParts", "GivenDTensors", "rebuild_wrapped"]
 
 _PROTOCOL = 5
+REBUILD_WRAPPED: Callable[..., Any] = torch._tensor._rebuild_from_type_v2
+"""Function that torch's pickles of DTensors, and of tensors with attributes, call."""
 
 
 class EqualParts:
     """Equal tuples of the DTensors of one pickle.
 
     Only tuples are shared, since their values cannot change. A mesh or a spec can change, so each
-    stays the object that it is in the state.
-
-    Attributes:
-        dtensor: Class of DTensors; ``None`` if its module is not imported.
-        mesh: Class of device meshes; ``None`` if its module is not imported.
-        spec: Class of the objects that describe DTensors; ``None`` if its module is not imported.
+    stays the object that it is in the state. The classes of DTensors, of meshes and of specs are
+    ``None`` where their modules are not imported.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,7 @@ class EqualParts:
         self._by_id: dict[int, tuple[Any, Any]] = {}
 
     def reduce_dtensor(self, tensor: Any) -> Any:
-        """Reduce a DTensor, as ``__reduce__`` does, with shared shapes, strides and dtypes.
-
-        Raises:
-            CheckpointingException: torch would pickle it in a form that cannot be loaded.
-        """
+        """Reduce a DTensor, as ``__reduce__`` does, with shared shapes, strides and dtypes."""
         if tensor.storage_offset():
             raise CheckpointingException(
                 "its local part is a view at an offset in a larger tensor; make it of a copy, "
@@ -83,3 +81,61 @@ class EqualParts:
             first = self._by_bytes.setdefault(pickle.dumps(part, _PROTOCOL), part)
             self._by_id[id(part)] = part, first
         return self._by_id[id(part)][1]
+
+
+def rebuild_wrapped(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Call torch's function; refuses a class as what makes the tensor, which takes any size."""
+    if isinstance(make, type):
+        raise CorruptShardError("the skeleton makes a tensor, in a way that no pickle does")
+    return REBUILD_WRAPPED(make, kind, arguments, state)
+
+
+class GivenDTensors:
+    """DTensors that take the places of saved ones, by the ``id()`` of their local tensors.
+
+    A job may have the same parts of its tensors on another mesh, as with FSDP before and HSDP now.
+    What was saved on a mesh and is not given, such as the states of a new optimizer, gets the mesh
+    and the placements that the given DTensors have in place of the saved ones.
+    """
+
+    def __init__(self, by_local: Mapping[int, Any]) -> None:
+        self._by_local = by_local
+        # Saved specs, each with the one of the given DTensor in its place.
+        self._replaced: list[tuple[Any, Any]] = []
+        self._made: list[Any] = []
+
+    def rebuild(self, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        """Return a given DTensor, or make the saved tensor: a call of a pickle of tensors."""
+        match state:
+            # Attributes, and slots.
+            case _, {"_local_tensor": local, "_spec": saved}:
+                if (given := self._by_local.get(id(local))) is not None:
+                    self._replaced.append((saved, given._spec))
+                    return given
+                made = rebuild_wrapped(make, kind, arguments, state)
+                self._made.append(made)
+                return made
+        return rebuild_wrapped(make, kind, arguments, state)
+
+    def finish(self) -> None:
+        """Move the DTensors that were made onto the meshes of the given ones."""
+        if not (self._made and self._replaced):
+            return
+        parts = LocalParts()
+        placed: dict[tuple[Any, ...], Any] = {}
+        for saved, now in self._replaced:
+            known = placed.setdefault(_placed(saved), now)
+            if known is not None and _placed(known) != _placed(now):
+                placed[_placed(saved)] = None
+        for made in self._made:
+            saved, shape = made._spec, tuple(made.shape)
+            now = placed.get(_placed(saved))
+            if now is None or has_other_order(made):
+                continue
+            part = parts.of(saved, shape)
+            if part is not None and part == parts.of(now, shape):
+                made._spec = type(saved)(now.mesh, now.placements, tensor_meta=saved.tensor_meta)
+
+
+def _placed(spec: Any) -> tuple[Any, ...]:
+    return spec.mesh, spec.placements, tuple(map(type, spec.placements))

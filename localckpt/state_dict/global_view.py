@@ -40,7 +40,6 @@ class Job(NamedTuple):
     """Job that a rank saves with.
 
     Attributes:
-        rank: Number of the rank in the job.
         ranks: All ranks of the job, as torch.distributed numbers them, by their numbers in the job.
     """
 
@@ -56,9 +55,6 @@ class Teller(NamedTuple):
     """Value of a state that says which part of a global tensor its tensors are.
 
     Attributes:
-        path: Path of the value in the state.
-        value: The value.
-        kind: Kind of its class.
         marked: Ranks of the marker around it; ``None`` for no marker.
     """
 
@@ -110,15 +106,7 @@ class NamedTensors(NamedTuple):
 
 
 def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
-    """Find the paths of a state's tensors.
-
-    Args:
-        state: The state.
-        tensors: Its tensors, as a pickler found them.
-
-    Raises:
-        CheckpointingException: A marker of replicated parts is inside of another.
-    """
+    """Find the paths of a state's tensors."""
     found = NamedTensors({}, [])
     _collect(vars(state) if isinstance(state, TensorAwareStateDict) else state, "", None, found)
     names = found.names
@@ -181,13 +169,7 @@ def boxes_of(
 ) -> dict[int, Box]:
     """Return the boxes of a state's tensors by their numbers; other tensors are private.
 
-    Args:
-        tellers: What the state says.
-        tensors: The tensors of the state.
-        job: The job; other ranks are left out of the boxes.
-
-    Raises:
-        CheckpointingException: A marker says that ranks are equal among which a tensor is sharded.
+    Ranks that are not of the job are left out of the boxes.
     """
     numbers = {
         id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
@@ -284,11 +266,7 @@ class _RankSets:
         return self._of_markers[id(marked)]
 
     def of_mesh(self, path: str, spec: Any, marked: Sequence[int] | None) -> RankSet:
-        """Return the ranks that have the same part of a DTensor as this one.
-
-        Raises:
-            CheckpointingException: A marker around it names a rank with another part.
-        """
+        """Return the ranks that have the same part of a DTensor as this one."""
         mesh = spec.mesh
         kept = tuple(placement.is_replicate() for placement in spec.placements)
         which = (id(mesh), kept, None if marked is None else id(marked))
@@ -318,15 +296,9 @@ def shard_runs(
     coordinate: Sequence[int],
     placements: Sequence[Any],
 ) -> tuple[tuple[Run, ...], ...] | None:
-    """Compute the part of a DTensor at a place of its mesh.
+    """Compute the runs of the part of a DTensor at a place of its mesh.
 
-    Args:
-        shape: Shape of the whole tensor.
-        mesh_shape, coordinate: Shape of the mesh, and the place in it.
-        placements: One for each dimension of the mesh.
-
-    Returns:
-        The runs of a :class:`Box`; ``None`` if a placement neither shards nor replicates.
+    ``None`` if a placement, of which there is one a dimension of the mesh, is of no known kind.
     """
     runs: list[list[Run]] = [[(0, size)] for size in shape]
     for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):

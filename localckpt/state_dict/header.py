@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,20 +25,16 @@ from localckpt.ids import (
 from localckpt.lineage import Lineage
 from localckpt.memory.digests import digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
-from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.layout import ITEM_NBYTES, Layout, TensorSlot
 
 __all__ = [
     "DIGESTS",
-    "DIVIDED_VERSION",
-    "FORMATS",
     "FORMAT_VERSION",
     "NO_PARTS",
     "RESERVED_NAMES",
     "SKELETON",
     "ImageHeader",
-    "frame_divided",
-    "frame_skeleton",
+    "Skeleton",
     "group_of",
     "header_length",
     "kind_of",
@@ -49,11 +45,8 @@ __all__ = [
     "render_slots",
 ]
 
-FORMAT_VERSION = "localckpt-2"
-"""Format version of new images whose tensors are whole; :data:`FORMATS` has all versions that can
-be read."""
-DIVIDED_VERSION = "localckpt-3"
-"""Format version of new images that hold parts of divided tensors."""
+FORMAT_VERSION = "localckpt-5"
+"""Format of images, in their headers; an image of another is refused."""
 NO_PARTS = b"[[],[]]"
 """Table of parts of an image whose tensors are all whole."""
 SKELETON = "__skeleton__"
@@ -62,7 +55,7 @@ METADATA = "__metadata__"
 # Suffix of the key "<kind>_of", under which a piece that is no shard names what it protects.
 _OF = "_of"
 _KIND = re.compile(r"[a-z]{1,32}")
-# Key of the lineage, which the headers of earlier versions lack.
+# Key of the lineage; a piece that no manager saved has none.
 LINEAGE = "lineage"
 _BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
@@ -76,25 +69,10 @@ _GROWTH_NBYTES = 512
 _LINEAGE_NBYTES = 512
 
 
-class _Format(NamedTuple):
-    """Reader of one version of the format.
-
-    Attributes:
-        read_claims: Reads the identity from a header's metadata and, unless the piece is a shard,
-            what the piece protects: the text in the metadata, and the group.
-        split_skeleton: Splits the bytes of the skeleton into the table of tensors, the table of
-            boxes, the table of parts, and the pickle.
-    """
-
-    read_claims: Callable[[dict[str, Any]], tuple[ShardIdentity, str | None, Group | None]]
-    split_skeleton: Callable[[bytes], tuple[bytes, bytes, bytes, bytes]]
-
-
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
     """Parsed header. Offsets are in bytes, from the start of the image."""
 
-    format: _Format
     identity: ShardIdentity
     slots: dict[str, TensorSlot]
     data_start: int
@@ -117,28 +95,11 @@ def render_header(
     skeleton_nbytes: int,
     identity: ShardIdentity,
     protects: str | None = None,
-    at_least_nbytes: int = 0,
-    version: str = FORMAT_VERSION,
 ) -> tuple[bytes, int]:
-    """Build the header.
+    """Build the header, a multiple of 4096 bytes; returns it and the size of the image.
 
-    Args:
-        slots_json: Result of :func:`render_slots`.
-        data_nbytes: Bytes of the tensors.
-        skeleton_nbytes: Bytes of the skeleton.
-        identity: Identity of the piece.
-        protects: For a piece that is no shard, JSON text of what it protects: a list that begins
-            with the ranks of its group and the number of them that may be lost.
-        at_least_nbytes: Smallest length of the header; a multiple of 4096.
-        version: Format version.
-
-    Returns:
-        The header, a multiple of 4096 bytes that begins with the header's length; and the size of
-        the image.
-
-    Raises:
-        MismatchError: A number of the identity is too large, or the tensors' names and shapes
-            exceed the limit of a header.
+    ``protects``, for a piece that is no shard, is JSON text of what it protects: a list that begins
+    with the ranks of its group and the number of them that may be lost.
     """
     numbers = (*identity.generation, identity.iteration, identity.rank, identity.world_size)
     if max(numbers) >= 10**MOST_DIGITS:
@@ -146,7 +107,7 @@ def render_header(
             f"{identity} cannot be saved: one of its numbers has more than {MOST_DIGITS} digits"
         )
     claims = {
-        "format": version,
+        "format": FORMAT_VERSION,
         "session": identity.session_id,
         "epoch": str(identity.generation.epoch),
         "sequence": str(identity.generation.sequence),
@@ -163,7 +124,6 @@ def render_header(
         metadata = json.dumps(claims).encode()
     reserved = max(reserved, len(metadata))
     start = round_up(8 + reserved + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
-    start = max(start, at_least_nbytes)
     if start - 8 > _MAX_HEADER_NBYTES:
         raise MismatchError(
             f"the tensors' names and shapes take {start} bytes, more than the "
@@ -182,51 +142,34 @@ def render_header(
     return header, digests_start + digests
 
 
-def frame_skeleton(table: bytes, boxes: bytes, pickle: bytes) -> bytes:
-    """Build the bytes of a skeleton from the tables of tensors and of boxes, and a pickle."""
-    lengths = (len(text).to_bytes(8, "little") for text in (table, boxes))
-    return b"".join((*lengths, table, boxes, pickle))
+class Skeleton(NamedTuple):
+    """Bytes of a skeleton: the tables of tensors, of boxes and of parts, and the pickle."""
 
+    table: bytes
+    boxes: bytes
+    parts: bytes
+    pickle: bytes
 
-def frame_divided(table: bytes, boxes: bytes, parts: bytes, pickle: bytes) -> bytes:
-    """Build the bytes of a skeleton that has a table of parts, too."""
-    lengths = (len(text).to_bytes(8, "little") for text in (table, boxes, parts))
-    return b"".join((*lengths, table, boxes, parts, pickle))
+    def join(self) -> bytes:
+        """Build the bytes: the lengths of the tables, the tables, and the pickle."""
+        return b"".join((*(len(text).to_bytes(8, "little") for text in self[:3]), *self))
 
-
-def _split(framed: bytes, tables: int) -> list[bytes]:
-    """Split a skeleton into its tables, whose lengths stand before them, and the pickle."""
-    texts, at = [], 8 * tables
-    for begin in range(0, 8 * tables, 8):
-        end = at + int.from_bytes(framed[begin : begin + 8], "little")
-        texts.append(framed[at:end])
-        at = end
-    if at > len(framed):
-        raise CorruptShardError("the skeleton is cut short")
-    return [*texts, framed[at:]]
-
-
-def _split_skeleton_3(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    table, boxes, parts, pickle = _split(framed, 3)
-    return table, boxes, parts, pickle
-
-
-def _split_skeleton(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    table, boxes, pickle = _split(framed, 2)
-    return table, boxes, NO_PARTS, pickle
-
-
-def _split_skeleton_1(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    table, pickle = _split(framed, 1)
-    return table, NO_BOXES, NO_PARTS, pickle
+    @classmethod
+    def split(cls, joined: bytes) -> Skeleton:
+        """Split the bytes again."""
+        texts, at = [], 24
+        for begin in (0, 8, 16):
+            end = at + int.from_bytes(joined[begin : begin + 8], "little")
+            texts.append(joined[at:end])
+            at = end
+        if at > len(joined):
+            raise CorruptShardError("the skeleton is cut short")
+        table, boxes, parts = texts
+        return cls(table, boxes, parts, joined[at:])
 
 
 def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
-    """Read from an image's first 8 bytes the offset of its tensor data.
-
-    Raises:
-        CorruptShardError: The offset is impossible.
-    """
+    """Read from an image's first 8 bytes the offset of its tensor data."""
     if len(first_bytes) < 8:
         _refuse(f"it has {len(first_bytes)} bytes")
     start = 8 + int.from_bytes(first_bytes[:8], "little")
@@ -236,11 +179,7 @@ def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
 
 
 def parse_safetensors(header: memoryview | bytes) -> tuple[Any, list[TensorSlot]]:
-    """Parse any safetensors header into its metadata, and its tensors in order of offset.
-
-    Raises:
-        CorruptShardError: The bytes are no such header, or its tensors overlap or leave holes.
-    """
+    """Parse any safetensors header into its metadata, and its tensors in order of offset."""
     try:
         entries = json.loads(bytes(header[8:]).decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
@@ -259,18 +198,9 @@ def parse_safetensors(header: memoryview | bytes) -> tuple[Any, list[TensorSlot]
 
 
 def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
-    """Read and check an image's header.
-
-    Args:
-        header: The first :func:`header_length` bytes.
-        image_nbytes: Size of the whole image.
-
-    Raises:
-        CorruptShardError: The header does not describe an image of that size.
-    """
+    """Read and check an image's header, its first :func:`header_length` bytes."""
     metadata, slots = parse_safetensors(header)
-    reader = _format_of(metadata)
-    identity, protects, _ = reader.read_claims(metadata)
+    identity, protects, _ = _read_claims(_require_format(metadata))
     end = sum(slot.nbytes for slot in slots)
     by_name = {slot.name: slot for slot in slots}
     skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
@@ -287,7 +217,6 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
     if start + end != image_nbytes:
         _refuse(f"it has {image_nbytes} bytes and its header describes {start + end}")
     return ImageHeader(
-        reader,
         identity,
         by_name,
         start,
@@ -302,9 +231,6 @@ def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
     """Parse a piece's identity, but not the slots in its header, which may be 100,000.
 
     The arguments are those of :func:`parse_header`.
-
-    Raises:
-        CorruptShardError: The header does not begin as an image's header does.
     """
     text = bytes(header[8:])
     if not text.startswith(_BEGINNING):
@@ -313,7 +239,7 @@ def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
         metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEGINNING))
     except (ValueError, RecursionError) as error:
         _refuse(f"its header is not JSON: {error}", error)
-    identity, _, group = _format_of(metadata).read_claims(metadata)
+    identity, _, group = _read_claims(_require_format(metadata))
     return ShardRecord(identity, image_nbytes, group)
 
 
@@ -327,11 +253,7 @@ def kind_of(metadata: dict[str, Any]) -> str:
 
 
 def group_of(protects: Any, kind: str) -> Group:
-    """Parse the group that a piece protects from the JSON text in its header.
-
-    Raises:
-        MismatchError: The text has another form, or describes an impossible group.
-    """
+    """Parse the group that a piece protects from the JSON text in its header."""
     try:
         ranks, tolerated, *_ = json.loads(protects)
         return Group(tuple(ranks), tolerated, kind)
@@ -361,17 +283,16 @@ def _parse_entry(name: str, entry: Any) -> TensorSlot:
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 
 
-def _format_of(metadata: Any) -> _Format:
+def _require_format(metadata: Any) -> dict[str, Any]:
     found = metadata.get("format") if isinstance(metadata, dict) else None
-    if isinstance(found, str) and found in FORMATS:
-        return FORMATS[found]
-    known = " and ".join(FORMATS)
+    if found == FORMAT_VERSION:
+        return metadata  # type: ignore[no-any-return]
     if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):
         raise FormatVersionError(
-            f"its format is {found}, and this version of localckpt reads {known}: use the version "
-            f"that wrote it, or give the job another session_id"
+            f"its format is {found}, and this version of localckpt reads {FORMAT_VERSION}: use the "
+            f"version that wrote it, or give the job another session_id"
         )
-    _refuse(f"its format is {found!r}, this version reads {known!r}")
+    _refuse(f"its format is {found!r}, this version reads {FORMAT_VERSION!r}")
 
 
 def _read_claims(metadata: dict[str, Any]) -> tuple[ShardIdentity, str | None, Group | None]:
@@ -421,14 +342,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a name stands twice")
     return result
-
-
-FORMATS = {
-    "localckpt-1": _Format(_read_claims, _split_skeleton_1),
-    FORMAT_VERSION: _Format(_read_claims, _split_skeleton),
-    DIVIDED_VERSION: _Format(_read_claims, _split_skeleton_3),
-}
-"""Readers of the format versions, by the value of ``format`` in the metadata of a header."""
 
 
 def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:

@@ -24,10 +24,8 @@ from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
 from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
 from localckpt.state_dict.header import (
-    DIVIDED_VERSION,
-    FORMAT_VERSION,
-    frame_divided,
-    frame_skeleton,
+    NO_PARTS,
+    Skeleton,
     render_header,
     render_slots,
 )
@@ -80,8 +78,7 @@ class Written(NamedTuple):
     Attributes:
         covered_nbytes: Bytes that the digests cover; the digests follow them.
         under_way: Copies of guarded storages, which may not have ended yet.
-        has_digests: True if the digests are written; if not, :func:`write_digests` adds them once
-            all copies have ended.
+        has_digests: False if :func:`write_digests` is to add them once all copies have ended.
     """
 
     covered_nbytes: int
@@ -109,37 +106,28 @@ class ImagePlanner:
         self._warned: set[str] = set()
 
     @collection_paused()
-    def capture(self, state: Any, neighbours: tuple[int, ...] = ()) -> Capture:
+    def capture(self, state: Any, node_ranks: tuple[int, ...] = ()) -> Capture:
         """Find a state's tensors, without copying them or changing the state.
 
-        Args:
-            state: The state.
-            neighbours: Ranks, this one among them, that divide what they have equal; ``()`` to
-                divide nothing.
-
-        Raises:
-            CheckpointingException: The state holds something that cannot be saved.
-            UnsafeGlobalError: The state holds a class that a load would refuse.
+        ``node_ranks``, this one among them, divide what they have equal; without any nothing is.
         """
         skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
         names, tellers = named(state, tensors)
         job, tellers = self._job or Job(0, ()), tellers if self._job else []
         found = signature(tensors, names), [teller.outline() for teller in tellers]
-        plan = self._plans.get(neighbours)
+        plan = self._plans.get(node_ranks)
         is_new = plan is None or plan.signature != found
         # A state of literals and tensors alone can always be loaded.
         if has_objects:
             self._require_loadable(state, skeleton, tensors, is_new)
         if plan is None or is_new:
             self._warn_of_unsaved_marks(tensors, names)
-            plan = _plan(found, build_table(tensors, names), tensors, tellers, job, neighbours)
-            self._plans[neighbours] = plan
-        if plan.divided is None:
-            framed = frame_skeleton(plan.table_json, plan.boxes_json, skeleton)
-            return Capture(plan, framed, tensors)
-        parts = render_parts(plan.divided.parts)
-        framed = frame_divided(plan.table_json, plan.boxes_json, parts, skeleton)
-        return Capture(plan, framed, plan.divided.stored(tensors))
+            plan = _plan(found, build_table(tensors, names), tensors, tellers, job, node_ranks)
+            self._plans[node_ranks] = plan
+        parts = NO_PARTS if plan.divided is None else render_parts(plan.divided.parts)
+        framed = Skeleton(plan.table_json, plan.boxes_json, parts, skeleton).join()
+        stored = tensors if plan.divided is None else plan.divided.stored(tensors)
+        return Capture(plan, framed, stored)
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
@@ -212,12 +200,7 @@ class Capture:
     ) -> Written:
         """Copy header, tensors and skeleton into ``image``; without GPU tensors, add the digests.
 
-        Args:
-            image: Writable buffer of exactly :meth:`nbytes` bytes.
-            identity: Identity of the shard.
-            copier: Copier for host memory.
-            streams: Streams for copies from GPUs.
-            guarded: Addresses of storages on GPUs that nobody changes until their copies end.
+        Storages on GPUs whose addresses are ``guarded`` are not changed until their copies end.
         """
         header, nbytes = self._header(identity)
         if len(image) != nbytes:
@@ -257,16 +240,10 @@ class Capture:
         return Written(covered, under_way, has_digests)
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
-        """Fill a bucket in device memory with a part of the image.
+        """Fill a uint8 bucket in device memory with bytes of the written image from ``start`` on.
 
         Tensors on the bucket's device are copied on the device; all other bytes come from the
-        written image.
-
-        Args:
-            bucket: Contiguous uint8 tensor; receives as many bytes as it has, from ``start`` on.
-            image: The image, written by :meth:`write`.
-            data_start: Offset of the tensor data in the image.
-            start: Offset of the first byte to copy.
+        image.
         """
         stop, done = start + bucket.numel(), start
         for copy in self.plan.others:
@@ -284,10 +261,7 @@ class Capture:
         _copy_up(bucket[done - start :], image[done:stop])
 
     def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
-        version = FORMAT_VERSION if self.plan.divided is None else DIVIDED_VERSION
-        return render_header(
-            self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity, version=version
-        )
+        return render_header(self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity)
 
 
 def write_digests(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
@@ -312,12 +286,7 @@ def unpack(
     allowed: SafeGlobals | None = None,
     map_location: str | torch.device | None = None,
 ) -> Any:
-    """Load the state of an image into new tensors, with every block verified.
-
-    Raises:
-        CorruptShardError: The image is damaged, or is not the expected one.
-        UnsafeGlobalError: The image names a class or function that is not allowed.
-    """
+    """Load the state of an image into new tensors, with every block verified."""
     reader = ImageReader(source, allowed or SafeGlobals(), expect)
     return reader.restore(map_location=map_location)
 
@@ -328,12 +297,12 @@ def _plan(
     tensors: list[torch.Tensor],
     tellers: Sequence[Teller],
     job: Job,
-    neighbours: tuple[int, ...],
+    node_ranks: tuple[int, ...],
 ) -> _Plan:
     boxes = boxes_of(tellers, tensors, job)
     divided = None
-    if len(neighbours) > 1:
-        divided = divide_table(table, boxes, tensors, job.rank, neighbours)
+    if len(node_ranks) > 1:
+        divided = divide_table(table, boxes, tensors, job.rank, node_ranks)
         divided = divided if divided.parts else None
     if divided is not None:
         table, tensors = divided.table, divided.stored(tensors)

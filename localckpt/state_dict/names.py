@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,8 @@ from localckpt.state_dict.basic import BasicTensorAwareStateDict, PlainState
 from localckpt.state_dict.replicated import given, without_markers
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.stateful import Freedom
-from localckpt.state_dict.values import Ignored, root_of
+from localckpt.state_dict.unpickler import Ignored, Unpickler
+from localckpt.state_dict.values import root_of
 
 __all__ = [
     "ABOUT",
@@ -20,11 +20,10 @@ __all__ = [
     "KEYS",
     "ORDER",
     "Names",
-    "given_only",
     "merged_names",
     "names_of",
+    "only_in",
     "read_names",
-    "saved_only",
 ]
 
 Names = dict[str, Any]
@@ -45,9 +44,7 @@ _CONTAINERS = (OrderedDict, defaultdict, PlainState, BasicTensorAwareStateDict, 
 def names_of(state: Any, free: Freedom) -> Names | None:
     """Return the names of a state whose containers are dicts with names; else ``None``.
 
-    Args:
-        state: The state, also in a wrapper; stateful values by their states.
-        free: Names of which what is below is taken as it was saved.
+    Stateful values are given by their states. What is below a free name is as it was saved.
     """
 
     def names(value: Any, above: str) -> Names | None:
@@ -83,14 +80,13 @@ def _outline(state: Any) -> Names | None:
 
 
 def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | None:
-    """Read the names of a saved state from its skeleton, without making its objects.
+    """Read the names of a saved state from its skeleton, without making its objects."""
 
-    Args:
-        skeleton: The pickle, which was checked.
-        allowed: Allow-list for the classes and functions in the pickle.
-        free: As for :func:`names_of`.
-    """
-    return names_of(_NamesUnpickler(io.BytesIO(skeleton), allowed).load(), free)
+    def find(module: str, name: str) -> Any:
+        found = allowed.find(module, name)
+        return found if found in _CONTAINERS else Ignored
+
+    return names_of(Unpickler(io.BytesIO(skeleton), find, lambda _: None).load(), free)
 
 
 def merged_names(one: Names | None, other: Names | None) -> Names | None:
@@ -103,36 +99,18 @@ def merged_names(one: Names | None, other: Names | None) -> Names | None:
     }
 
 
-def saved_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
-    """Yield the paths that were saved, and are not given; a given dict that is empty takes all."""
-    for key, below in saved.items():
+def only_in(
+    names: Names, others: Names, *, is_strict: bool = False, above: str = ""
+) -> Iterator[str]:
+    """Yield the paths that are in some names and not in others.
+
+    A dict of the others that is empty takes all, unless ``is_strict``.
+    """
+    for key, below in names.items():
         if key.startswith(_BESIDE):
             continue
-        if key not in given_names:
+        inner = others.get(key)
+        if key not in others:
             yield f"{above}{key}"
-        elif below and given_names[key]:
-            yield from saved_only(below, given_names[key], f"{above}{key}.")
-
-
-def given_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
-    """Yield the paths that are given, and were not saved."""
-    for key, below in given_names.items():
-        if key.startswith(_BESIDE):
-            continue
-        if key not in saved:
-            yield f"{above}{key}"
-        elif below and saved[key] is not None:
-            yield from given_only(saved[key], below, f"{above}{key}.")
-
-
-class _NamesUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, allowed: SafeGlobals) -> None:
-        super().__init__(file)
-        self._allowed = allowed
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed.find(module, name)
-        return found if found in _CONTAINERS else Ignored
-
-    def persistent_load(self, pid: Any) -> None:
-        return None
+        elif below and (inner or (is_strict and inner is not None)):
+            yield from only_in(below, inner, is_strict=is_strict, above=f"{above}{key}.")

@@ -1,18 +1,19 @@
 """Search for the parts of one sharding of a tensor that overlap those of another one.
 
-Space is cut in two, along any dimension, until few chunks are left to compare, so the search takes
-little longer than there are chunks and pairs, whichever dimensions the shardings divide.
+Chunks that overlap do so along each dimension. The pairs that do along one of them, that with the
+fewest such pairs, are found by sorting, and compared along all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy
 
 __all__ = ["Chunk", "overlapping_pairs"]
+
+_Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class Chunk(Protocol):
@@ -27,40 +28,35 @@ class Chunk(Protocol):
         """Number of indices in each dimension."""
 
 
-# A loop compares so many pairs, and one more for each chunk, before there would be tensors of them.
+# A loop compares so many pairs, and one more for each chunk, before there would be arrays of them.
 _PAIRS_OF_A_LOOP = 200
-# Up to so many for each chunk in a cell, comparisons cost less than a cut.
-_COMPARISONS_PER_CHUNK = 64
-# A cut spares at least a tenth of the comparisons, so there are never more than without any cut.
-_WORTH_A_CUT = 0.9
-# Cuts tried along each dimension, at quantiles of where the chunks start.
-_CUTS_TRIED = 7
-# Chunks of either side by which a cut is chosen.
-_SAMPLE = 1024
-# Also bounds the memory. From 32,768 elements on torch uses its threads, which wait for each other
-# for milliseconds, at every operation, when another process keeps a core busy.
-_PAIRS_AT_ONCE = (32 << 10) - 1
-
-# A part of space: the wanted and the saved chunks that reach into it, and where it starts. Chunks
-# are rows of starts in each dimension, ends in each dimension, and the index.
-_Cell = tuple[Tensor, Tensor, Tensor]
+# Bounds the memory.
+_PAIRS_AT_ONCE = 1 << 20
 
 
 def overlapping_pairs(wanted: Sequence[Chunk], saved: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Indices of each wanted and saved chunk that have an element in common, in order.
 
     The chunks may lie in any way: unsorted, of unequal sizes, over each other or with gaps. One of
-    a size of 0 overlaps nothing; in a tensor of 0 dimensions every chunk is its one element. For
-    tilings the time grows little faster than the number of chunks and pairs.
+    a size of 0 overlaps nothing; in a tensor of 0 dimensions every chunk is its one element. The
+    time grows with the number of chunks, and of pairs that overlap along one dimension.
     """
-    if len(wanted) * len(saved) > _PAIRS_OF_A_LOOP + len(wanted) + len(saved):
-        return _search(_rows(wanted), _rows(saved), len(saved))
-    return [
-        (w, s)
-        for w, wanted_chunk in enumerate(wanted)
-        for s, saved_chunk in enumerate(saved)
-        if _overlap(wanted_chunk, saved_chunk)
-    ]
+    if len(wanted) * len(saved) <= _PAIRS_OF_A_LOOP + len(wanted) + len(saved):
+        return [
+            (w, s)
+            for w, wanted_chunk in enumerate(wanted)
+            for s, saved_chunk in enumerate(saved)
+            if _overlap(wanted_chunk, saved_chunk)
+        ]
+    w_spans, w_index = _spans(wanted)
+    s_spans, s_index = _spans(saved)
+    found: list[int] = []
+    for w, s in _candidates(w_spans, s_spans):
+        hit = numpy.ones(len(w), dtype=bool)
+        for (w_start, w_end), (s_start, s_end) in zip(w_spans, s_spans, strict=True):
+            hit &= (w_start[w] < s_end[s]) & (s_start[s] < w_end[w])
+        found += (w_index[w[hit]] * len(saved) + s_index[s[hit]]).tolist()
+    return [divmod(pair, len(saved)) for pair in sorted(found)]
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:
@@ -72,83 +68,52 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     return True
 
 
-def _rows(chunks: Sequence[Chunk]) -> Tensor:
-    """See :data:`_Cell`; without empty chunks, and on the CPU whatever the default device is."""
-    start = torch.tensor([c.offsets for c in chunks], dtype=torch.int64, device="cpu")
-    sizes = torch.tensor([c.sizes for c in chunks], dtype=torch.int64, device="cpu")
-    index = torch.arange(len(chunks), device="cpu")
-    return _where((sizes > 0).all(1), torch.cat((start, start + sizes, index[:, None]), 1))
+def _spans(chunks: Sequence[Chunk]) -> tuple[list[tuple[_Ints, _Ints]], _Ints]:
+    """Return starts and ends, by dimension, of the chunks that are not empty, and their indices.
 
-
-def _where(chosen: Tensor, rows: Tensor) -> Tensor:
-    # Indexing would use torch's threads from 3,000 elements on.
-    return rows.index_select(0, chosen.nonzero().squeeze(1))
-
-
-def _search(wanted: Tensor, saved: Tensor, saved_count: int) -> list[tuple[int, int]]:
-    """Cut space until the pairs in a cell are few or no cut makes them fewer; compare these."""
-    dims = wanted.shape[1] // 2
-    lowest = torch.full((dims,), torch.iinfo(torch.int64).min, dtype=torch.int64, device="cpu")
-    cells = [(wanted, saved, lowest)]
-    found: list[int] = []
-    while cells:
-        cell = cells.pop()
-        if parts := _cut(cell) or _halve(cell):
-            cells += parts
-        else:
-            w, s = _compare(cell)
-            found += (w * saved_count + s).tolist()
-    return [divmod(pair, saved_count) for pair in sorted(found)]
-
-
-def _cut(cell: _Cell) -> list[_Cell]:
-    """The cells on both sides of a cut; none if it is not worth it.
-
-    A chunk that the cut goes through is in both.
+    The last dimension is one more, of one index, for tensors that have none.
     """
-    wanted, saved, floor = cell
-    dims = len(floor)
-    pairs = len(wanted) * len(saved)
-    if not dims or pairs <= _COMPARISONS_PER_CHUNK * (len(wanted) + len(saved)):
-        return []
-    samples = [rows[:: 1 + len(rows) // _SAMPLE] for rows in (wanted, saved)]
-    starts = torch.cat(samples)[:, :dims].sort(dim=0).values
-    step = len(starts) // (_CUTS_TRIED + 1)
-    cuts = starts[step::step]
-    starting = [(rows[:, None, :dims] < cuts).sum(0) for rows in samples]
-    ending = [(rows[:, None, dims:-1] > cuts).sum(0) for rows in samples]
-    best = int((starting[0] * starting[1] + ending[0] * ending[1]).argmin())
-    dim, at = best % dims, cuts.flatten()[best]
-    low = [_where(rows[:, dim] < at, rows) for rows in (wanted, saved)]
-    high = [_where(rows[:, dims + dim] > at, rows) for rows in (wanted, saved)]
-    raised = floor.clone()
-    raised[dim] = at
-    parts = [(low[0], low[1], floor), (high[0], high[1], raised)]
-    return parts if sum(len(w) * len(s) for w, s, _ in parts) <= _WORTH_A_CUT * pairs else []
+    starts = numpy.array([(*c.offsets, 0) for c in chunks], dtype=numpy.int64)
+    sizes = numpy.array([(*c.sizes, 1) for c in chunks], dtype=numpy.int64)
+    index = numpy.flatnonzero((sizes > 0).all(1))
+    starts, sizes = starts[index], sizes[index]
+    return list(zip(starts.T, (starts + sizes).T, strict=True)), index
 
 
-def _halve(cell: _Cell) -> list[_Cell]:
-    """Two cells with half of the wanted or of the saved each; none if the cell is small enough."""
-    wanted, saved, floor = cell
-    if len(wanted) * len(saved) <= _PAIRS_AT_ONCE:
-        return []
-    if len(wanted) > len(saved):
-        return [(half, saved, floor) for half in wanted.tensor_split(2)]
-    return [(wanted, half, floor) for half in saved.tensor_split(2)]
+def _candidates(
+    wanted: list[tuple[_Ints, _Ints]], saved: list[tuple[_Ints, _Ints]]
+) -> Iterator[tuple[_Ints, _Ints]]:
+    """Yield pairs that overlap along one dimension, each once."""
+    joins = [
+        # The saved chunk begins within the wanted one, or that begins later, within the saved one.
+        (_within(s[0], *w, "left"), _within(w[0], *s, "right"))
+        for w, s in zip(wanted, saved, strict=True)
+    ]
+    begin_in_wanted, begin_in_saved = min(
+        joins, key=lambda join: sum(int((high - low).sum()) for _, low, high in join)
+    )
+    yield from _expanded(*begin_in_wanted)
+    for s, w in _expanded(*begin_in_saved):
+        yield w, s
 
 
-def _compare(cell: _Cell) -> tuple[Tensor, Tensor]:
-    """Indices of the wanted and of the saved chunk of the pairs whose intersection starts here.
+def _within(points: _Ints, starts: _Ints, ends: _Ints, side: Any) -> tuple[_Ints, _Ints, _Ints]:
+    """Find the points in spans: returns their order, and first and end in it for each span."""
+    order = numpy.argsort(points, kind="stable")
+    low = numpy.searchsorted(points[order], starts, side=side)
+    return order, low, numpy.searchsorted(points[order], ends, side="left")
 
-    So a pair that is in several cells is found in one. Below the floor it can only start where both
-    chunks do; beyond the end of a cell it cannot, as there are no chunks that start there.
-    """
-    wanted, saved, floor = cell
-    dims = len(floor)
-    hit = torch.ones(len(wanted), len(saved), dtype=torch.bool, device="cpu")
-    for dim in range(dims):
-        a, a_end = wanted[:, dim, None], wanted[:, dims + dim, None]
-        b, b_end = saved[:, dim], saved[:, dims + dim]
-        hit &= (a < b_end) & (b < a_end) & ((a >= floor[dim]) | (b >= floor[dim]))
-    w, s = hit.nonzero().unbind(1)
-    return wanted[:, -1].index_select(0, w), saved[:, -1].index_select(0, s)
+
+def _expanded(order: _Ints, low: _Ints, high: _Ints) -> Iterator[tuple[_Ints, _Ints]]:
+    """Yield, for spans and the points in them, one pair of indices each, some at a time."""
+    counts = high - low
+    ends = numpy.cumsum(counts)
+    begin = 0
+    while begin < len(counts):
+        before = ends[begin] - counts[begin]
+        end = max(begin + 1, int(numpy.searchsorted(ends, before + _PAIRS_AT_ONCE, side="right")))
+        of = counts[begin:end]
+        spans = numpy.repeat(numpy.arange(begin, end), of)
+        number = numpy.arange(len(spans)) - numpy.repeat(ends[begin:end] - of - before, of)
+        yield spans, order[low[spans] + number]
+        begin = end

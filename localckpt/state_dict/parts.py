@@ -2,7 +2,9 @@
 
 A divided slot holds some rows of each tensor in it; the images of the other ranks of the division
 hold the rest. The table of parts is stored in the skeleton as JSON, beside the table of tensors,
-which describes each tensor whole.
+which describes each tensor whole. The division is a pure function of what all of the ranks know, so
+each rank computes it by itself. A load finds the rows in the images of all ranks of a division:
+together they must be all rows, each once.
 """
 
 from __future__ import annotations
@@ -10,33 +12,36 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import xxhash
 
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.boxes import Box, RankSet
-from localckpt.state_dict.division import SharedTensor, divide
+from localckpt.state_dict.boxes import Box, RankSet, Region, narrowed_rows
 from localckpt.state_dict.layout import TensorSlot
-from localckpt.state_dict.regions import Region, narrowed_rows
 from localckpt.state_dict.tensor_table import (
     ARRAY,
     Source,
     TableEntry,
     TensorTable,
-    packed,
-    stored_strides,
 )
 
 __all__ = [
     "LEAST_NBYTES",
     "Agreed",
     "DividedTable",
+    "MissingRows",
+    "SharedTensor",
     "SlotPart",
+    "Tables",
+    "co_owners_of",
+    "divide",
     "divide_table",
+    "find_pieces",
     "parse_parts",
     "render_parts",
 ]
@@ -54,28 +59,24 @@ class SlotPart:
 
     Attributes:
         ranks: Ranks of the division, in ascending order.
-        start: First row.
-        count: Number of rows.
-        strides: Strides of the part in the slot; ``None`` if it is contiguous.
+        start, count: First row, and number of rows; they are contiguous in the slot.
     """
 
     ranks: _Group
     start: int
     count: int
-    strides: tuple[int, ...] | None
 
     def entry(self, whole: TableEntry) -> TableEntry:
         """Describe the part as a tensor of its own."""
-        view = None if self.strides is None else (0, self.strides)
-        return whole._replace(shape=self.shape(whole.shape), view=view)
+        return whole._replace(shape=self.shape(whole.shape), view=None)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part of a tensor of some shape."""
         return whole if self.count == _rows(whole) else (self.count, *whole[1:])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View the part of a whole tensor, in the order of its items in the slot."""
-        return packed(_narrowed(tensor, self.start, self.count), self.strides)
+        """View the part of a whole tensor."""
+        return _narrowed(tensor, self.start, self.count)
 
     def region(self, box: Box, local: tuple[int, ...]) -> Region:
         """Return the elements of the global tensor that the part of a tensor is."""
@@ -89,7 +90,6 @@ class Agreed(NamedTuple):
     """Agreement of the ranks of a division, without which their parts do not fit together.
 
     Attributes:
-        ranks: The ranks.
         digest: Digest of the keys, places, dtypes and shapes of the divided tensors.
     """
 
@@ -121,6 +121,49 @@ class DividedTable(NamedTuple):
         return result
 
 
+class SharedTensor(NamedTuple):
+    """Tensor that all ranks of a division have equal.
+
+    Attributes:
+        key: Key; no two tensors have the same.
+        rows: Number of indices in its first dimension; 1 for a tensor without dimensions.
+    """
+
+    key: str
+    rows: int
+    row_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.rows * self.row_nbytes
+
+
+_Rows = tuple[int, int]
+"""First row, and number of rows, of a tensor."""
+
+
+def divide(tensors: Iterable[SharedTensor], parts: int) -> dict[str, list[_Rows]]:
+    """Divide tensors among ranks: whole ones by size, and by rows what exceeds a fair share.
+
+    Returns by key the rows of each rank, in the order of the ranks: together all rows, each once.
+    No rank has more than a fair share beyond what another has, but for rows of divided tensors.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.key))
+    total = sum(tensor.nbytes for tensor in ordered)
+    sizes = [0] * parts
+    divided: dict[str, list[_Rows]] = {}
+    for tensor in ordered:
+        if tensor.nbytes * parts > total and tensor.rows > 1:
+            cuts = [tensor.rows * part // parts for part in range(parts + 1)]
+        else:
+            owner = sizes.index(min(sizes))
+            cuts = [0] * (owner + 1) + [tensor.rows] * (parts - owner)
+        divided[tensor.key] = rows = [(a, b - a) for a, b in pairwise(cuts)]
+        sizes = [size + n * tensor.row_nbytes for size, (_, n) in zip(sizes, rows, strict=True)]
+    return divided
+
+
 class _Unit(NamedTuple):
     """Slot that can be divided."""
 
@@ -137,24 +180,16 @@ def divide_table(
     boxes: Mapping[int, Box],
     tensors: Sequence[torch.Tensor],
     rank: int,
-    neighbours: Sequence[int],
+    node_ranks: Sequence[int],
 ) -> DividedTable:
-    """Divide what the ranks of a node have equal among them.
-
-    Args:
-        table: Table of the whole state.
-        boxes: Parts of global tensors that the tensors are, with the ranks that have them equal.
-        tensors: The tensors.
-        rank: This rank.
-        neighbours: All ranks of its node.
-    """
+    """Divide what the ranks of a node have equal among them, as the boxes say."""
     groups: dict[_Group, list[_Unit]] = {}
     of_set: dict[RankSet, _Group] = {}
     for unit in _units(table, boxes):
         ranks = unit.box.ranks
         assert ranks is not None, "its ranks are named"
         if ranks not in of_set:
-            of_set[ranks] = tuple(sorted(r for r in neighbours if r in ranks))
+            of_set[ranks] = tuple(sorted(r for r in node_ranks if r in ranks))
         group = of_set[ranks]
         if len(group) > 1 and rank in group:
             groups.setdefault(group, []).append(unit)
@@ -169,15 +204,13 @@ def divide_table(
         for unit, tensor in zip(units, shared, strict=True):
             start, count = divided[tensor.key][group.index(rank)]
             slot, source = slots[unit.number], sources[unit.number]
-            strides = source.strides
-            if count < tensor.rows:
+            if count < tensor.rows or source.strides is not None:
                 view = _narrowed(tensors[source.number].detach(), start, count)
-                strides = stored_strides(view) if count else None
-                slots[unit.number] = _slot_of(slot, packed(view, strides))
-                sources[unit.number] = Source(source.number, None, strides)
-                if count:
-                    cut.append((source.number, start, count))
-            parts[slot.name] = SlotPart(group, start, count, strides)
+                slots[unit.number] = _slot_of(slot, view)
+                sources[unit.number] = Source(source.number, None, None)
+            if 0 < count < tensor.rows:
+                cut.append((source.number, start, count))
+            parts[slot.name] = SlotPart(group, start, count)
     narrowed = TensorTable(table.entries, tuple(slots), tuple(sources))
     return DividedTable(narrowed, parts, tuple(agreed), tuple(cut))
 
@@ -259,7 +292,7 @@ def render_parts(parts: Mapping[str, SlotPart]) -> bytes:
     """Build the text of a table; the ranks of a division stand in it once."""
     groups: dict[_Group, int] = {}
     rows = [
-        [slot, groups.setdefault(p.ranks, len(groups)), p.start, p.count, p.strides]
+        [slot, groups.setdefault(p.ranks, len(groups)), p.start, p.count]
         for slot, p in parts.items()
     ]
     return json.dumps([list(groups), rows], separators=(",", ":")).encode()
@@ -272,21 +305,7 @@ def parse_parts(
     rank: int,
     world_size: int,
 ) -> dict[str, SlotPart]:
-    """Parse and check the text of a table.
-
-    Args:
-        text: The text.
-        entries: The tensors of the image.
-        boxes: The parts of global tensors that they are.
-        rank: The rank whose image it is.
-        world_size: Number of ranks of its job.
-
-    Returns:
-        By the name of each divided slot the part that the image holds.
-
-    Raises:
-        CorruptShardError: The text is no table, or contradicts the tensors, their boxes or itself.
-    """
+    """Parse and check the text of a table: by the name of each divided slot the image's part."""
     try:
         lists, rows = json.loads(text)
         groups = [_parse_ranks(ranks, rank, world_size) for ranks in lists]
@@ -297,7 +316,7 @@ def parse_parts(
             of_slot.setdefault(entry.slot, []).append(number)
         parts: dict[str, SlotPart] = {}
         equal: dict[tuple[RankSet | None, _Group], bool] = {}
-        for slot, group, start, count, strides in rows:
+        for slot, group, start, count in rows:
             if type(slot) is not str or slot not in of_slot or slot in parts:
                 _refuse(f"a part of {slot!r:.80}")
             if type(group) is not int or not 0 <= group < len(groups):
@@ -313,7 +332,7 @@ def parse_parts(
             those = [entries[n] for n in numbers]
             if not _is_divisible(those):
                 _refuse(f"a part of {slot!r:.80}, whose tensors differ")
-            parts[slot] = _parse_part(ranks, start, count, strides, those[0])
+            parts[slot] = _parse_part(ranks, start, count, those[0])
     except CorruptShardError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
@@ -329,20 +348,116 @@ def _parse_ranks(ranks: Any, rank: int, world_size: int) -> _Group:
     return tuple(ranks)
 
 
-def _parse_part(ranks: _Group, start: Any, count: Any, strides: Any, whole: TableEntry) -> SlotPart:
+def _parse_part(ranks: _Group, start: Any, count: Any, whole: TableEntry) -> SlotPart:
     if type(start) is not int or type(count) is not int:
         _refuse(f"the rows {start!r:.80} and {count!r:.80}")
     if min(start, count) < 0 or start + count > _rows(whole.shape):
         _refuse(f"the rows {start}:{start + count} of {list(whole.shape)}")
-    part = SlotPart(ranks, start, count, None if strides is None else tuple(strides))
-    if part.strides is not None:
-        shape = part.shape(whole.shape)
-        if not all(type(s) is int for s in part.strides) or len(part.strides) != len(shape):
-            _refuse(f"the strides {strides!r:.80}")
-        if not _is_dense(shape, part.strides):
-            _refuse(f"the strides {strides!r:.80} of {list(shape)}")
-    return part
+    return SlotPart(ranks, start, count)
 
 
 def _refuse(what: str) -> NoReturn:
     raise CorruptShardError(f"the table of parts has {what}, which cannot be")
+
+
+class Tables(NamedTuple):
+    """Tables of an image.
+
+    Attributes:
+        entries: The tensors, each described whole.
+        boxes: By the number of a tensor, the part of a global tensor that it is.
+        parts: By the name of each divided slot, the part of it that the image holds.
+    """
+
+    entries: tuple[TableEntry, ...]
+    boxes: dict[int, Box]
+    parts: dict[str, SlotPart]
+
+
+class MissingRows(NamedTuple):
+    """Rows of a tensor that another image holds.
+
+    Attributes:
+        number: Number of the tensor in the image that lacks them.
+        slot: Name of the slot that holds them in the other image.
+        part: The rows, as the other image has them.
+    """
+
+    number: int
+    slot: str
+    part: SlotPart
+
+
+def co_owners_of(tables: Tables, rank: int) -> tuple[int, ...]:
+    """Return the ranks whose images hold what the image of a rank lacks, in ascending order."""
+    groups = {part.ranks for part in tables.parts.values()}
+    return tuple(sorted({co_owner for ranks in groups for co_owner in ranks} - {rank}))
+
+
+def find_pieces(
+    own: Tables, rank: int, others: Mapping[int, Tables]
+) -> dict[int, list[MissingRows]]:
+    """Find the rows that an image lacks, by the rank whose image holds them.
+
+    ``others`` has the tables of at least the :func:`co_owners_of` the image.
+    """
+    if not own.parts:
+        return {}
+    numbers: dict[str | None, int] = {}
+    for number, entry in enumerate(own.entries):
+        numbers.setdefault(entry.slot, number)
+    places = {
+        co_owner: {(box.key, box.shape, box.runs): number for number, box in tables.boxes.items()}
+        for co_owner, tables in others.items()
+    }
+    found: dict[int, list[MissingRows]] = {}
+    for slot, part in own.parts.items():
+        number = numbers[slot]
+        entry, box = own.entries[number], own.boxes[number]
+        taken = [(part.start, part.count)]
+        for co_owner in part.ranks:
+            if co_owner == rank:
+                continue
+            there = places[co_owner].get((box.key, box.shape, box.runs))
+            piece = None if there is None else _piece(number, entry, others[co_owner], there, part)
+            if piece is None:
+                raise CorruptShardError(
+                    f"{box.key!r} is divided among ranks {list(part.ranks)} in the image of rank "
+                    f"{rank}, and not so in that of rank {co_owner}"
+                )
+            taken.append((piece.part.start, piece.part.count))
+            if piece.part.count:
+                found.setdefault(co_owner, []).append(piece)
+        _require_tiling(taken, entry.shape[0] if entry.shape else 1, box.key, part.ranks)
+    return found
+
+
+def _piece(
+    number: int, entry: TableEntry, tables: Tables, there: int, part: SlotPart
+) -> MissingRows | None:
+    other = tables.entries[there]
+    found = tables.parts.get(other.slot or "")
+    if found is None or found.ranks != part.ranks:
+        return None
+    if (other.dtype, other.shape) != (entry.dtype, entry.shape):
+        return None
+    assert other.slot is not None, "it has a part"
+    return MissingRows(number, other.slot, found)
+
+
+def _require_tiling(
+    taken: list[tuple[int, int]], rows: int, key: str, ranks: tuple[int, ...]
+) -> None:
+    end = 0
+    for start, count in sorted(row for row in taken if row[1]):
+        if start != end:
+            what = "are in none" if start > end else "are in several"
+            raise CorruptShardError(
+                f"rows {min(start, end)}:{max(start, end)} of {key!r} {what} of the images of "
+                f"ranks {list(ranks)}"
+            )
+        end = start + count
+    if end != rows:
+        raise CorruptShardError(
+            f"rows {end}:{rows} of {key!r} are in none of the images of ranks {list(ranks)}"
+        )

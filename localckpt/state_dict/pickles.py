@@ -26,7 +26,9 @@ MAX_DEPTH = 10_000
 
 # Alternatives for texts and numbers of 0 to 63 bytes: a length byte, then as many bytes.
 _SHORT = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(64))
-_NO_ARGUMENT = rb"012()NRQ\]}abdelosu\x81\x88\x89\x8f\x90\x92-\x94"
+# No pickler of protocol 2 and later writes DUP, by which few bytes make a tuple whose hash takes
+# for ever, nor the instructions of earlier protocols.
+_NO_ARGUMENT = rb"01()NRQ\]}abesu\x81\x88\x89\x8f\x90\x92-\x94"
 _NESTING = rb"t\x85-\x87\x91"
 _HARMLESS, _HARMLESS_OR_NESTING = (
     re.compile(
@@ -39,24 +41,16 @@ _STOP = ord(".")
 _NESTING_CODES = frozenset(b"t\x85\x86\x87\x91")
 # Encoding of the length in front of an instruction's argument.
 _LENGTHS = {
-    **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
-    **dict.fromkeys(b"TXB\x8b", struct.Struct("<i")),
+    **dict.fromkeys(b"C\x8c\x8a", struct.Struct("<B")),
+    **dict.fromkeys(b"XB\x8b", struct.Struct("<i")),
     **dict.fromkeys(b"\x8d\x8e\x96", struct.Struct("<q")),
 }
-_LINES = {**dict.fromkeys(b"FILSVPgp", 1), **dict.fromkeys(b"ci", 2)}
+_GLOBAL = ord("c")
 _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): struct.Struct("<I")}
 
 
 def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
-    """Check each instruction of a pickle without making objects.
-
-    Args:
-        skeleton: The pickle.
-        depth_is_limited: True for the output of a pickler that fails before :data:`MAX_DEPTH`.
-
-    Raises:
-        CorruptShardError: No pickler writes such a pickle.
-    """
+    """Check each instruction of a pickle, whose pickler may fail before :data:`MAX_DEPTH`."""
     # Some of these bytes are no instructions, so at most this many are.
     most_nested = sum(skeleton.count(code) for code in _NESTING_CODES)
     is_flat = depth_is_limited or most_nested <= MAX_DEPTH
@@ -64,9 +58,9 @@ def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
         nested = _check(skeleton, _HARMLESS_OR_NESTING if is_flat else _HARMLESS)
         too_deep = nested > MAX_DEPTH and _depth(skeleton) > MAX_DEPTH
     except (struct.error, IndexError, ValueError) as error:
-        raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
+        raise CorruptShardError(f"the pickle cannot be read: {error!r}") from error
     if too_deep:
-        raise CorruptShardError("the skeleton holds tuples in tuples without end")
+        raise CorruptShardError("the pickle holds tuples in tuples without end")
 
 
 def _check(pickle: bytes, harmless: re.Pattern[bytes]) -> int:
@@ -83,31 +77,27 @@ def _check(pickle: bytes, harmless: re.Pattern[bytes]) -> int:
             (nbytes,) = _LENGTHS[code].unpack_from(pickle, position)
             position += _LENGTHS[code].size + int(nbytes)
             if nbytes < 0 or position > len(pickle):
-                raise CorruptShardError(f"the skeleton has a value of {nbytes} bytes")
+                raise CorruptShardError(f"the pickle has a value of {nbytes} bytes")
         elif code == _STOP:
             return nested
-        elif code in _PUTS or code == ord("p"):
-            if code in _PUTS:
-                (number,) = _PUTS[code].unpack_from(pickle, position)
-                position += _PUTS[code].size
-            else:
-                end = pickle.index(b"\n", position)
-                number, position = int(pickle[position:end]), end + 1
+        elif code in _PUTS:
+            (number,) = _PUTS[code].unpack_from(pickle, position)
+            position += _PUTS[code].size
             # An unpickler allocates its memo up to the largest number. Picklers count from 0.
             if number > puts:
-                raise CorruptShardError(f"the skeleton remembers {number} values")
+                raise CorruptShardError(f"the pickle remembers {number} values")
             puts += 1
-        elif code in _LINES:
-            for _ in range(_LINES[code]):
-                position = pickle.index(b"\n", position) + 1
+        elif code == _GLOBAL:
+            # The names of a module and of what is in it, each to the end of a line.
+            position = pickle.index(b"\n", pickle.index(b"\n", position) + 1) + 1
         else:
-            raise CorruptShardError(f"the skeleton has an unknown instruction {code:#04x}")
+            raise CorruptShardError(f"the pickle has an unknown instruction {code:#04x}")
 
 
 _MADE_OF_OTHERS = frozenset(
     {
         *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"),
-        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"),
+        *("REDUCE", "NEWOBJ", "NEWOBJ_EX"),
     }
 )
 _FILLS = frozenset({"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"})
@@ -133,13 +123,9 @@ def _follow(
     """Interpret a pickle's instructions with a stand-in for each value.
 
     Args:
-        pickled: The pickle.
         make: Returns the stand-in of the value that an instruction makes or fills, given the
             instruction's name, its argument, and the stand-ins that it takes from the stack.
         unknown: Stand-in for a value that the pickle reads from its memo but never stored there.
-
-    Yields:
-        The position of each instruction that puts a value on the stack, and its stand-in.
     """
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
@@ -153,8 +139,6 @@ def _follow(
             continue
         if name.endswith("GET"):
             made = memo.get(argument, unknown)
-        elif name == "DUP":
-            made = stack[-1]
         else:
             parts: list[Any] = []
             fixed = len(before)
@@ -180,24 +164,14 @@ _CONTAINERS = frozenset({"TUPLE", "LIST", "DICT", "SET", "FROZENSET"})
 
 
 class Place(NamedTuple):
-    """Place of an object in a state.
-
-    Attributes:
-        class_name: Full name of the object's class, or of the function that makes the object.
-        path: Keys, indices and attributes that lead to the object, joined by dots; empty for the
-            state itself.
-    """
+    """Place of an object in a state: keys, indices and attributes, joined by dots."""
 
     class_name: str
     path: str
 
 
 def place_at(pickled: bytes, end: int) -> Place | None:
-    """Find the place of the object that the instruction ending at byte ``end`` makes or fills.
-
-    Returns:
-        The place; ``None`` if that instruction makes or fills no object.
-    """
+    """Find the place of the object that the instruction before byte ``end`` makes, if any."""
     wanted = None
     # Follow the pickle to its end, since an object's containers may be filled after it is made.
     for position, made in _follow(pickled, _make_node):

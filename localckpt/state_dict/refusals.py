@@ -16,7 +16,8 @@ from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGl
 from localckpt.state_dict.containers import children_of, joined
 from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
-from localckpt.state_dict.skeleton import Taken, check_skeleton, take_tensors
+from localckpt.state_dict.skeleton import Taken, take_tensors
+from localckpt.state_dict.unpickler import check_skeleton
 
 __all__ = ["require_loadable", "take_or_refuse"]
 
@@ -25,12 +26,7 @@ _MOST_PLACES = 50
 
 
 def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
-    """Split a state that is to be saved into skeleton and tensors.
-
-    Raises:
-        CheckpointingException: Values cannot be pickled; the error names all of them.
-        UnsafeGlobalError: The state also holds classes or functions that are not allowed.
-    """
+    """Split a state that is to be saved into skeleton and tensors."""
     try:
         return take_tensors(state)
     except CheckpointingException as error:
@@ -38,20 +34,9 @@ def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
 
 
 def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
-    """Check a skeleton as a load does.
+    """Check a skeleton as a load does, and return what the pickle names.
 
-    Args:
-        state: The state that is to be saved; searched for the places of the reasons.
-        skeleton: Pickle of the state.
-        allowed: Allow-list for the pickle.
-
-    Returns:
-        The classes and functions that the pickle names.
-
-    Raises:
-        CheckpointingException: The state could not be loaded again; the error names all reasons
-            and their places.
-        UnsafeGlobalError: Classes or functions that are not allowed are among the reasons.
+    The state is searched for the places of the reasons.
     """
     try:
         return _check(skeleton, allowed)

@@ -1,6 +1,7 @@
-"""Digests of the tensors of a captured image that other ranks of the job have as well.
+"""Tensors of a captured image: views of them, and digests of those that other ranks have as well.
 
-A rank compares what it has with other ranks by one digest for each set of ranks: of the key, the
+No value is copied, and the skeleton is not unpickled: each tensor has its name in the image. A rank
+compares what it has with other ranks by one digest for each set of ranks: of the key, the
 place, the dtype, the shape and the bytes of each tensor that the set has in common, in the order of
 their keys. The places of tensors in an image, their order and their strides count for nothing. All
 digests are xxh3 without a seed, so that they are alike on all ranks.
@@ -8,18 +9,26 @@ digests are xxh3 without a seed, so that they are alike on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 import xxhash
 
 from localckpt.memory.host_memory import memory_at
-from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.captured import read_tables
-from localckpt.state_dict.tensor_table import TableEntry
+from localckpt.state_dict.boxes import NO_BOXES, Box, parse_boxes
+from localckpt.state_dict.header import Skeleton
+from localckpt.state_dict.layout import TensorSlot
+from localckpt.state_dict.source import MemorySource, read_header
+from localckpt.state_dict.tensor_table import TableEntry, dtype_named, parse_entries
 
-__all__ = ["PartDigest", "replica_digests"]
+__all__ = [
+    "PartDigest",
+    "find_not_finite",
+    "replica_digests",
+    "tensor_views",
+]
 
 # torch copies no values of a dozen dtypes, and bytes are what is compared.
 _INTEGERS = {
@@ -38,7 +47,6 @@ class PartDigest(NamedTuple):
 
     Attributes:
         set_id: The set of ranks; the same number on all of them.
-        digest: The digest of the part.
         tensors: The digest of each tensor of the part, by the key of the global tensor, followed by
             the place in it unless the tensor is all of it.
     """
@@ -55,14 +63,15 @@ def replica_digests(image: memoryview) -> list[PartDigest]:
     are unique in a job, so ranks with the same boxes have the same tensors. They are compared by
     the kind of box (the first name in the key, and the dimensions that are whole), among the ranks
     that have all boxes of that kind in common.
-
-    Args:
-        image: A captured image.
-
-    Raises:
-        CorruptShardError: The image is damaged.
     """
-    header, entries, boxes = read_tables(image)
+    header = read_header(MemorySource(image))
+    identity = header.identity
+    skeleton = Skeleton.split(bytes(image[header.skeleton_start : header.digests_start]))
+    if identity.world_size < 2 or skeleton.boxes == NO_BOXES:
+        return []
+    entries = parse_entries(skeleton.table)
+    shapes = [entry.shape for entry in entries]
+    boxes = parse_boxes(skeleton.boxes, shapes, identity.rank, identity.world_size)
     parts: dict[tuple[str, bool], dict[str, int]] = {}
     for number, box in boxes.items():
         entry = entries[number]
@@ -121,3 +130,52 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for first in range(0, len(tensor), rows):
         part = tensor[first : first + rows]
         yield from _pieces(part[0] if row_nbytes > _PIECE_NBYTES else part)
+
+
+_CHUNK_NBYTES = 8 << 20
+
+
+def tensor_views(image: memoryview) -> dict[str, torch.Tensor]:
+    """Return the tensors of a captured image by name, in the image's own memory.
+
+    A tensor of a dtype that safetensors cannot name, and bytes that several tensors share, are
+    plain bytes.
+    """
+    header = read_header(MemorySource(image))
+    return {name: _view(image, header.data_start, slot) for name, slot in header.slots.items()}
+
+
+def find_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Look for the first tensor with a value that is infinite or no number.
+
+    Returns:
+        The name of the tensor and the value; ``None`` if all values are finite.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            flat = values.reshape(-1)
+            for part in torch.split(flat, max(1, _CHUNK_NBYTES // flat.element_size())):
+                if (found := _worst(part)) is not None:
+                    return f"{name} has the value {found}"
+    return None
+
+
+def _view(image: memoryview, data_start: int, slot: TensorSlot) -> torch.Tensor:
+    dtype, start = dtype_named(slot.dtype), data_start + slot.offset
+    if not slot.nbytes:
+        return torch.empty(slot.shape, dtype=dtype)
+    return torch.frombuffer(image[start : start + slot.nbytes], dtype=dtype).view(slot.shape)
+
+
+def _worst(part: torch.Tensor) -> float | None:
+    """Return a value that is not finite; ``None`` if there is none."""
+    if not part.numel():
+        return None
+    # torch has no minimum of numbers of a byte.
+    values = part.float() if part.element_size() == 1 else part
+    # One pass; where any value is no number, both are none.
+    for bound in torch.aminmax(values):
+        if not math.isfinite(value := bound.item()):
+            return float(value)
+    return None

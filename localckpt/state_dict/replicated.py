@@ -16,7 +16,6 @@ class Replicated:
     """Part of a state whose tensors are equal on several ranks.
 
     Attributes:
-        value: The part.
         ranks: The ranks of the job whose parts are equal, in ascending order.
     """
 

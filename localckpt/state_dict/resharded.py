@@ -1,11 +1,16 @@
-"""Tensors of a state that is filled with parts of saved shards, whatever ranks saved them."""
+"""Tensors of a state that is filled with parts of saved shards, whatever ranks saved them.
+
+The free parts of the state are made anew from outlines: their containers as they were saved, with a
+meta tensor for each tensor. Values and tensors of what is given take part only where they are as
+the saved ones.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +26,7 @@ from localckpt.memory.tensor_bytes import (
     narrowed,
 )
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
-from localckpt.state_dict.global_view import Job, boxes_of, named
-from localckpt.state_dict.regions import (
+from localckpt.state_dict.boxes import (
     Region,
     cuts_of,
     flat_rectangles,
@@ -30,37 +34,38 @@ from localckpt.state_dict.regions import (
     volume,
     whole,
 )
-from localckpt.state_dict.replicated import without_markers
-from localckpt.state_dict.runs import PartReceiver, Reservation, RowRuns
+from localckpt.state_dict.containers import children_of, map_tensors, named_tensors, named_values
+from localckpt.state_dict.global_view import Job, boxes_of, named
+from localckpt.state_dict.replicated import Replicated, without_marker, without_markers
+from localckpt.state_dict.runs import Reserved, copy_reserved, run_in
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
-from localckpt.state_dict.source import scatter
+from localckpt.state_dict.stateful import Freedom, ParametersOfStates, TensorKind
 from localckpt.state_dict.targets import find_overlaps
-from localckpt.state_dict.values import Unit, placed, root_of
+from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed, root_of
 
 __all__ = [
     "FilledPart",
-    "Filling",
     "WantedTensor",
     "beside",
     "find_wanted",
     "is_expanded",
+    "merged",
+    "outlines_of",
     "overlapping_keys",
+    "require_full",
     "require_one",
     "take_values",
+    "values_below",
+    "with_outlines",
     "with_values",
 ]
+
+FindRows = Callable[[Region, Region], tuple[int, int] | None]
 
 
 @dataclass(frozen=True, eq=False)
 class WantedTensor:
-    """Tensor that is to be filled, as a part of a global tensor.
-
-    Attributes:
-        key: Key of the global tensor.
-        shape: Shape of the global tensor.
-        region: Elements of it that the tensor has.
-        tensor: The tensor.
-    """
+    """Tensor that is to be filled, as a part of a global tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -72,155 +77,104 @@ class WantedTensor:
         """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    def run_of(self, part: Region, row_runs: RowRuns) -> memoryview | None:
+    def memory_of(self, part: Region, find_rows: FindRows) -> memoryview | None:
         """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
         local = self.tensor
-        rows = row_runs.find(self.region, part)
+        rows = find_rows(self.region, part)
         if rows is None or not (nbytes := local.nbytes) or not is_host_run(local):
             return None
-        _, count = row_runs.find(self.region, self.region) or rows
+        _, count = find_rows(self.region, self.region) or rows
         row_nbytes = nbytes // count
         return memory_at(local.data_ptr() + rows[0] * row_nbytes, rows[1] * row_nbytes)
 
-    def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> int:
-        """Copy a rectangle of the global tensor into the tensor.
-
-        Args:
-            first, sizes: The rectangle.
-            values: Its values, as integers of the item's size or as bytes.
-
-        Returns:
-            Number of items.
-
-        Raises:
-            ValueError: The rectangle is not one that the tensor has.
-        """
+    def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        """Copy a rectangle of the global tensor, as integers of its items' size, to its place."""
         starts = local_starts(self.region, first, sizes)
         local = self.tensor.detach()
         extra = len(self.region) - local.dim()
         if extra:
             local = local[(None,) * extra]
         target = narrowed(local, starts, sizes)
-        if values.dtype == torch.uint8:
-            values = integer_view(values, target.itemsize).view(tuple(sizes))
         with torch.no_grad():
             copy_values(target, values.view(target.dtype))
-        return math.prod(sizes)
-
-
-class Filling:
-    """Filling of this rank's tensors, by several threads; counts what each has got.
-
-    Args:
-        rank: This rank.
-        expected: Tensors with the numbers of items that each is to get.
-    """
-
-    def __init__(self, rank: int, expected: Sequence[tuple[WantedTensor, int]]) -> None:
-        self.rank = rank
-        self.row_runs = RowRuns()
-        self._left = {id(wanted): count for wanted, count in expected}
-        self._wanted = [wanted for wanted, _ in expected]
-        self._lock = threading.Lock()
-
-    def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
-        """Return where runs go that are read straight into tensors."""
-        memory, counts = [], []
-        for part, offset, nbytes in runs:
-            assert isinstance(part, FilledPart), "it is this rank's"
-            assert part.memory is not None, "it takes runs"
-            memory.append(part.memory[offset : offset + nbytes])
-            counts.append((part.tensors[0], nbytes))
-
-        def done() -> None:
-            for wanted, nbytes in counts:
-                self.count(wanted, nbytes // wanted.tensor.itemsize)
-
-        return Reservation(memory, done)
-
-    def count(self, wanted: WantedTensor, items: int) -> None:
-        """Note that a tensor has got so many items."""
-        with self._lock:
-            self._left[id(wanted)] -= items
-
-    def require_full(self) -> None:
-        """Check that every tensor has got as many items as it is to get.
-
-        Raises:
-            MismatchError: One has not.
-        """
-        if odd := [wanted.key for wanted in self._wanted if self._left[id(wanted)]]:
-            raise MismatchError(
-                f"{len(odd)} tensors were not filled as planned, {odd[0]!r} among them. They may "
-                f"be partly filled; load again"
-            )
 
 
 class FilledPart:
-    """Part of this rank's tensors that is filled; a :class:`PartReceiver`.
+    """Part of this rank's tensors that is filled, by several threads; a :class:`Sink`.
 
     Args:
-        filling: Filling that the part belongs to.
         tensors: The tensors: all that are the same part of one global tensor.
         region: Elements of the global tensor that the part is.
+        find_rows: :func:`run_in`, maybe with a cache: few regions are those of many tensors.
 
     Attributes:
-        memory: Bytes of the part, if it is one run of one tensor in host memory.
+        lacking: Number of its items that did not come yet.
     """
 
-    def __init__(self, filling: Filling, tensors: Sequence[WantedTensor], region: Region) -> None:
-        self.channel = filling
-        self.tensors = tensors
+    def __init__(
+        self, tensors: Sequence[WantedTensor], region: Region, find_rows: FindRows = run_in
+    ) -> None:
+        self.key = tensors[0].key
+        self.lacking = volume(region)
+        self._tensors = tensors
         self._region = region
-        self.memory = None
+        self._itemsize = tensors[0].tensor.itemsize
+        self._lock = threading.Lock()
+        # Its bytes, if it is one run of one tensor in host memory.
+        self._memory: memoryview | None = None
         if len(tensors) == 1:
-            self.memory = tensors[0].run_of(region, filling.row_runs)
+            self._memory = tensors[0].memory_of(region, find_rows)
 
-    def takes_direct(self, nbytes: int) -> bool:
-        """Return whether the part is one run of memory."""
-        return self.memory is not None
+    def reserve(self, offset: int, nbytes: int) -> Reserved | None:
+        """Return the part's own bytes."""
+        if self._memory is None:
+            return None
+        return self._memory[offset : offset + nbytes], lambda: self._count(nbytes)
 
-    def take_run(self, offset: int, data: memoryview) -> None:
-        """Fill bytes of the part, whose items stand row by row.
-
-        Raises:
-            ValueError: The part does not have so many bytes, or not in whole items.
-        """
-        itemsize = self.tensors[0].tensor.itemsize
-        end = offset + len(data)
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        """Fill consecutive items of the part."""
+        end, itemsize = offset + values.nbytes, self._itemsize
         if end > volume(self._region) * itemsize or offset % itemsize or end % itemsize:
-            raise ValueError(f"bytes {offset}:{end} are no items of {self.tensors[0].key!r}")
-        if self.memory is not None:
-            scatter(data, [self.memory[offset:end]])
-            self.channel.count(self.tensors[0], len(data) // itemsize)
-        elif len(data):
-            flat = integer_view(torch.frombuffer(data, dtype=torch.uint8), itemsize)
-            self._take_items(offset // itemsize, flat)
-
-    def take_cut(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
-        """Fill a rectangle of the part; see :meth:`WantedTensor.fill`."""
-        for wanted in self.tensors:
-            self.channel.count(wanted, wanted.fill(first, sizes, values))
+            raise ValueError(f"bytes {offset}:{end} are no items of {self.key!r}")
+        if (reserved := self.reserve(offset, values.nbytes)) is not None:
+            copy_reserved(reserved, values)
+            return
+        self._take_items(offset // itemsize, integer_view(values, itemsize))
+        self._count(values.nbytes)
 
     def _take_items(self, begin: int, items: torch.Tensor) -> None:
         shape = [sum(count for _, count in runs) for runs in self._region]
         done = 0
-        for starts, sizes in flat_rectangles(shape, begin, begin + len(items)):
+        for starts, sizes in flat_rectangles(shape, begin, begin + items.numel()):
             count = math.prod(sizes)
-            rectangle = items[done : done + count].view(sizes)
+            # Rows that were picked out of others are one rectangle, and do not lie side by side.
+            if items.shape != sizes:
+                rectangle = items.reshape(-1)[done : done + count].view(sizes)
+            else:
+                rectangle = items
             done += count
             for cut in cuts_of(self._region, self._region, starts, sizes):
                 inside = [a - b for a, b in zip(cut.local, starts, strict=True)]
-                self.take_cut(cut.first, cut.sizes, narrowed(rectangle, inside, cut.sizes))
+                for wanted in self._tensors:
+                    wanted.fill(cut.first, cut.sizes, narrowed(rectangle, inside, cut.sizes))
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.lacking -= nbytes // self._itemsize
+
+
+def require_full(parts: Iterable[FilledPart]) -> None:
+    """Check that every part has got all of its items, each once."""
+    if odd := [part.key for part in parts if part.lacking]:
+        raise MismatchError(
+            f"{len(odd)} tensors were not filled as planned, {odd[0]!r} among them. They may "
+            f"be partly filled; load again"
+        )
 
 
 @collection_paused()
 def find_wanted(state: Any) -> list[WantedTensor]:
-    """Find the tensors of a state that can be filled; those of which no part is known are whole.
-
-    Raises:
-        MismatchError: Two of them have one path.
-    """
+    """Find the tensors of a state that can be filled; those of which no part is known are whole."""
     tensors = find_tensors(state)
     names, tellers = named(state, tensors)
     boxes = boxes_of(tellers, tensors, Job(0, ()))
@@ -244,16 +198,7 @@ def beside(
 ) -> tuple[list[WantedTensor], list[tuple[WantedTensor, torch.Tensor]]]:
     """Put new tensors in the places of those that are expanded, or were saved in another dtype.
 
-    Args:
-        wanted: Tensors to fill.
-        saved_as: Names of saved dtypes by key.
-        expanded: Keys of tensors that were saved expanded.
-
-    Returns:
-        The tensors to fill; and pairs of a tensor and the new one whose values it then takes.
-
-    Raises:
-        MismatchError: Items of a tensor share memory, and were saved apart.
+    Returns the tensors to fill, and pairs of a tensor and the new one whose values it then takes.
     """
     result, pairs = [], []
     for one in wanted:
@@ -272,12 +217,7 @@ def beside(
 
 
 def take_values(pairs: Iterable[tuple[WantedTensor, torch.Tensor]]) -> None:
-    """Give tensors the values of others, which are filled.
-
-    Raises:
-        MismatchError: Items that share memory in a tensor, as ``expand()`` makes them, have
-            different values.
-    """
+    """Give tensors the values of others, which are filled."""
     # Else tensors that were made in inference mode could not be changed.
     with torch.inference_mode():
         for one, values in pairs:
@@ -299,11 +239,7 @@ def take_values(pairs: Iterable[tuple[WantedTensor, torch.Tensor]]) -> None:
 
 
 def require_one(key: str, found: set[str]) -> None:
-    """Note the path of a tensor.
-
-    Raises:
-        MismatchError: It is the path of another one, too.
-    """
+    """Note the path of a tensor."""
     if key in found:
         raise MismatchError(
             f"{key!r} is the path of two tensors, as keys with dots in them, or numbers beside "
@@ -326,15 +262,7 @@ def overlapping_keys(wanted: Sequence[WantedTensor]) -> list[tuple[str, str]]:
 
 
 def with_values(state: TensorAwareStateDict, units: Sequence[Unit]) -> Any:
-    """Return a state with saved values in their places; its own containers are not changed.
-
-    Args:
-        state: The state, wrapped, with tensors that are filled in place.
-        units: The values.
-
-    Raises:
-        MismatchError: The state has no place for a value.
-    """
+    """Return a state with saved values in their places, in copies of its own containers."""
     try:
         root = placed(without_markers(root_of(state)), units)
     except LookupError as error:
@@ -351,3 +279,149 @@ def with_values(state: TensorAwareStateDict, units: Sequence[Unit]) -> Any:
     else:
         vars(result).update(root)
     return result
+
+
+def outlines_of(
+    root: Any, free: Freedom, rules: Collection[str], kind_of: Callable[[int], TensorKind]
+) -> list[Unit]:
+    """Outline the free parts of a saved state.
+
+    ``rules`` are key prefixes of values that the caller has a rule for, and ``kind_of`` returns the
+    dtype and the global shape of the tensor of a number.
+    """
+    made: dict[int, torch.Tensor] = {}
+    above_rules = above(rules)
+
+    def tensor(placeholder: Placeholder) -> torch.Tensor | None:
+        if len(placeholder.numbers) != 1:
+            return None
+        (number,) = placeholder.numbers
+        if number not in made:
+            dtype, shape = kind_of(number)
+            made[number] = torch.empty(shape, dtype=dtype, device="meta")
+        return made[number]
+
+    def outline(value: Any, place: tuple[Any, ...]) -> Any:
+        if isinstance(value, Placeholder):
+            return tensor(value)
+        is_divided = key_of(place) in above_rules
+        children = children_of(value)
+        if children is None or not (is_divided or named_values(value, (Placeholder,))):
+            return None
+        return _with_children(value, {k: outline(child, (*place, k)) for k, child in children})
+
+    found: list[Unit] = []
+
+    def find(value: Any, place: tuple[Any, ...]) -> None:
+        if place and free.covers(key_of(place)):
+            found.append(Unit(place, outline(value, place)))
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                find(child, (*place, key))
+
+    find(root, ())
+    return found
+
+
+def values_below(root: Any, free: Freedom, is_value: Callable[[int], bool]) -> set[int]:
+    """Return the numbers of tensors that are loaded as values, in free parts of a saved state.
+
+    Those are the tensors that others are made of, and those for which ``is_value`` holds.
+    """
+    numbers: set[int] = set()
+    for path, placeholder in named_values(root, (Placeholder,)):
+        if not free.covers(path):
+            continue
+        if len(placeholder.numbers) > 1:
+            if placeholder.is_dtensor:
+                raise MismatchError(
+                    f"{path!r} is a DTensor of a class that is made of several tensors: only as "
+                    f"many ranks as have saved it, with the same sharding, can load it. Nothing "
+                    f"was changed"
+                )
+            numbers.update(placeholder.numbers)
+        numbers.update(filter(is_value, placeholder.numbers))
+    return numbers
+
+
+def merged(outlines: Iterable[Sequence[Unit]]) -> list[Unit]:
+    """Merge outlines that differ between the ranks that saved them."""
+    of_places: dict[tuple[Any, ...], Any] = {}
+    for units in outlines:
+        for place, outline in units:
+            of_places[place] = _merged(of_places.get(place), outline)
+    return [Unit(place, outline) for place, outline in of_places.items()]
+
+
+def with_outlines(
+    state: Any, outlines: Iterable[Unit], free: Freedom, parameters: ParametersOfStates
+) -> Any:
+    """Return a state to load into whose free parts are as they were saved, in new containers.
+
+    A tensor is the given one, if that has the saved dtype and shape and its memory to itself; else
+    it is a new one, sharded as the parameter of its key is.
+    """
+    given = dict(named_tensors(without_markers(state)))
+    local = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in given.items()}
+    usable = {name for name, tensor in local.items() if _is_plain(tensor)}
+    flat = ((name, local[name]) for name in usable if is_flat(local[name]))
+    usable -= {name for pair in find_overlaps(flat) for name in pair}
+    made: dict[int, torch.Tensor] = {}
+
+    def target(key: str, saved: torch.Tensor) -> torch.Tensor:
+        own = given.get(key)
+        kind = saved.dtype, tuple(saved.shape)
+        if own is not None:
+            own_kind = own.dtype, tuple(own.shape)
+            if (key in usable and own_kind == kind) or not free.allows(key, kind, own_kind):
+                return own
+        like = parameters.of(key)
+        if like is not None and like.shape == saved.shape:
+            return torch.empty_like(like.detach(), dtype=saved.dtype)
+        return torch.empty(saved.shape, dtype=saved.dtype)
+
+    units = []
+    for place, outline in outlines:
+        if place[0] not in state:
+            continue
+        for name, saved in named_tensors({key_of(place): outline}):
+            if id(saved) not in made:
+                made[id(saved)] = target(name, saved)
+        units.append(Unit(place, map_tensors(outline, lambda saved: made[id(saved)])))
+    return _replaced(state, units, free)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+    return is_plain and tensor.layout is torch.strided and not is_expanded(tensor)
+
+
+def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) -> dict[Any, Any]:
+    """Return a state with other free parts, in copies of its containers."""
+    result = dict(state)
+    of_keys: dict[Any, list[Unit]] = {}
+    for (key, *names), value in units:
+        of_keys.setdefault(key, []).append(Unit(tuple(names), value))
+    for key, parts in of_keys.items():
+        own = without_marker(state[key])
+        if isinstance(own, Mapping) and not free.covers(key_of((key,))):
+            own = {n: v for n, v in own.items() if not free.covers(key_of((key, n)))}
+        value = placed(own, parts)
+        marker = state[key]
+        is_marked = isinstance(marker, Replicated)
+        result[key] = Replicated(value, marker.ranks) if is_marked else value
+    return result
+
+
+def _with_children(container: Any, children: Mapping[Any, Any]) -> Any:
+    """Return a container of the same kind with other members."""
+    return placed(container, [Unit((key,), child) for key, child in children.items()])
+
+
+def _merged(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {key: _merged(one.get(key), member) for key, member in other.items()}
+    if type(one) is list and type(other) is list:
+        members = map(_merged, one, other)
+        return [*members, *one[len(other) :], *other[len(one) :]]
+    return other if one is None else one

@@ -1,4 +1,4 @@
-"""Restoring of a state from an image, with every block verified before it is used.
+"""The reader of images: a state, single tensors, and bytes, each block verified before it is used.
 
 Bytes are copied piece by piece from the source straight into the tensors, without a second copy of
 the state in memory.
@@ -7,9 +7,10 @@ the state in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,46 +25,50 @@ from localckpt.ids import ShardIdentity
 from localckpt.memory.gpu_copies import BounceBuffers
 from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
-from localckpt.state_dict.assembly import Piece, Tables, find_pieces, mates_of
 from localckpt.state_dict.boxes import Box, parse_boxes
-from localckpt.state_dict.call_check import Contents
 from localckpt.state_dict.containers import named_values
-from localckpt.state_dict.identify import read_header
-from localckpt.state_dict.image_parts import ImageParts
-from localckpt.state_dict.layout import TensorSlot
+from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
-from localckpt.state_dict.parts import parse_parts
-from localckpt.state_dict.placed_runs import PlacedRuns
+from localckpt.state_dict.parts import (
+    MissingRows,
+    SlotPart,
+    Tables,
+    co_owners_of,
+    find_pieces,
+    parse_parts,
+)
+from localckpt.state_dict.runs import Run, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
-from localckpt.state_dict.targets import FIT, Matched, Targets, compare_names
-from localckpt.state_dict.tensor_table import ARRAY, SHARED, UNNAMED, TableEntry, parse_entries
+from localckpt.state_dict.skeleton import collection_paused, insert_tensors
+from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, ShardSource
+from localckpt.state_dict.targets import FIT, Matched, NamesDiffer, Targets, compare_names
+from localckpt.state_dict.tensor_table import (
+    ARRAY,
+    SHARED,
+    UNNAMED,
+    TableEntry,
+    parse_entries,
+)
+from localckpt.state_dict.unpickler import Contents, check_skeleton
 from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
-__all__ = ["ImageReader", "make_tensor"]
+__all__ = ["ImageReader"]
 
 logger = logging.getLogger(__name__)
 
 
-class ImageReader:
+class ImageReader(ImageBytes):
     """Reader of one image.
 
     Args:
-        source: Source of the image's bytes; the caller closes it.
-        allowed: Allow-list for the skeleton.
-        expect: Identity that the image must have; ``None`` for any.
-        like: Reader of another image of the checkpoint: tables that are the same in both are not
-            parsed again.
-
-    Raises:
-        CorruptShardError: The header is damaged, or belongs to another shard.
+        source, expect, on_read: As for :class:`ImageBytes`.
+        allowed: Allow-list for the classes and functions that the image names.
+        like: Reader of the same image, or of another one of the checkpoint: what is the same in
+            both is not parsed, checked and compared again.
 
     Attributes:
-        header: Header of the image.
-        parts: Verified parts of the image.
-        allowed: Allow-list for the skeleton.
-        mates_nbytes: Bytes that :meth:`restore` has read from other images.
+        joined: Readers of the images of :attr:`co_owners`, by rank, once :meth:`join` is called.
+        nbytes_read: Bytes of images that :meth:`restore` has read.
     """
 
     @collection_paused()
@@ -73,97 +78,79 @@ class ImageReader:
         allowed: SafeGlobals,
         expect: ShardIdentity | None = None,
         like: ImageReader | None = None,
+        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        super().__init__(source, expect, on_read)
         self._like = like
         self._texts = b"", b""
-        self.mates_nbytes = 0
+        self._matches: tuple[Targets, NamesDiffer, Matched] | None = None
         self.allowed = allowed
-        self.header = read_header(source)
-        identity = self.header.identity
-        if expect is not None and identity != expect:
-            raise CorruptShardError(f"expected {expect}, and found {identity}")
-        self.parts = ImageParts(source, self.header)
+        self.joined: dict[int, ImageReader] = {}
+        self.nbytes_read = 0
 
     @cached_property
     def tables(self) -> Tables:
-        """Tables of the image, verified.
-
-        Raises:
-            CorruptShardError: A block is damaged, or the tables contradict each other.
-        """
+        """Tables of the image, verified."""
         return self._verified[0]
 
     @property
-    def mates(self) -> tuple[int, ...]:
+    def co_owners(self) -> tuple[int, ...]:
         """Ranks whose images hold what this one lacks of its tensors; raises as :attr:`tables`."""
-        return mates_of(self.tables, self.header.identity.rank)
+        return co_owners_of(self.tables, self.identity.rank)
+
+    def join(self, co_owner: ImageReader) -> None:
+        """Read what this image lacks from another one; raises as :attr:`tables` of that."""
+        _ = co_owner.tables
+        self.joined[co_owner.identity.rank] = co_owner
+
+    # The state.
 
     @collection_paused()
     def restore(
         self,
         into: Targets | None = None,
         map_location: str | torch.device | None = None,
-        mates: Mapping[int, ImageReader] | None = None,
     ) -> Any:
         """Read the state.
 
         Args:
             into: Tensors to fill; ``None`` for new ones.
             map_location: Device of new tensors; ``None`` for the device that each was saved from.
-            mates: Readers of the images of :attr:`mates`.
 
         Returns:
             The state. With ``into`` it holds the given tensors, which keep their attributes; all
             other values are the saved ones.
 
-        Raises:
-            CorruptShardError: A block is damaged, or the header and the table of tensors contradict
-                each other. Tensors given by ``into`` may be partly filled.
-            MismatchError: ``into`` has another structure; nothing was written.
-            UnsafeGlobalError: The skeleton names something that is not allowed.
-            RestoreError: The bytes are good, but this program or machine cannot rebuild the state.
-                Tensors given by ``into`` may be filled.
+        After a MismatchError nothing was written; after another error given tensors may be filled.
         """
         try:
-            return self._restore(into, map_location, mates or {})
+            return self._restore(into, map_location)
         except CheckpointingException:
             raise
         except Exception as error:
             raise RestoreError(f"the state cannot be rebuilt: {with_class(error)}") from error
 
-    def _restore(
-        self,
-        into: Targets | None,
-        map_location: str | torch.device | None,
-        mates: Mapping[int, ImageReader],
-    ) -> Any:
+    def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
-        skeleton, contents = self.checked_skeleton()
+        skeleton, _ = self.checked_skeleton
         entries, boxes, parts = self.tables
-        pieces = self._find_pieces(mates)
+        pieces = self._missing_rows
         matched = Matched({}, {})
         dtensors: dict[int, Any] = {}
         if into is not None:
-            saved = read_names(skeleton, self.allowed, into.rules.free)
-            differ = compare_names(saved, into.parts, rules=into.rules)
-            matched = into.match(
-                *(entries, boxes, contents.of_meshes | contents.composed),
-                lambda: self._paths(skeleton, contents),
-                differ,
-            )
+            differ, matched = self.match(into)
             if differ.missing and into.rules.is_partial:
                 logger.warning(
                     "saved and not given, as partial=True allows: %s", ", ".join(differ.missing)
                 )
             dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
-            self._require_sizes(matched.targets)
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
-        left = {n: make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
+        left = {n: _make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
         given = filled | left
         new = [entry for number, entry in enumerate(entries) if number not in given]
         made = self._make_bases(new, map_location)
         tensors = [
-            given[n] if n in given else make_tensor(entry, made) for n, entry in enumerate(entries)
+            given[n] if n in given else _make_tensor(entry, made) for n, entry in enumerate(entries)
         ]
         # Of a slot with given and new tensors the given ones are filled.
         of_slots = {entry.slot: tensor for entry, tensor in zip(entries, tensors, strict=True)}
@@ -175,11 +162,12 @@ class ImageReader:
                 own[name] = part.of(of_slots[name].detach())
         # Of what is left nothing is read.
         self._fill(own, alone=bool(left))
+        self.nbytes_read = self.header.nbytes
         for rank, of_mate in pieces.items():
             slots = [(p, entries[p.number].slot) for p in of_mate]
             of_mates = {p.slot: p.part.of(of_slots[s].detach()) for p, s in slots if s in bases}
-            mates[rank]._fill(of_mates, alone=True)
-            self.mates_nbytes += sum(target.nbytes for target in of_mates.values())
+            self.joined[rank]._fill(of_mates, alone=True)
+            self.nbytes_read += sum(target.nbytes for target in of_mates.values())
         # Else tensors that were made in inference mode could not be changed.
         with torch.inference_mode():
             for name in made.keys() & matched.targets.keys():
@@ -192,21 +180,44 @@ class ImageReader:
             *(skeleton, tensors.__getitem__, self.allowed), marked=into is None, dtensors=dtensors
         )
 
+    def match(self, into: Targets) -> tuple[NamesDiffer, Matched]:
+        """Find what fills which tensor; raises MismatchError as :meth:`restore`."""
+        skeleton, contents = self.checked_skeleton
+        if (like := self._like) is not None and like.checked_skeleton is self.checked_skeleton:
+            self._matches = like._matches
+        if self._matches is not None and self._matches[0] is into:
+            return self._matches[1:]
+        entries, boxes, _ = self.tables
+        saved = read_names(skeleton, self.allowed, into.rules.free)
+        differ = compare_names(saved, into.parts, rules=into.rules)
+        matched = into.match(
+            *(entries, boxes, contents.of_meshes | contents.composed),
+            lambda: self._paths(skeleton, contents),
+            differ,
+        )
+        self._require_sizes(matched.targets)
+        self._matches = into, differ, matched
+        return differ, matched
+
     def dtensors(self) -> set[int]:
         """Return the numbers of the local tensors of DTensors in the containers of the state."""
-        found = self._placeholders(*self.checked_skeleton())
+        found = self._placeholders(*self.checked_skeleton)
         return {number for _, value in found if value.is_dtensor for number in value.numbers}
 
     def _paths(self, skeleton: bytes, contents: Contents) -> dict[int, str]:
         """Return the paths of the tensors in the containers of the state, by their numbers."""
-        entries = self.tables.entries
         paths: dict[int, str] = {}
         for path, placeholder in self._placeholders(skeleton, contents):
             for number in placeholder.numbers:
-                slot = entries[number].slot or ""
-                inner = slot if slot.startswith(f"{path}.") else f"{path}.?"
-                paths.setdefault(number, path if len(placeholder.numbers) == 1 else inner)
+                paths.setdefault(number, self.path_of(number, path, placeholder))
         return paths
+
+    def path_of(self, number: int, path: str, placeholder: Placeholder) -> str:
+        """Return the path of a tensor that a placeholder stands for, maybe with others."""
+        if len(placeholder.numbers) == 1:
+            return path
+        slot = self.entries[number].slot or ""
+        return slot if slot.startswith(f"{path}.") else f"{path}.?"
 
     def _placeholders(self, skeleton: bytes, contents: Contents) -> list[tuple[str, Placeholder]]:
         entries = self.tables.entries
@@ -218,23 +229,19 @@ class ImageReader:
             if is_in_container or number in contents.composed:
                 return None
             # An object may read it, and its values are not loaded yet.
+            if entry.kind == ARRAY:
+                return torch.zeros(entry.shape, dtype=entry.torch_dtype())
             return torch.empty((), dtype=entry.torch_dtype()).expand(entry.shape)
 
         root = root_of(read_tree(skeleton, self.allowed, tensor))
         return named_values(root, (Placeholder,))
 
+    @cached_property
     def checked_skeleton(self) -> tuple[bytes, Contents]:
-        """Read and check the skeleton, and the tables, without making any object.
-
-        Returns:
-            The pickle, and what it holds.
-
-        Raises:
-            CorruptShardError: A block is damaged, or the tables contradict each other.
-            UnsafeGlobalError: The skeleton names something that is not allowed.
-            RestoreError: No object can be made of the skeleton.
-        """
+        """The pickle, and what it holds: checked, with the tables, without making any object."""
         tables, skeleton = self._verified
+        if (like := self._like) is not None and like._verified[1] == skeleton:
+            return like.checked_skeleton
         try:
             contents = check_skeleton(skeleton, self.allowed, len(tables.entries))
         except CorruptShardError as error:
@@ -242,15 +249,15 @@ class ImageReader:
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         return skeleton, contents
 
-    def _find_pieces(self, mates: Mapping[int, ImageReader]) -> dict[int, list[Piece]]:
-        identity = self.header.identity
-        if lacking := sorted(set(self.mates) - mates.keys()):
+    @cached_property
+    def _missing_rows(self) -> dict[int, list[MissingRows]]:
+        if lacking := sorted(set(self.co_owners) - self.joined.keys()):
             raise RestoreError(
-                f"{identity} holds parts of tensors only; the images of ranks "
+                f"{self.identity} holds parts of tensors only; the images of ranks "
                 f"{', '.join(map(str, lacking))} hold the rest. Load it with a manager"
             )
-        others = {rank: mates[rank].tables for rank in self.mates}
-        return find_pieces(self.tables, identity.rank, others)
+        others = {rank: self.joined[rank].tables for rank in self.co_owners}
+        return find_pieces(self.tables, self.identity.rank, others)
 
     @cached_property
     def _verified(self) -> tuple[Tables, bytes]:
@@ -261,10 +268,11 @@ class ImageReader:
         return tables, skeleton
 
     def _read_skeleton(self) -> tuple[Tables, bytes]:
-        header, identity = self.header, self.header.identity
-        framed = bytes(self.parts.read(header.skeleton_start, header.digests_start))
+        header, identity = self.header, self.identity
+        framed = bytearray(header.digests_start - header.skeleton_start)
+        self.read_into(header.skeleton_start, memoryview(framed))
         try:
-            table, boxes_text, parts_text, pickle = header.format.split_skeleton(framed)
+            table, boxes_text, parts_text, pickle = Skeleton.split(bytes(framed))
             entries, boxes = self._parse(table, boxes_text)
             parts = parse_parts(parts_text, entries, boxes, identity.rank, identity.world_size)
             return Tables(entries, boxes, parts), pickle
@@ -275,7 +283,7 @@ class ImageReader:
         self, table: bytes, boxes_text: bytes
     ) -> tuple[tuple[TableEntry, ...], dict[int, Box]]:
         self._texts = table, boxes_text
-        identity, like = self.header.identity, self._like
+        identity, like = self.identity, self._like
         if like is None or like._texts != self._texts:
             entries = parse_entries(table)
             shapes = [entry.shape for entry in entries]
@@ -303,7 +311,7 @@ class ImageReader:
                 or (entry.view is None and wanted < slot.nbytes)
             ):
                 raise CorruptShardError(
-                    f"{self.header.identity}: the skeleton says {wanted} bytes of tensor "
+                    f"{self.identity}: the skeleton says {wanted} bytes of tensor "
                     f"{entry.slot!r}, the header {slot.nbytes if slot else 'nothing'}"
                 )
 
@@ -343,88 +351,129 @@ class ImageReader:
 
     def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
         """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
+        data_start = self.header.data_start
+        runs: list[Run] = []
+        apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         slots = [slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases]
+        targets = [(s, bases[s.name]) for s in slots if not bases[s.name].is_meta]
+        on_gpus = {tensor.device for _, tensor in targets if is_flat(tensor) and not tensor.is_cpu}
+        bounce = BounceBuffers(on_gpus, PIECE_NBYTES)
         with torch.no_grad():
-            targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
-            runs = PlacedRuns(targets)
-            on_gpus = {target.device for target in targets if target.is_on_gpu}
-            bounce = BounceBuffers(on_gpus, PIECE_NBYTES)
-
-            def places(start: int, stop: int) -> list[memoryview]:
-                return runs.places(start, stop, bounce.buffer)
-
-            def filled(start: int, parts: list[memoryview]) -> None:
-                if on_gpus:
-                    near = runs.overlapping(start, start + sum(map(len, parts)))
-                    there = [target for target in near if target.is_on_gpu]
-                    bounce.copy([copy for target in there for copy in target.takes(start, parts)])
-
-            pieces = _pieces_of(self.header.data_start, targets) if alone else None
-            self.parts.stream(places, filled, pieces)
-            for target in targets:
-                target.finish()
-
-
-def _pieces_of(data_start: int, targets: Sequence[_Target]) -> list[int]:
-    """Starts of the pieces of an image that hold its header, or bytes of targets."""
-    spans = [(0, data_start), *((target.start, target.stop) for target in targets)]
-    starts = {
-        start
-        for begin, end in spans
-        for start in range(begin // PIECE_NBYTES * PIECE_NBYTES, end, PIECE_NBYTES)
-    }
-    return sorted(starts)
-
-
-class _Target:
-    """Tensor that is filled from pieces of the image.
-
-    A contiguous tensor in host memory is written directly, one in device memory piece by piece; a
-    tensor that is not contiguous is filled from a contiguous copy in host memory.
-    """
-
-    def __init__(self, slot: TensorSlot, data_start: int, tensor: torch.Tensor) -> None:
-        self.start = data_start + slot.offset
-        self.stop = self.start + slot.nbytes
-        self._tensor = self._filled = tensor
-        if not is_flat(tensor):
-            self._filled = torch.empty_like(
-                tensor, memory_format=torch.contiguous_format, device="cpu"
+            for slot, tensor in targets:
+                start = data_start + slot.offset
+                if not is_flat(tensor):
+                    # It is filled from a contiguous copy in host memory.
+                    whole = torch.empty_like(
+                        tensor, memory_format=torch.contiguous_format, device="cpu"
+                    )
+                    apart.append((tensor, whole))
+                    tensor = whole
+                memory = memory_at(tensor.data_ptr(), slot.nbytes) if tensor.is_cpu else None
+                to = _OnGpu(flat_bytes(tensor), bounce) if memory is None else memory
+                runs.append(Run(start, start + slot.nbytes, to))
+            stream_runs(
+                *(self, runs, [(0, data_start)] if alone else None),
+                scratch=lambda nbytes: bounce.buffer()[:nbytes],
+                finish=bounce.finish,
             )
-        self.memory: memoryview | None = None
-        """Bytes to fill, if they are in host memory."""
-        if self._filled.is_cpu:
-            self.memory = memory_at(self._filled.data_ptr(), slot.nbytes)
+            for tensor, whole in apart:
+                copy_values(tensor, whole)
+
+    # Single tensors.
 
     @property
-    def device(self) -> torch.device:
-        """Device of the bytes to fill."""
-        return self._filled.device
+    def entries(self) -> tuple[TableEntry, ...]:
+        """The tensors, by number, each described whole; raises as :attr:`tables`."""
+        return self.tables.entries
 
     @property
-    def is_on_gpu(self) -> bool:
-        """True if the bytes to fill are neither in host memory nor on the meta device."""
-        return self.memory is None and not self._filled.is_meta
+    def arrays(self) -> set[int]:
+        """Numbers of the tensors that are numpy arrays in the state."""
+        return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
 
-    def takes(
-        self, start: int, parts: list[memoryview]
-    ) -> Iterator[tuple[torch.Tensor, memoryview]]:
-        """Yield the tensor's bytes among parts of the image that begin at ``start``.
+    def box_of(self, number: int) -> Box | None:
+        """The part of a global tensor that a tensor is; ``None`` for a private one."""
+        return self.tables.boxes.get(number)
 
-        Yields:
-            Pairs of a range of the tensor and its bytes in a part.
+    @collection_paused()
+    def rebuild(self, filled: Collection[int]) -> tuple[Any, list[torch.Tensor]]:
+        """Rebuild the state; returns it, and its tensors by number.
+
+        Tensors whose numbers are in ``filled`` have their values, in host memory; the others are on
+        the meta device.
         """
-        flat = flat_bytes(self._filled)
-        for part in parts:
-            begin, end = max(start, self.start), min(start + len(part), self.stop)
-            if begin < end:
-                yield flat[begin - self.start : end - self.start], part[begin - start : end - start]
-            start += len(part)
+        tensors = [
+            self.tensor(number) if number in filled else _without_data(entry)
+            for number, entry in enumerate(self.entries)
+        ]
+        skeleton, _ = self.checked_skeleton
+        return insert_tensors(skeleton, tensors.__getitem__, self.allowed), tensors
 
-    def finish(self) -> None:
-        """Copy the contiguous copy, if there is one, into the tensor."""
-        if self._filled is not self._tensor:
-            copy_values(self._tensor, self._filled)
+    def tensor(self, number: int) -> torch.Tensor:
+        """Read one tensor into new host memory."""
+        entry = self.entries[number]
+        if entry.slot is None or entry.slot not in self.tables.parts:
+            return _of_kind(entry, self.stored(entry))
+        tensor = _make_tensor(entry, {entry.slot: _allocate(entry.reach_nbytes(), "cpu")})
+        for reader, slot, part in self._rows_of[entry.slot]:
+            if part.count:
+                rows = reader.stored(part.entry(entry)._replace(slot=slot))
+                copy_values(part.of(tensor.detach()), rows)
+        return tensor
+
+    @cached_property
+    def _rows_of(self) -> dict[str, list[tuple[ImageReader, str, SlotPart]]]:
+        """By the name of a divided slot, the images that have rows of it, and their slots."""
+        found: dict[str, list[tuple[ImageReader, str, SlotPart]]] = {
+            name: [(self, name, part)] for name, part in self.tables.parts.items()
+        }
+        for rank, rows in self._missing_rows.items():
+            for number, name, part in rows:
+                found[self.entries[number].slot or ""].append((self.joined[rank], name, part))
+        return found
+
+    def stored(self, entry: TableEntry) -> torch.Tensor:
+        """Read what this image has of a tensor, as it lies there, into new host memory."""
+        if entry.slot is None:
+            return _make_tensor(entry, {})
+        offset = 0 if entry.view is None else entry.view[0]
+        flat = torch.empty(max(0, entry.reach_nbytes() - offset), dtype=torch.uint8)
+        start = self.header.data_start + self.header.slots[entry.slot].offset + offset
+        self.read_into(start, memory_at(flat.data_ptr(), flat.nbytes))
+        items = flat.view(entry.torch_dtype())
+        if entry.view is None:
+            return items.view(entry.shape)
+        return items.as_strided(entry.shape, entry.view[1])
+
+    def start_of(self, number: int) -> int:
+        """First byte in the image of the slot of a tensor that has data."""
+        name = self.entries[number].slot
+        assert name is not None, "it has data"
+        return self.header.data_start + self.header.slots[name].offset
+
+    def run_of(self, number: int) -> tuple[int, int] | None:
+        """First byte and end of a tensor's values in the image.
+
+        ``None`` if they lie in another order or in several images, or have no data.
+        """
+        entry = self.entries[number]
+        if entry.slot is None or entry.slot in self.tables.parts or not _is_contiguous(entry):
+            return None
+        start = self.start_of(number) + (0 if entry.view is None else entry.view[0])
+        return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
+
+
+class _OnGpu(NamedTuple):
+    """Bytes of a tensor in device memory, which are copied piece by piece."""
+
+    flat: torch.Tensor
+    bounce: BounceBuffers
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        return None
+
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        self.bounce.begin(self.flat[offset : offset + len(values)], values)
 
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
@@ -445,28 +494,39 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
     return tensor
 
 
-def make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of an image as a view of the bytes of its slot.
-
-    Args:
-        entry: Description of the tensor.
-        bases: Bytes of slots by name; not needed for a tensor without data.
-    """
+def _make_tensor(entry: TableEntry, bases: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of an image as a view of the bytes of its slot, if it has data."""
     dtype = entry.torch_dtype()
-    strides = entry.view[1] if entry.view is not None else None
+    strides = entry.strides
+    if strides is None:
+        strides = torch.empty(entry.shape, device="meta").stride()
     if entry.slot is None:
-        tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
-        if strides is not None:
-            tensor = torch.empty_strided(entry.shape, strides, dtype=dtype, device="meta")
+        tensor = torch.empty_strided(entry.shape, strides, dtype=dtype, device="meta")
     else:
         base = bases[entry.slot]
         offset = entry.view[0] if entry.view is not None else 0
-        if strides is None:
-            strides = torch.empty(entry.shape, device="meta").stride()
         tensor = torch.empty(0, dtype=dtype, device=base.device)
         tensor.set_(base.untyped_storage(), offset // dtype.itemsize, entry.shape, strides)
+    return _of_kind(entry, tensor)
+
+
+def _of_kind(entry: TableEntry, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as the parameter, the buffer or the plain tensor that was saved."""
     if entry.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.kind == "buffer":
         tensor = torch.nn.Buffer(tensor)
     return tensor.requires_grad_(entry.requires_grad)
+
+
+def _without_data(entry: TableEntry) -> torch.Tensor:
+    if entry.slot is None:
+        return _make_tensor(entry, {})
+    base = torch.empty(entry.reach_nbytes(), dtype=torch.uint8, device="meta")
+    return _make_tensor(entry, {entry.slot: base})
+
+
+def _is_contiguous(entry: TableEntry) -> bool:
+    if entry.view is None:
+        return True
+    return torch.empty_strided(entry.shape, entry.view[1], device="meta").is_contiguous()

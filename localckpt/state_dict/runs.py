@@ -1,103 +1,63 @@
 """Runs of an image's bytes that are read straight to where they belong.
 
-Rows of a tensor, as FSDP divides it, are one run of bytes in a saved shard, and one in the tensor
-that wants them. They are read into that tensor, or into the message to its rank, and not copied
-once more.
+Restoring a state and loads with another sharding read here: a tensor in a saved shard is a run, and
+so are rows of it, as FSDP divides it. They are read into the tensor that wants them, or into the
+message to its rank, and not copied once more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 
-from localckpt.state_dict.regions import Region
-from localckpt.state_dict.source import PIECE_NBYTES
+from localckpt.memory.tensor_bytes import copy_values
+from localckpt.state_dict.boxes import Region
+from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Scratch
 
-__all__ = ["Channel", "PartReceiver", "Reservation", "RowRuns", "Run", "Runs", "run_in"]
+__all__ = ["Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
+
+Reserved = tuple[memoryview, Callable[[], None]]
+"""Memory for bytes that are about to be read, and what is to be called once they are verified."""
 
 
-class PartReceiver(Protocol):
-    """Receiver of a part of a saved tensor; its methods are called by several threads."""
+class Sink(Protocol):
+    """Receiver of a run; its methods are called by several threads."""
 
-    @property
-    def channel(self) -> Channel:
-        """Way to the rank that wants the part."""
+    def reserve(self, offset: int, nbytes: int) -> Reserved | None:
+        """Reserve memory for bytes of the run; ``None`` to have them copied by :meth:`take`."""
 
-    def takes_direct(self, nbytes: int) -> bool:
-        """Return whether a run of so many bytes may be read straight to where it goes."""
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        """Take values in order from an offset in bytes on; they may change once the call returns.
 
-    def take_run(self, offset: int, data: memoryview) -> None:
-        """Take bytes of the part, whose items stand row by row.
-
-        Args:
-            offset: Offset of the first byte in the part.
-            data: The bytes; they may change once the call returns.
-        """
-
-    def take_cut(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
-        """Take a rectangle of the part.
-
-        Args:
-            first, sizes: The rectangle, in the indices of the global tensor.
-            values: Its values, as integers of the item's size or as bytes; they may change once
-                the call returns.
+        They are flat bytes, or integers of the item's size.
         """
 
 
-class Reservation(NamedTuple):
-    """Memory for runs that are about to be read.
-
-    Attributes:
-        memory: Memory for each run.
-        done: To be called once all of them are read and verified.
-    """
-
-    memory: Sequence[memoryview]
-    done: Callable[[], None]
-
-
-class Channel(Protocol):
-    """Way to the tensors of one rank."""
-
-    @property
-    def rank(self) -> int:
-        """The rank. A thread reserves memory of several channels in the order of their ranks."""
-
-    def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
-        """Reserve memory for runs of one piece of an image.
-
-        Args:
-            runs: For each its receiver, its offset in the receiver's part, and its size in bytes.
-        """
+def copy_reserved(reserved: Reserved, values: torch.Tensor) -> None:
+    """Copy values into memory that was reserved for them."""
+    memory, done = reserved
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    copy_values(flat.view(values.dtype).view(values.shape), values)
+    done()
 
 
 class Run(NamedTuple):
-    """Run of an image's bytes that a receiver wants.
-
-    Attributes:
-        start: Offset of its first byte in the image.
-        stop: Offset behind its last byte.
-        receiver: The receiver.
-    """
+    """Bytes ``[start, stop)`` of an image, and the memory or the receiver that they go to."""
 
     start: int
     stop: int
-    receiver: PartReceiver
+    to: memoryview | Sink
 
 
 def run_in(saved: Region, part: Region) -> tuple[int, int] | None:
-    """Find a part of a tensor whose items stand row by row, if it is one run of them.
+    """Find a part of a saved tensor whose items stand row by row, if it is one run of them.
 
-    Args:
-        saved: Elements of the global tensor that the tensor has.
-        part: Elements of them.
-
-    Returns:
-        Number of the first row and number of rows, where a tensor without a dimension is a row;
-        ``None`` if the items of the part are no run, or not in the order of the part's own rows.
+    Returns number of the first row and number of rows, where a tensor without a dimension is a row;
+    ``None`` if the items of the part are no run, or not in the order of the part's own rows.
     """
     if part == saved:
         return 0, sum(count for _, count in saved[0]) if saved else 1
@@ -107,110 +67,90 @@ def run_in(saved: Region, part: Region) -> tuple[int, int] | None:
     return first - saved_first, rows
 
 
-class RowRuns:
-    """Answers of :func:`run_in`, each computed once: few regions are those of many tensors."""
+def stream_runs(
+    image: ImageBytes,
+    runs: Iterable[Run],
+    also: Iterable[tuple[int, int]] | None = (),
+    scratch: Callable[[int], memoryview] | None = None,
+    finish: Callable[[], None] = lambda: None,
+) -> None:
+    """Read runs, and only the pieces of the image that hold them.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Region, Region], tuple[int, int] | None] = {}
-
-    def find(self, saved: Region, part: Region) -> tuple[int, int] | None:
-        """Find a part of a tensor, as :func:`run_in` does."""
-        which = saved, part
-        if which not in self._known:
-            self._known[which] = run_in(saved, part)
-        return self._known[which]
-
-
-class Runs:
-    """Runs of one image that receivers want.
+    Bytes that several runs share are copied to each.
 
     Args:
-        runs: The runs.
-        spans: Start and end of other bytes of the image that are wanted beside their places.
-
-    A run that shares bytes with another one, or with a span, is copied.
+        also: Starts and ends of other bytes that are read to be verified; ``None`` for all bytes.
+        scratch: Returns memory of the thread for so many bytes that are not read to their place.
+        finish: Called after each piece, once all bytes of it are taken.
     """
+    direct: list[Run] = []
+    shared: dict[int, list[Run]] = {}
+    starts = {start for span in also or () for start in _pieces_of(*span)}
+    for cluster in _clusters(runs):
+        for run in cluster:
+            pieces = _pieces_of(run.start, run.stop)
+            starts.update(pieces)
+            if len(cluster) > 1:
+                for start in pieces:
+                    shared.setdefault(start, []).append(run)
+        if len(cluster) == 1:
+            direct += cluster
+    begins = [run.start for run in direct]
+    scratch = scratch or Scratch().of
+    of_thread = threading.local()
 
-    def __init__(self, runs: Iterable[Run], spans: Iterable[tuple[int, int]] = ()) -> None:
-        self._direct: list[Run] = []
-        self._copied: dict[int, list[Run]] = {}
-        self.pieces: set[int] = set()
-        """Starts of the pieces of the image that hold them."""
-        for cluster in _clusters([*runs, *((*span, None) for span in spans)]):
-            for start, stop, receiver in cluster:
-                if receiver is None:
-                    continue
-                run = Run(start, stop, receiver)
-                pieces = range(start // PIECE_NBYTES * PIECE_NBYTES, stop, PIECE_NBYTES)
-                self.pieces.update(pieces)
-                if len(cluster) == 1 and receiver.takes_direct(stop - start):
-                    self._direct.append(run)
-                    continue
-                for piece in pieces:
-                    self._copied.setdefault(piece, []).append(run)
-        self._starts = [run.start for run in self._direct]
-
-    def places(
-        self, start: int, stop: int, scratch: memoryview
-    ) -> tuple[list[memoryview], list[Callable[[], None]]]:
-        """Return where bytes ``[start, stop)`` of the image go: ``scratch`` has room for all.
-
-        Returns:
-            Memory for the bytes, in parts, and what is to be called once they are verified.
-        """
-        of_channels: dict[Channel, list[tuple[PartReceiver, int, int]]] = {}
-        begins: dict[Channel, list[int]] = {}
-        for run in self._overlapping(start, stop):
-            begin, end = max(start, run.start), min(stop, run.stop)
-            channel = run.receiver.channel
-            wanted = run.receiver, begin - run.start, end - begin
-            of_channels.setdefault(channel, []).append(wanted)
-            begins.setdefault(channel, []).append(begin)
-        found: list[tuple[int, memoryview]] = []
-        dones = []
-        for channel in sorted(of_channels, key=lambda channel: channel.rank):
-            reservation = channel.reserve(of_channels[channel])
-            found += zip(begins[channel], reservation.memory, strict=True)
-            dones.append(reservation.done)
+    def places(start: int, stop: int) -> list[memoryview]:
+        of_thread.scratch = rest = scratch(stop - start)
+        of_thread.dones, of_thread.copied = [], list(shared.get(start, ()))
         parts, at = [], start
-        for begin, memory in sorted(found, key=lambda place: place[0]):
+        first = max(0, bisect_right(begins, start) - 1)
+        for run in direct[first : bisect_left(begins, stop)]:
+            begin, end = max(start, run.start), min(stop, run.stop)
+            if begin >= end:
+                continue
+            if isinstance(run.to, memoryview):
+                memory = run.to[begin - run.start : end - run.start]
+            elif (reserved := run.to.reserve(begin - run.start, end - begin)) is not None:
+                memory, done = reserved
+                of_thread.dones.append(done)
+            else:
+                of_thread.copied.append(run)
+                continue
             if at < begin:
-                parts.append(scratch[at - start : begin - start])
+                parts.append(rest[at - start : begin - start])
             parts.append(memory)
-            at = begin + len(memory)
+            at = end
         if at < stop:
-            parts.append(scratch[at - start : stop - start])
-        return parts, dones
+            parts.append(rest[at - start : stop - start])
+        return parts
 
-    def copy(self, start: int, data: memoryview) -> None:
-        """Have receivers take what they want of a verified piece that was not read to its place.
+    def filled(start: int, _: list[memoryview]) -> None:
+        for done in of_thread.dones:
+            done()
+        stop = start + len(of_thread.scratch)
+        for begin, end, to in of_thread.copied:
+            first, last = max(start, begin), min(stop, end)
+            data = of_thread.scratch[first - start : last - start]
+            to.take(first - begin, torch.frombuffer(data, dtype=torch.uint8))
+        finish()
 
-        Args:
-            start: Offset of the piece in the image.
-            data: The scratch of :meth:`places`, as long as the piece.
-        """
-        for run in self._copied.get(start, ()):
-            begin, end = max(start, run.start), min(start + len(data), run.stop)
-            run.receiver.take_run(begin - run.start, data[begin - start : end - start])
-
-    def _overlapping(self, start: int, stop: int) -> list[Run]:
-        first = max(0, bisect_right(self._starts, start) - 1)
-        near = self._direct[first : bisect_right(self._starts, stop - 1)]
-        return [run for run in near if run.stop > start]
+    image.stream(places, filled, None if also is None else sorted(starts))
 
 
-_Span = tuple[int, int, PartReceiver | None]
+def _pieces_of(start: int, stop: int) -> range:
+    """Starts of the pieces of an image that hold some of its bytes."""
+    return range(start // PIECE_NBYTES * PIECE_NBYTES, stop, PIECE_NBYTES)
 
 
-def _clusters(spans: Iterable[_Span]) -> Iterable[list[_Span]]:
-    """Divide spans that are not empty into groups of which no two share a byte."""
-    cluster: list[_Span] = []
+def _clusters(runs: Iterable[Run]) -> Iterable[list[Run]]:
+    """Divide runs that are not empty into groups of which no two share a byte."""
+    cluster: list[Run] = []
     end = 0
-    for span in sorted((s for s in spans if s[0] < s[1]), key=lambda span: span[:2]):
-        if cluster and span[0] >= end:
+    for run in sorted((r for r in runs if r.start < r.stop), key=lambda run: run[:2]):
+        if cluster and run.start >= end:
             yield cluster
             cluster = []
-        end = max(end, span[1]) if cluster else span[1]
-        cluster.append(span)
+        end = max(end, run.stop) if cluster else run.stop
+        cluster.append(run)
     if cluster:
         yield cluster

@@ -59,26 +59,10 @@ _VALUES: dict[str, tuple[str, ...]] = {
     # Part of torch's own defaults in torch 2.13, but not in torch 2.8.
     "torch.distributed.tensor.placement_types": ("_StridedShard",),
     "numpy": ("ndarray", "dtype"),
-    "numpy.random._pickle": (
-        "__bit_generator_ctor",
-        "__generator_ctor",
-        "__randomstate_ctor",
-    ),
-    "numpy.random._mt19937": ("MT19937",),
-    "numpy.random._pcg64": ("PCG64", "PCG64DXSM"),
-    "numpy.random._philox": ("Philox",),
-    "numpy.random._sfc64": ("SFC64",),
-    "numpy.random.bit_generator": ("SeedSequence", "__pyx_unpickle_SeedSequence"),
-    # numpy 1 and 2 keep the same functions in different modules.
-    "numpy.core.multiarray": ("_reconstruct", "scalar"),
-    "numpy.core.numeric": ("_frombuffer",),
-    "numpy._core.multiarray": ("_reconstruct", "scalar"),
-    "numpy._core.numeric": ("_frombuffer",),
     "localckpt.state_dict.basic": ("_Hollow",),
     "localckpt.state_dict.foreign_values": (
-        "restore_array",
-        "restore_generator",
-        "type_of_constant",
+        *("restore_array", "restore_number", "restore_dtype", "restore_generator"),
+        *("restore_bit_generator", "restore_random", "restore_seeds", "type_of_constant"),
     ),
     "localckpt.state_dict.marks": ("set_marks",),
     "localckpt.state_dict.replicated": ("given",),
@@ -118,14 +102,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qschem
 
 
 class SafeGlobals:
-    """Allow-list of one manager.
-
-    Args:
-        extra: Classes and functions allowed beyond the defaults.
-
-    Raises:
-        UnsafeGlobalError: With one of ``extra``, a file could run any code when it is loaded.
-    """
+    """Allow-list of one manager, with classes and functions beyond the defaults."""
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
         self._extra = [_named(item) for item in extra]
@@ -140,12 +117,14 @@ class SafeGlobals:
                 f"would run what the file says. Nothing was done"
             )
 
-    def find(self, module: str, name: str) -> Any:
-        """Return the object that a shard names ``module.name``.
+    def also(self, kinds: Iterable[type]) -> SafeGlobals:
+        """Return an allow-list with further classes."""
+        more = SafeGlobals(kinds)
+        more._extra = [*self._extra, *more._extra]
+        return more
 
-        Raises:
-            UnsafeGlobalError: The object is not allowed; the message says how to allow it.
-        """
+    def find(self, module: str, name: str) -> Any:
+        """Return the object that a shard names ``module.name``."""
         module = _MOVED.get(module, module)
         libraries = _MEGATRON if "megatron.core" in sys.modules else {}
         if name in _VALUES.get(module, ()) or name in libraries.get(module, ()):
@@ -176,9 +155,7 @@ class SafeGlobals:
     def refusal(self, names: Sequence[Name], places: Sequence[str] = ()) -> UnsafeGlobalError:
         """Build the error that says why a state is refused, and what to do.
 
-        Args:
-            names: Classes and functions that are not allowed.
-            places: For each name, a text with the name and its place; empty if places are unknown.
+        ``places`` has for each name a text with the name and its place, where these are known.
         """
         placed = places or [str(name) for name in names]
         text = f"the state refers to {', '.join(placed)}, which may not be loaded from a file."
@@ -227,10 +204,6 @@ def _named(item: Any) -> tuple[str, Any]:
 
 
 def _imported(module: str, name: str) -> Any:
-    if module.startswith("numpy._core") and int(numpy.__version__.split(".")[0]) < 2:
-        module = module.replace("numpy._core", "numpy.core")
-    elif module.startswith("numpy.core") and int(numpy.__version__.split(".")[0]) >= 2:
-        module = module.replace("numpy.core", "numpy._core")
     __import__(module)
     return _resolve(module, name)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,40 +15,88 @@ import xxhash
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.tensor_bytes import flat_bytes, integer_view
-from localckpt.state_dict.boxes import Box
+from localckpt.memory.tensor_bytes import copy_values, flat_bytes, integer_view
+from localckpt.state_dict.boxes import Box, Region, common, cuts_of, narrowed_rows, volume, whole
 from localckpt.state_dict.names import Names, names_of
-from localckpt.state_dict.outlines import outlines_of, values_below
-from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, picked, stream_parts
-from localckpt.state_dict.regions import Region, volume, whole
-from localckpt.state_dict.resharded import require_one
+from localckpt.state_dict.resharded import outlines_of, require_one, values_below
 from localckpt.state_dict.restore import ImageReader
-from localckpt.state_dict.runs import PartReceiver
+from localckpt.state_dict.runs import Run, Sink, run_in, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry
-from localckpt.state_dict.value_digests import digest_of
 from localckpt.state_dict.values import (
     Placeholder,
     Unit,
+    digest_of,
     read_tree,
     root_of,
     units_of,
     with_tensors,
 )
 
-__all__ = ["SavedShard"]
+__all__ = ["PRIVATE", "SavedShard", "SavedTensor", "Wanted"]
+
+PRIVATE = "private"
+"""Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
+
+Wanted = tuple[Sink, Region]
+"""Receiver of elements of a global tensor, as one run in the order of their indices."""
 
 
-class SavedShard:
-    """Shard that is opened for its parts.
+@dataclass(frozen=True)
+class SavedTensor:
+    """Tensor of a shard, as a part of a global tensor.
+
+    Attributes:
+        equal_on: Text for the ranks whose tensors of this part are said to be equal.
+        start: Offset of its first item in the image.
+    """
+
+    number: int
+    key: str
+    shape: tuple[int, ...]
+    region: Region
+    equal_on: str
+    entry: TableEntry
+    start: int
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an item."""
+        return self.entry.torch_dtype().itemsize
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        """Shape of the tensor, with as many dimensions as the global one."""
+        shape = self.entry.shape
+        return (1,) * (len(self.region) - len(shape)) + shape
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes from its first item to its last one in the image."""
+        offset = 0 if self.entry.view is None else self.entry.view[0]
+        return self.entry.reach_nbytes() - offset
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """True if its items are one run of the image's items, in the order of their indices."""
+        if self.start % self.itemsize:
+            return False
+        step = 1
+        strides = self.entry.strides or ()
+        for size, stride in zip(self.entry.shape[::-1], strides[::-1], strict=False):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+
+class SavedShard(ImageReader):
+    """Reader of a shard for its parts.
 
     Args:
-        source: Source of the image; closed by :meth:`close`.
-        allowed: Allow-list for the classes in the shard.
-        identity: Identity that the image must have.
         rules: Key prefixes of values that the caller has a rule for; ``None`` to leave values out,
             and tensors that are not in the table of boxes.
         free: Names whose values are loaded as they were saved.
@@ -55,11 +106,6 @@ class SavedShard:
         ruled, others: Values; see :func:`units_of`.
         outlines: Outlines of the free parts of the state.
         names: Names of the parts and values of the state, where it has names.
-
-    Raises:
-        CorruptShardError: The image is damaged, belongs to another shard, or contradicts itself.
-        MismatchError: Two tensors have one path.
-        RestoreError: The values cannot be made.
     """
 
     @collection_paused()
@@ -70,21 +116,20 @@ class SavedShard:
         identity: ShardIdentity,
         rules: Collection[str] | None,
         free: Freedom = NO_FREEDOM,
+        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        self.identity = identity
-        self._source = source
-        self._reader = ImageReader(source, allowed, identity)
-        self._entries, boxes, self._divided = self._reader.tables
+        super().__init__(source, allowed, identity, on_read=on_read)
+        boxes = self.tables.boxes
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []
         self.names: Names | None = None
         if rules is not None:
-            skeleton, contents = self._reader.checked_skeleton()
+            skeleton, contents = self.checked_skeleton
             values = set(contents.composed)
             root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
             # What others are made of is there to be filled in strict parts only.
-            if new := values_below(root, free, lambda n: self._entries[n].slot is None):
+            if new := values_below(root, free, lambda n: self.entries[n].slot is None):
                 values |= new
                 root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
             self.ruled, self.others = units_of(root, boxes.__contains__, rules)
@@ -102,25 +147,19 @@ class SavedShard:
         private: set[str] = set()
         for unit in (*self.others, *below):
             if isinstance(unit.value, Placeholder):
-                for number, key in self._keys(unit):
+                for number in unit.value.numbers:
+                    key = self.path_of(number, unit.key, unit.value)
                     # One tensor in two places has the path of the first, as everywhere.
                     if number in self.tensors:
                         continue
                     if len(unit.value.numbers) == 1:
                         require_one(key, private)
-                    shape = self._entries[number].shape
+                    shape = self.entries[number].shape
                     # Its digest is compared with those of other shards, as values are.
                     self._add(number, key, shape, whole(shape), PRIVATE)
 
     def require_together(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Check that tensors which are given sharing memory were not saved apart.
-
-        Args:
-            pairs: Their keys.
-
-        Raises:
-            MismatchError: They were.
-        """
+        """Check that tensors which are given sharing memory were not saved apart."""
         if not (pairs := list(pairs)):
             return
         slots = {t.key: t.entry.slot for t in self.tensors.values() if volume(t.region)}
@@ -139,15 +178,6 @@ class SavedShard:
             return [unit for unit in units if str(next(iter(unit.place), "")) not in keys]
 
         self.ruled, self.others = wanted(self.ruled), wanted(self.others)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the image in bytes."""
-        return self._source.nbytes
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
 
     @staticmethod
     def values(units: Iterable[Unit]) -> list[Unit]:
@@ -170,51 +200,27 @@ class SavedShard:
         return self._digests_of(self.ruled)
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        """Read a tensor, contiguous, into host memory."""
-        entry = self._entries[number]
-        if entry.slot is None:
-            return torch.empty(entry.shape, dtype=entry.torch_dtype(), device="meta")
-        if not entry.reach_nbytes():
-            return torch.empty(entry.shape, dtype=entry.torch_dtype())
-        return self._as_stored(entry).contiguous()
+        """Read a tensor as a plain one, contiguous, into host memory."""
+        tensor = self.tensor(number).detach()
+        return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
         """Return the digest of elements that the shard has of a tensor, read into host memory."""
         tensor = self.tensors[number]
-        part = self._as_stored(tensor.entry)
-        if region != tensor.region:
-            part = picked(integer_view(part).reshape(tensor.local), tensor.region, region)
+        part = integer_view(self.stored(tensor.entry)).reshape(tensor.local)
+        part = _picked(part, tensor.region, region)
         return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().data)
 
-    def stream(self, wanted: Mapping[int, Iterable[tuple[PartReceiver, Region]]]) -> None:
-        """Read parts of tensors, and only the pieces of the image that hold them.
-
-        Args:
-            wanted: By the number of a tensor, who wants which elements of the global tensor.
-
-        Raises:
-            CorruptShardError: A block is damaged.
-            StorageError: The medium failed.
-        """
-        tensors = ((self.tensors[number], parts) for number, parts in wanted.items())
-        stream_parts(self._reader.parts, tensors, self._as_stored)
-
-    def _as_stored(self, entry: TableEntry) -> torch.Tensor:
-        flat = torch.frombuffer(self._read(entry), dtype=torch.uint8).view(entry.torch_dtype())
-        if entry.view is None:
-            return flat.view(entry.shape)
-        return flat.as_strided(entry.shape, entry.view[1])
-
-    def _read(self, entry: TableEntry) -> memoryview:
-        """Read the bytes of the slot that a tensor has, into memory of their own."""
-        assert entry.slot is not None, "a tensor without data is not read"
-        start = self._reader.header.data_start + self._reader.header.slots[entry.slot].offset
-        offset = 0 if entry.view is None else entry.view[0]
-        return self._reader.parts.read(start + offset, start + entry.reach_nbytes())
+    def read_parts(self, wanted: Mapping[int, Iterable[Wanted]]) -> None:
+        """Read parts of tensors, each for all who want it, and only the pieces that hold them."""
+        runs = (
+            run for number, parts in wanted.items() for run in _runs(self.tensors[number], parts)
+        )
+        stream_runs(self, runs)
 
     def _kind_of(self, boxes: Mapping[int, Box]) -> Callable[[int], TensorKind]:
         def kind(number: int) -> TensorKind:
-            entry, box = self._entries[number], boxes.get(number)
+            entry, box = self.entries[number], boxes.get(number)
             return entry.torch_dtype(), entry.shape if box is None else box.shape
 
         return kind
@@ -225,7 +231,7 @@ class SavedShard:
         """Give tensors that are in no container: arrays, those in objects, and parts of values."""
 
         def tensor(number: int) -> torch.Tensor | None:
-            entry = self._entries[number]
+            entry = self.entries[number]
             is_unnamed = entry.slot is not None and entry.slot.startswith("tensor.")
             is_value = entry.kind == ARRAY or number in values
             if not is_value and (not is_unnamed or number in boxes):
@@ -234,36 +240,24 @@ class SavedShard:
 
         return tensor
 
-    def _keys(self, unit: Unit) -> list[tuple[int, str]]:
-        """Numbers and keys of the tensors of a unit that is made of tensors."""
-        numbers = unit.value.numbers
-        if len(numbers) == 1:
-            return [(numbers[0], unit.key)]
-        named = []
-        for number in numbers:
-            slot = self._entries[number].slot or ""
-            named.append((number, slot if slot.startswith(f"{unit.key}.") else f"{unit.key}.?"))
-        return named
-
     def _region(self, number: int, box: Box) -> Region:
         """Elements of a global tensor that the image holds of a tensor."""
-        entry = self._entries[number]
-        part = self._divided.get(entry.slot or "")
+        entry = self.entries[number]
+        part = self.tables.parts.get(entry.slot or "")
         return box.runs if part is None else part.region(box, entry.shape)
 
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
     ) -> None:
-        entry = self._entries[number]
+        entry = self.entries[number]
         if (slot := entry.slot) is None:
             return
-        if (part := self._divided.get(slot)) is not None:
+        if (part := self.tables.parts.get(slot)) is not None:
             if not part.count:
                 return
             entry = part.entry(entry)
         offset = entry.view[0] if entry.view is not None else 0
-        header = self._reader.header
-        start = header.data_start + header.slots[slot].offset + offset
+        start = self.start_of(number) + offset
         if math.prod(shape) >= 1 << 62:
             raise CorruptShardError(f"{self.identity}: {key!r} would have {math.prod(shape)} items")
         self.tensors[number] = SavedTensor(number, key, shape, region, equal_on, entry, start)
@@ -279,14 +273,10 @@ class SavedShard:
     def _digest(self, placeholder: Placeholder) -> str:
         hasher = xxhash.xxh3_64()
         for number in placeholder.numbers:
-            entry = self._entries[number]
+            entry = self.entries[number]
             hasher.update(f"{entry.dtype}{entry.shape}".encode())
-            if entry.slot is not None and entry.reach_nbytes():
-                if entry.view is None:
-                    hasher.update(self._read(entry))
-                    continue
-                run = self.tensor_of(number).reshape(-1).view(torch.uint8)
-                hasher.update(run.numpy().tobytes())
+            if entry.slot is not None:
+                hasher.update(flat_bytes(self.tensor_of(number)).numpy().data)
         return hasher.hexdigest()
 
 
@@ -294,3 +284,111 @@ def _parts_of(unit: Unit) -> list[Unit]:
     """Divide a value into tensors and the largest parts that hold none."""
     _, parts = units_of(unit.value, lambda _: False, ())
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
+
+
+def _runs(tensor: SavedTensor, parts: Iterable[Wanted]) -> Iterator[Run]:
+    """Rows of a tensor are runs by themselves; other parts are picked out of some rows."""
+    if not math.prod(tensor.local):
+        return
+    others: list[Wanted] = []
+    row_nbytes = math.prod(tensor.local[1:]) * tensor.itemsize
+    for sink, part in parts:
+        rows = run_in(tensor.region, part) if tensor.is_in_order else None
+        if rows is None:
+            others.append((sink, part))
+            continue
+        start = tensor.start + rows[0] * row_nbytes
+        yield Run(start, start + rows[1] * row_nbytes, sink)
+    if not others:
+        return
+    if not tensor.is_in_order:
+        whole = _Rows(tensor, tensor.region, tensor.nbytes, others)
+        yield Run(tensor.start, tensor.start + tensor.nbytes, whole)
+        return
+    start = tensor.start
+    for region, nbytes in _rows_by_piece(tensor):
+        those = [(sink, part) for sink, part in others if common(region, part) is not None]
+        if those:
+            yield Run(start, start + nbytes, _Rows(tensor, region, nbytes, those))
+        start += nbytes
+
+
+def _rows_by_piece(tensor: SavedTensor) -> Iterator[tuple[Region, int]]:
+    """Divide a tensor into rows that are in one piece of the image, and single ones that are not.
+
+    Yields their elements, and their bytes, in order.
+    """
+    local = tensor.local
+    sizes = [math.prod(local[dim + 1 :]) * tensor.itemsize for dim in range(len(local))]
+    dim = next(dim for dim, nbytes in enumerate(sizes) if nbytes <= PIECE_NBYTES)
+    start, row_nbytes = tensor.start, sizes[dim]
+    for above in product(*map(range, local[:dim])):
+        region = tensor.region
+        for outer, index in enumerate(above):
+            region = narrowed_rows(region, outer, index, 1)
+        first = 0
+        while first < local[dim]:
+            count = max(1, (PIECE_NBYTES - start % PIECE_NBYTES) // row_nbytes)
+            count = min(count, local[dim] - first)
+            yield narrowed_rows(region, dim, first, count), count * row_nbytes
+            first, start = first + count, start + count * row_nbytes
+
+
+class _Rows:
+    """Some rows of a tensor that parts are picked out of, once all of their bytes are there."""
+
+    def __init__(
+        self, tensor: SavedTensor, region: Region, nbytes: int, parts: Sequence[Wanted]
+    ) -> None:
+        self._tensor = tensor
+        self._region = region
+        self._nbytes = self._left = nbytes
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._bytes: torch.Tensor | None = None
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        return None
+
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        tensor = self._tensor
+        if values.nbytes < self._nbytes or values.data_ptr() % tensor.itemsize:
+            # They are in several pieces, or not where integers may be.
+            with self._lock:
+                if self._bytes is None:
+                    self._bytes = torch.empty(self._nbytes, dtype=torch.uint8)
+            copy_values(self._bytes[offset : offset + values.nbytes], values)
+            with self._lock:
+                self._left -= values.nbytes
+                if self._left:
+                    return
+            values, self._bytes = self._bytes, None
+        items = integer_view(values, tensor.itemsize)
+        if not tensor.is_in_order and tensor.entry.strides is not None:
+            items = items.as_strided(tensor.entry.shape, tensor.entry.strides)
+        items = items.reshape([sum(count for _, count in runs) for runs in self._region])
+        for sink, part in self._parts:
+            self._pick(items, sink, part)
+
+    def _pick(self, items: torch.Tensor, sink: Sink, part: Region) -> None:
+        """Give a receiver what it wants of the rows: consecutive rows of its part."""
+        found = common(self._region, part)
+        assert found is not None, "it wants some"
+        number = 0
+        for runs, ((first, _), *_) in zip(part, found, strict=True):
+            before = sum(max(0, min(count, first - start)) for start, count in runs)
+            number = number * sum(count for _, count in runs) + before
+        sink.take(number * self._tensor.itemsize, _picked(items, self._region, found))
+
+
+def _picked(items: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
+    """Pick elements of the tensor of a region, in the order of their indices.
+
+    The tensor has as many dimensions as the region.
+    """
+    for dim, (runs, wanted) in enumerate(zip(region, part, strict=True)):
+        if runs != wanted:
+            cuts = cuts_of((runs,), (wanted,), (0,), (items.shape[dim],))
+            sides = [items.narrow(dim, cut.local[0], cut.sizes[0]) for cut in cuts]
+            items = sides[0] if len(sides) == 1 else torch.cat(sides, dim)
+    return items

@@ -35,11 +35,7 @@ def is_sharded(value: torch.Tensor) -> bool:
 
 
 def reduce_sharded(sharded: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Reduce a ShardedTensor, as ``__reduce__`` does, to values that the allow-list accepts.
-
-    Raises:
-        CheckpointingException: The tensor holds remote references of torch's RPC.
-    """
+    """Reduce a ShardedTensor, as ``__reduce__`` does, to values that the allow-list accepts."""
     if sharded._init_rrefs:
         raise CheckpointingException(
             "the state holds a ShardedTensor with remote references (init_rrefs=True), which end "
@@ -72,9 +68,6 @@ def restore_sharded(
     """Rebuild the ShardedTensor of :func:`reduce_sharded` around new local tensors.
 
     The process group is that of a surrounding ``load_with_process_group``, or the default group.
-
-    Raises:
-        RuntimeError: There is no process group.
     """
     home = import_module(_MODULE)
     result = home.ShardedTensorBase.__new__(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
 from localckpt.errors import (
@@ -23,25 +22,28 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.failure_texts import with_class
-from localckpt.state_dict.call_check import Contents, check_calls
-from localckpt.state_dict.dtensors import EqualParts
+from localckpt.state_dict.dtensors import (
+    REBUILD_WRAPPED,
+    EqualParts,
+    GivenDTensors,
+    rebuild_wrapped,
+)
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
     is_data,
-    reduce_array,
     reduce_generator,
+    reduce_numpy,
     type_of_constant,
 )
-from localckpt.state_dict.given_dtensors import GivenDTensors, rebuild_wrapped
 from localckpt.state_dict.marks import marks_of, set_marks
-from localckpt.state_dict.pickles import Place, check_opcodes, place_at, unframed
+from localckpt.state_dict.pickles import Place, place_at, unframed
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
+from localckpt.state_dict.unpickler import Unpickler
 
 __all__ = [
     "Taken",
-    "check_skeleton",
     "checked_maker",
     "collection_paused",
     "find_tensors",
@@ -54,13 +56,7 @@ _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
 
 
 class Taken(NamedTuple):
-    """Object graph, split into skeleton and tensors.
-
-    Attributes:
-        skeleton: Pickle without tensors.
-        tensors: The distinct tensors, and large numpy arrays as tensors.
-        has_objects: True if the pickle holds more than literals and tensors.
-    """
+    """Object graph, split; ``has_objects`` where it holds more than literals and tensors."""
 
     skeleton: bytes
     tensors: list[torch.Tensor]
@@ -85,11 +81,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def take_tensors(state: Any) -> Taken:
-    """Split an object graph into skeleton and tensors.
-
-    Raises:
-        CheckpointingException: The object holds a value that cannot be saved.
-    """
+    """Split an object graph into skeleton and tensors."""
     buffer = io.BytesIO()
     pickler = _SkeletonPickler(buffer)
     _dump(pickler, state)
@@ -100,9 +92,6 @@ def find_tensors(state: Any) -> list[torch.Tensor]:
     """Find the tensors of an object graph, in the order of :func:`take_tensors`.
 
     Arrays are left out, and what device meshes keep their ranks in, which belongs to the job.
-
-    Raises:
-        CheckpointingException: The object holds a value that cannot be saved.
     """
     pickler = _FindingPickler(io.BytesIO())
     _dump(pickler, state)
@@ -120,32 +109,6 @@ def _dump(pickler: _SkeletonPickler, state: Any) -> None:
         ) from error
 
 
-def check_skeleton(
-    skeleton: bytes | memoryview,
-    allowed: SafeGlobals,
-    tensors: int | None = None,
-    *,
-    depth_is_limited: bool = False,
-) -> Contents:
-    """Check a skeleton without making any object in it.
-
-    :func:`insert_tensors` can load what passes, so a save runs the same check.
-
-    Args:
-        skeleton: The pickle.
-        allowed: Allow-list for the classes and functions in the pickle.
-        tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
-        depth_is_limited: True for the output of a pickler that fails before an unpickler's limit.
-
-    Raises:
-        UnsafeGlobalError: Classes or functions are not allowed; the error names all of them.
-        CorruptShardError: The bytes are not a skeleton.
-    """
-    pickled = bytes(skeleton)
-    check_opcodes(pickled, depth_is_limited=depth_is_limited)
-    return check_calls(pickled, allowed, tensors)
-
-
 def insert_tensors(
     skeleton: bytes | memoryview,
     tensor: Callable[[int], Any],
@@ -156,25 +119,23 @@ def insert_tensors(
 ) -> Any:
     """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
 
-    The tensors should hold their values, since an object may read them while it is rebuilt.
+    The tensors should hold their values, since an object may read them while it is rebuilt. They
+    get their saved attributes if ``marked``. ``dtensors`` has by ``id(tensor)`` the DTensor that is
+    returned instead of the saved one with this local tensor.
 
-    Args:
-        skeleton: The pickle.
-        tensor: Returns the tensor of a number.
-        allowed: Allow-list for the classes and functions in the pickle.
-        marked: True to set the saved attributes on the tensors.
-        dtensors: ``id(tensor)`` to the DTensor that is returned instead of the saved one with this
-            local tensor.
-
-    Raises:
-        UnsafeGlobalError: The pickle names a class or function that is not allowed.
-        RestoreError: An object cannot be made. This holds for any error of a class, even a
-            CheckpointingException, since it does not mean that the bytes are damaged.
+    Any error of a class is a RestoreError, since it does not mean that the bytes are damaged.
     """
 
     def load(file: io.BytesIO) -> Any:
         given = GivenDTensors(dtensors or {})
-        state = _SkeletonUnpickler(file, tensor, allowed, marked, given).load()
+
+        def find(module: str, name: str) -> Any:
+            found = allowed.find(module, name)
+            if found is set_marks and not marked:
+                return _leave_marks
+            return given.rebuild if found is REBUILD_WRAPPED else checked_maker(found)
+
+        state = Unpickler(file, find, tensor).load()
         given.finish()
         return state
 
@@ -237,8 +198,6 @@ class _SkeletonPickler(pickle.Pickler):
             return self._parts.reduce_dtensor(obj)
         if kind is self._parts.spec:
             return self._parts.reduce_spec(obj)
-        if isinstance(obj, numpy.ndarray):
-            return reduce_array(obj)
         if kind is Replicated:
             return given, (obj.value,)
         if isinstance(obj, torch.Generator):
@@ -257,7 +216,7 @@ class _SkeletonPickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
             base = obj.detach().as_subclass(torch.Tensor)
             return _restore_subclass, (kind, base, obj.requires_grad, dict(vars(obj)))
-        return NotImplemented
+        return reduce_numpy(obj)
 
 
 class _FindingPickler(_SkeletonPickler):
@@ -271,7 +230,7 @@ class _FindingPickler(_SkeletonPickler):
             # All in it that can hold tensors, in the order of its own pickle. That takes ten times
             # as long, and a restart waits for this.
             return _itself, ((vars(obj), obj._local_tensor),)
-        if type(obj) is self._parts.mesh or (isinstance(obj, numpy.ndarray) and is_data(obj)):
+        if type(obj) is self._parts.mesh or is_data(obj):
             return type_of_constant, (None,)
         if type(obj) in _PLAIN_TENSORS and not _has_own_bytes(obj):
             # Another one may be made of more items.
@@ -285,42 +244,13 @@ class _Bare(NamedTuple):
     tensor: torch.Tensor
 
 
-class _SkeletonUnpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        tensor: Callable[[int], Any],
-        allowed: SafeGlobals,
-        marked: bool,
-        dtensors: GivenDTensors,
-    ) -> None:
-        super().__init__(file)
-        self._tensor = tensor
-        self._allowed = allowed
-        self._marked = marked
-        self._dtensors = dtensors
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed.find(module, name)
-        if found is set_marks and not self._marked:
-            return _leave_marks
-        if found is rebuild_wrapped:
-            return self._dtensors.rebuild
-        return checked_maker(found)
-
-    def persistent_load(self, pid: Any) -> Any:
-        if type(pid) is not int:
-            raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
-        return self._tensor(pid)
-
-
 def checked_maker(function: Any) -> Any:
     """Return the function in place of one of torch's that believes what a file says."""
     if function is torch._utils._rebuild_sparse_tensor:
         return _rebuild_sparse_tensor
     if function is torch._utils._rebuild_nested_tensor:
         return _rebuild_nested_tensor
-    return function
+    return rebuild_wrapped if function is REBUILD_WRAPPED else function
 
 
 def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
@@ -376,6 +306,10 @@ def _restore_subclass(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
+    if not isinstance(base, torch.Tensor):
+        raise CorruptShardError(
+            "the skeleton makes a tensor of a class, in a way that no pickle does"
+        )
     result = base.as_subclass(kind).requires_grad_(requires_grad)
     vars(result).update(attributes)
     return result

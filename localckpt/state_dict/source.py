@@ -1,21 +1,38 @@
-"""Interface of the sources of an image's bytes, and the source for a buffer in memory."""
+"""Sources of an image's bytes: their interface, a buffer in memory, and verified reads of any.
+
+Nothing here needs torch, so a process without it can identify and verify files.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from localckpt.errors import CorruptShardError
+from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.memory.copying import Copier
-from localckpt.memory.host_memory import address_of
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, covered_nbytes
+from localckpt.memory.host_memory import address_of, round_up
+from localckpt.state_dict.header import (
+    ImageHeader,
+    header_length,
+    parse_header,
+    parse_record,
+)
 
 __all__ = [
     "PIECE_NBYTES",
     "Filled",
+    "ImageBytes",
     "MemorySource",
     "Places",
+    "Scratch",
     "ShardSource",
     "handle_pieces",
+    "read_header",
+    "read_verified_record",
     "scatter",
     "views_last",
 ]
@@ -53,8 +70,6 @@ def handle_pieces(
 
     Args:
         stop: End of the last piece.
-        threads: Number of threads.
-        handle: Handles one piece.
         starts: Starts of the pieces that are handled; ``None`` for all pieces.
     """
 
@@ -74,12 +89,7 @@ class ShardSource(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``[start, stop)``, valid until the next call.
-
-        Raises:
-            StorageError: The medium failed.
-            CorruptShardError: The medium holds fewer bytes than the image should have.
-        """
+        """Return bytes ``[start, stop)``, valid until the next call."""
         ...
 
     def stream(
@@ -92,7 +102,6 @@ class ShardSource(Protocol):
 
         Args:
             stop: End of the bytes to copy.
-            places: Returns the memory for a piece.
             filled: Called after the copy of a piece. Its first error ends the stream, and is
                 raised.
             starts: Starts of the pieces that are copied; ``None`` for all pieces. Others are not
@@ -114,11 +123,7 @@ def views_last(source: ShardSource) -> bool:
 
 
 class MemorySource:
-    """Source of an image in this process's memory.
-
-    Args:
-        view: Bytes of the image; not copied.
-    """
+    """Source of an image in this process's memory, which is not copied."""
 
     views_last = True
 
@@ -144,3 +149,131 @@ class MemorySource:
 
     def close(self) -> None:
         self.view = memoryview(b"")
+
+
+def read_header(source: ShardSource) -> ImageHeader:
+    """Read and check an image's header; its blocks are not verified."""
+    start = header_length(source.read(0, min(8, source.nbytes)), source.nbytes)
+    return parse_header(source.read(0, start), source.nbytes)
+
+
+def read_verified_record(source: ShardSource) -> ShardRecord:
+    """Read the record of a piece, and verify the blocks that hold its header."""
+    try:
+        return _read_verified_record(source)
+    except CorruptShardError:
+        # read_header() parses all of the header, so its error may be more exact.
+        read_header(source)
+        raise
+
+
+def _read_verified_record(source: ShardSource) -> ShardRecord:
+    nbytes = source.nbytes
+    start = header_length(source.read(0, min(8, nbytes)), nbytes)
+    record = parse_record(source.read(0, start), nbytes)
+    covered = covered_nbytes(nbytes)
+    if covered < start:
+        raise CorruptShardError("not a shard image: its header leaves no room for its digests")
+    digests = memoryview(bytes(source.read(covered, nbytes)))
+    stop = min(round_up(start, BLOCK_NBYTES), covered)
+    BlockHasher(record.identity).check(0, [source.read(0, stop)], digests)
+    return record
+
+
+class Scratch(threading.local):
+    """Memory of each thread for the bytes of a piece that are not kept."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def of(self, nbytes: int) -> memoryview:
+        """Return memory that the thread may overwrite once it calls this again."""
+        if not len(self._buffer):
+            self._buffer = memoryview(bytearray(PIECE_NBYTES))
+        return self._buffer[:nbytes]
+
+
+class ImageBytes:
+    """Bytes of one image, of which each block is verified before a byte of it is given.
+
+    One thread calls the methods. All but :meth:`verify` give bytes before the digests.
+
+    Args:
+        source: Source of the image's bytes; the caller closes it.
+        expect: Identity that the image must have; ``None`` for any.
+        on_read: Called with a number of bytes after each read, in the thread that has read.
+
+    Raises:
+        CorruptShardError: The image is another shard's; and, by the methods, a block is damaged.
+    """
+
+    def __init__(
+        self,
+        source: ShardSource,
+        expect: ShardIdentity | None = None,
+        on_read: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.header = header = read_header(source)
+        if expect is not None and header.identity != expect:
+            raise CorruptShardError(f"expected {expect}, and found {header.identity}")
+        self._source = source
+        self._on_read = on_read
+        self._hasher = BlockHasher(header.identity)
+        self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+        # The last piece that was read: small tensors lie side by side, and one read serves many.
+        self._start, self._piece = 0, memoryview(b"")
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Identity of the shard, with its lineage."""
+        return self.header.identity
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes ``[start, stop)`` in order.
+
+        Each piece is valid until the next one is asked for, or another method is called.
+        """
+        while start < stop:
+            if not self._start <= start < self._start + len(self._piece):
+                self._fetch(start)
+            piece = self._piece[start - self._start : stop - self._start]
+            yield piece
+            start += len(piece)
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """Copy as many bytes as ``memory`` has room for."""
+        done = 0
+        for piece in self.pieces(start, start + len(memory)):
+            scatter(piece, [memory[done : done + len(piece)]])
+            done += len(piece)
+
+    def stream(self, places: Places, filled: Filled, starts: Sequence[int] | None = None) -> None:
+        """Copy bytes into memory that the reader chooses; ``filled`` is called once they are good.
+
+        The arguments are those of :meth:`ShardSource.stream`.
+        """
+
+        def verified(start: int, parts: list[memoryview]) -> None:
+            self._on_read(sum(map(len, parts)))
+            self._hasher.check(start, parts, self._digests)
+            filled(start, parts)
+
+        self._forget()
+        self._source.stream(self.header.digests_start, places, verified, starts)
+
+    def verify(self) -> None:
+        """Read the whole image, with several threads, and verify all its blocks."""
+        scratch = Scratch()
+        self.stream(lambda start, stop: [scratch.of(stop - start)], lambda start, parts: None)
+
+    def _fetch(self, wanted: int) -> None:
+        self._forget()
+        start = wanted // BLOCK_NBYTES * BLOCK_NBYTES
+        piece = self._source.read(start, min(start + PIECE_NBYTES, self.header.digests_start))
+        self._on_read(len(piece))
+        self._hasher.check(start, [piece], self._digests)
+        self._start, self._piece = start, piece
+
+    def _forget(self) -> None:
+        # A source gives its last piece until the next is read.
+        self._piece = memoryview(b"")

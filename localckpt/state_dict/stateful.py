@@ -1,4 +1,4 @@
-"""Names in the states of modules, and which of their values may be other ones at a load.
+"""States of modules and optimizers: names, loading, and values that may be other ones at a load.
 
 Most values of a state are filled in place, so what was saved must have the kind, the shape and the
 dtype of what is given. *Free* values need not: they are given to ``load_state_dict`` as they were
@@ -25,12 +25,14 @@ __all__ = [
     "FREE",
     "NO_FREEDOM",
     "Freedom",
+    "ParametersOfStates",
     "TensorKind",
     "freedom_of",
     "is_place",
     "is_same_tensor",
     "load_module",
     "load_module_state",
+    "load_optimizer",
     "module_state",
     "plain_names",
 ]
@@ -63,9 +65,7 @@ class Freedom:
     def allows(self, name: str, saved: TensorKind | None, given: TensorKind | None) -> bool:
         """Return whether a value may be given as it was saved, in place of a given tensor.
 
-        Args:
-            name: Dotted name of the value in the state.
-            saved, given: Kinds of the tensors; ``None`` where there is none.
+        ``saved`` and ``given`` are the kinds of the tensors, where there are any.
         """
         if name in self.shapes:
             return saved is None or given is None or saved[0] == given[0]
@@ -86,11 +86,8 @@ def freedom_of(value: Any) -> Freedom:
     """Return which values of the state of a stateful value are free.
 
     All are, but in a module. There it is the extra states, and what belongs to modules with a hook
-    of their own, which may make tensors of other shapes when a state is loaded.
-
-    Args:
-        value: A value with ``state_dict`` and ``load_state_dict``. One that stands for a module
-            says its freedom by an attribute ``freedom``.
+    of their own, which may make tensors of other shapes when a state is loaded. A value that stands
+    for a module says its freedom by an attribute ``freedom``.
     """
     value = without_marker(value)
     if not isinstance(value, torch.nn.Module):
@@ -147,11 +144,7 @@ def load_module_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None
 
 
 def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load the state of a module.
-
-    Raises:
-        MismatchError: The module does not take it, as a hook of its own may find out.
-    """
+    """Load the state of a module."""
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
@@ -177,14 +170,9 @@ def is_same_tensor(loaded: Any, own: Any) -> bool:
 
 
 def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return the names that values of a module have without DDP and ``torch.compile``.
+    """Return the plain name of each, as values of a module have without DDP and ``torch.compile``.
 
-    Args:
-        module: The module, with wrappers around it and in it.
-        names: Names in its ``state_dict()``, or of its modules, parameters or buffers.
-
-    Returns:
-        For each name the plain one.
+    The names are those in the module's ``state_dict()``, or of its modules, parameters or buffers.
     """
     wrapped = [
         (f"{prefix}.module".removeprefix("."), prefix)
@@ -221,3 +209,55 @@ def _may_resize(hook: Any) -> bool:
         hook = hook.func
     home = getattr(inspect.unwrap(hook), "__module__", None) or ""
     return home == _LAZY_HOOKS or not home.startswith(_STRICT_HOOKS)
+
+
+class ParametersOfStates:
+    """Parameters of the optimizers of a state: torch's, or values with an ``optimizer``."""
+
+    def __init__(self, state: Any) -> None:
+        self._by_prefix: dict[str, list[torch.Tensor]] = {}
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            inner = without_marker(value)
+            optimizer = getattr(inner, "optimizer", inner)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                groups = optimizer.param_groups
+                self._by_prefix[f"{key}.state."] = [p for group in groups for p in group["params"]]
+
+    def of(self, key: str) -> torch.Tensor | None:
+        """Return the parameter of a state tensor, which is sharded as the parameter is.
+
+        Returns:
+            The parameter; ``None`` for a key that is no optimizer's, and for numbers of steps.
+        """
+        for prefix, parameters in self._by_prefix.items():
+            number, _, name = key.removeprefix(prefix).partition(".")
+            is_below = key.startswith(prefix) and number.isdecimal() and name != "step"
+            if is_below and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer, whose values stay as they were saved.
+
+    ``torch.optim.Optimizer.load_state_dict`` gives tensors the dtype of their parameter, which is
+    another one where the states of float32 parameters are in bfloat16, and spoils text.
+    """
+    optimizer.load_state_dict(dict(state))
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, saved in state["state"].items():
+        owner = parameters[key] if isinstance(key, int) else key
+        optimizer.state[owner] = _as_saved(optimizer.state[owner], saved)
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return a loaded value with the dtypes, and the text, that were saved."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        loaded.update((k, _as_saved(v, saved[k])) for k, v in loaded.items() if k in saved)
+    if type(saved) in (list, tuple) and type(loaded) is type(saved):
+        return type(saved)(map(_as_saved, loaded, saved))
+    return saved if isinstance(saved, str | bytes) else loaded

@@ -12,11 +12,10 @@ import torch
 
 from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
-from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.boxes import Box, Region, whole
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.global_view import Job, boxes_of, named
-from localckpt.state_dict.names import Names, given_only, names_of, saved_only
-from localckpt.state_dict.regions import Region, whole
+from localckpt.state_dict.names import Names, names_of, only_in
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import (
@@ -45,7 +44,9 @@ __all__ = [
     "find_targets",
     "in_turn",
     "let_nothing_go",
+    "listed",
     "mismatch",
+    "overlapping_spans",
 ]
 
 _SHOWN_DIFFERENCES = 10
@@ -74,7 +75,6 @@ class Matched(NamedTuple):
         targets: By its name the target of each slot of a given tensor, but for converted ones.
         converted: Numbers of tensors that are given with another dtype, and take the values of new
             ones.
-        left: Numbers of tensors that nobody wants.
     """
 
     given: dict[int, torch.Tensor]
@@ -87,8 +87,6 @@ class _Member(NamedTuple):
     """Tensor of one side of a match.
 
     Attributes:
-        number: Number of the tensor on its side.
-        entry: Description of the tensor.
         group: Paths and structures of the tensors that share its slot.
     """
 
@@ -127,11 +125,7 @@ class TargetRules:
     compare: Callable[[Names, Names], Mapping[str, list[str]]] = lambda _, __: {}
 
     def require_named(self, saved: Collection[str]) -> None:
-        """Check that all of ``named`` are among the parts that were saved.
-
-        Raises:
-            MismatchError: Some are not.
-        """
+        """Check that all of ``named`` are among the parts that were saved."""
         if unknown := sorted(self.named.difference(saved)):
             # Without what the front door saves beside the parts.
             parts = sorted({*saved} - {"localckpt"})
@@ -178,16 +172,10 @@ class Targets:
         """Find the given tensor for each saved tensor.
 
         Args:
-            saved: The saved tensors.
             boxes: By the number of a saved tensor, the part of a global tensor that it is.
             new: Numbers of the saved tensors that are made anew, as those of device meshes and of
                 sparse tensors.
             paths: Returns the paths of the saved tensors that are in containers, by their numbers.
-            differ: Differences that were found between the names.
-
-        Raises:
-            MismatchError: The names, or the saved tensors, differ from the given ones; the error
-                lists them.
         """
         numbers = [
             number
@@ -272,11 +260,7 @@ class Targets:
         """Return the names, with those that tensors without a path have in an image.
 
         They have only their order, so where some are missing, the others get names that no saved
-        tensor has: one must never take the values of another.
-
-        Args:
-            saved: The saved tensors.
-            numbers: Numbers of those that are not made anew.
+        tensor has: one must never take the values of another. ``numbers`` are not made anew.
         """
         unnamed = [tensor for tensor in self.tensors if id(tensor) not in self.names]
         if not unnamed:
@@ -359,15 +343,7 @@ class Targets:
 
 @collection_paused()
 def find_targets(state: Any, rules: TargetRules = STRICT) -> Targets:
-    """Find the tensors of a state that is to be filled.
-
-    Args:
-        state: The state.
-        rules: Ways in which the saved tensors may differ from those of the state.
-
-    Raises:
-        CheckpointingException: The state holds a value that cannot have been saved.
-    """
+    """Find the tensors of a state that is to be filled."""
     tensors = find_tensors(state)
     found = named(state, tensors)
     # Places are compared, and not the ranks that have them.
@@ -438,16 +414,7 @@ def _by_slot(
     tensors: Sequence[torch.Tensor],
     names: Mapping[int, str],
 ) -> dict[str, torch.Tensor] | None:
-    """Return the target of each slot of an image; ``None`` if the tensors differ from the saved.
-
-    Args:
-        saved: The saved tensors.
-        tensors: The given ones.
-        names: ``id(tensor)`` to the name of a given tensor.
-
-    Raises:
-        MismatchError: Given tensors share memory that were saved apart.
-    """
+    """Return the target of each slot of an image; ``None`` if the tensors differ from the saved."""
     # A short cut that nearly always applies, since a restart waits for this.
     if (targets := _plain_targets(saved, tensors, names)) is not None:
         return targets
@@ -502,14 +469,18 @@ def _require_apart(targets: dict[str, torch.Tensor]) -> None:
 
 def find_overlaps(flat: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
     """Return the names of flat tensors that share bytes, in pairs that connect all of them."""
-    runs = sorted(
+    return overlapping_spans(
         (tensor.data_ptr(), tensor.data_ptr() + nbytes, name)
         for name, tensor in flat
         if not tensor.is_meta and (nbytes := tensor.nbytes)
     )
+
+
+def overlapping_spans(spans: Iterable[tuple[int, int, str]]) -> list[tuple[str, str]]:
+    """Return the names of spans of memory that overlap, in pairs that connect all of them."""
     found = []
     end, last = 0, ""
-    for start, stop, name in runs:
+    for start, stop, name in sorted(spans):
         if start < end:
             found.append((last, name))
         if stop >= end:
@@ -524,7 +495,6 @@ class NamesDiffer(NamedTuple):
         missing: Names that were saved, and are missing. Those of values within a part are not among
             them: a load returns such values.
         lines: What does not fit, in words.
-        names: Names that the lines are about.
     """
 
     missing: list[str]
@@ -539,18 +509,12 @@ def compare_names(
     rules: TargetRules,
     is_dropped: Callable[[str], bool] = let_nothing_go,
 ) -> NamesDiffer:
-    """Compare the names of the parts and values of two states.
-
-    Args:
-        saved, given: Names of the states.
-        rules: Ways in which the state may differ.
-        is_dropped: Whether a part that was saved may be missing.
-    """
+    """Compare the names of two states; a part that was saved may be dropped."""
     if saved is None or given is None:
         return ALL_NAMED
-    added = [name for name in given_only(saved, given) if not rules.lets_go(name)]
+    added = [n for n in only_in(given, saved, is_strict=True) if not rules.lets_go(n)]
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
-    absent = () if rules.is_partial else saved_only(saved, given)
+    absent = () if rules.is_partial else only_in(saved, given)
     lacking = [name for name in absent if not rules.lets_go(name)]
     if not added and {*missing}.isdisjoint(lacking):
         # What lacks is found where tensors are filled.
@@ -575,9 +539,12 @@ def in_turn(*lists: Iterable[str]) -> list[str]:
 
 def mismatch(lines: Sequence[str]) -> MismatchError:
     """Return the error that a state to load into differs from the saved one in some ways."""
-    more = len(lines) - _SHOWN_DIFFERENCES
-    shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
     return MismatchError(
-        f"the state to load into differs from the saved one, and was left as it is: {shown}"
-        + (f"; and {more} more" if more > 0 else "")
+        f"the state to load into differs from the saved one, and was left as it is: {listed(lines)}"
     ).advised("fit", FIT)
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Join lines to one text, which has the first of them and the number of others."""
+    more = len(lines) - _SHOWN_DIFFERENCES
+    return "; ".join(lines[:_SHOWN_DIFFERENCES]) + f"; and {more} more" * (more > 0)

@@ -103,11 +103,7 @@ class TableEntry(NamedTuple):
         return dtype
 
     def reach_nbytes(self) -> int:
-        """Return the bytes that the tensor needs in its slot, from the slot's first byte on.
-
-        Raises:
-            CorruptShardError: There is no such dtype, or the tensor begins within an item.
-        """
+        """Return the bytes that the tensor needs in its slot, from the slot's first byte on."""
         itemsize = self.torch_dtype().itemsize
         if self.view is None:
             return math.prod(self.shape) * itemsize
@@ -140,7 +136,6 @@ class Source(NamedTuple):
     """Source of a slot: a tensor's value, or a range of bytes of its storage.
 
     Attributes:
-        number: Number of the tensor.
         span: The range of bytes, for a blob that several views share; ``None`` for the tensor's
             value.
         strides: Strides of the tensor in the slot, which give the order of its items; ``None`` if
@@ -178,11 +173,7 @@ class TensorTable:
 
 
 def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
-    """Parse the JSON text of a table.
-
-    Raises:
-        CorruptShardError: The text is no table.
-    """
+    """Parse the JSON text of a table."""
     try:
         return tuple(_parse_row(row) for row in json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -231,12 +222,7 @@ def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tupl
 
 
 def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> TensorTable:
-    """Assign each tensor a slot.
-
-    Args:
-        tensors: Distinct tensor objects; strided, on any device.
-        names: ``id(tensor)`` to the tensor's path in the state, where known.
-    """
+    """Assign each tensor a slot; ``names`` has the paths of some by ``id(tensor)``."""
     slots: list[TensorSlot] = []
     sources: list[Source] = []
     entries: list[TableEntry | None] = [None] * len(tensors)
@@ -329,9 +315,7 @@ def dtype_named(label: str) -> torch.dtype:
 def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     """View a tensor in the order of its items in the slot, with repeated items left out.
 
-    Args:
-        tensor: The tensor.
-        strides: Strides in the slot; ``None`` to return the tensor itself.
+    ``strides`` are those in the slot; ``None`` for the tensor itself.
     """
     if strides is None:
         return tensor

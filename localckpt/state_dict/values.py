@@ -2,27 +2,30 @@
 
 A state that another number of ranks saved cannot be rebuilt: its DTensors name a mesh of ranks that
 are not there. Its skeleton is read with a placeholder for each tensor, and for each value that is
-made of tensors; what is left are values, by their places in the containers.
+made of tensors; what is left are values, by their places in the containers. They have digests that
+are equal for equal values of different processes.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
-import pickle
+import struct
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+import xxhash
 
 from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.failure_texts import with_class
+from localckpt.memory.tensor_bytes import composing, flat_bytes
 from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.containers import (
-    LEAVES,
     children_of,
     joined,
     map_tensors,
@@ -31,13 +34,14 @@ from localckpt.state_dict.containers import (
 )
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import checked_maker
+from localckpt.state_dict.unpickler import Ignored, Unpickler
 
 __all__ = [
-    "Ignored",
     "Place",
     "Placeholder",
     "Unit",
     "above",
+    "digest_of",
     "found_at",
     "key_of",
     "left_as_given",
@@ -69,7 +73,6 @@ class Unit(NamedTuple):
     """Value that is given, kept or dropped as a whole.
 
     Attributes:
-        place: Place in the state.
         value: The value; a :class:`Placeholder` for a tensor that the table of boxes does not have.
     """
 
@@ -100,38 +103,11 @@ def read_tree(
 ) -> Any:
     """Rebuild the object graph of a skeleton that was checked, with placeholders in it.
 
-    Args:
-        skeleton: The pickle.
-        allowed: Allow-list for the classes and functions in the pickle.
-        tensor: Returns the tensor of a number; ``None`` for a placeholder.
-
-    Raises:
-        UnsafeGlobalError: The pickle names a class or function that is not allowed.
-        RestoreError: An object cannot be made.
+    ``tensor`` returns the tensor of a number; ``None`` for a placeholder.
     """
-    try:
-        return _TreeUnpickler(io.BytesIO(skeleton), allowed, tensor).load()
-    except CheckpointingException:
-        raise
-    except Exception as error:
-        raise RestoreError(
-            f"the values of the state cannot be rebuilt: {with_class(error)}"
-        ) from error
 
-
-class _TreeUnpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        allowed: SafeGlobals,
-        tensor: Callable[[int], torch.Tensor | None],
-    ) -> None:
-        super().__init__(file)
-        self._allowed = allowed
-        self._tensor = tensor
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed.find(module, name)
+    def find(module: str, name: str) -> Any:
+        found = allowed.find(module, name)
         if module.startswith("torch.distributed"):
             # Meshes and placements of ranks that are not there.
             return Ignored
@@ -140,13 +116,20 @@ class _TreeUnpickler(pickle.Unpickler):
             is_tensor = module == "localckpt.state_dict.sharded"
             make = checked_maker(found)
             return lambda *arguments: _made_of(arguments, make, is_tensor=is_tensor)
-        if module == "localckpt.state_dict.marks":
-            return _leave
-        return found
+        return _leave if module == "localckpt.state_dict.marks" else found
 
-    def persistent_load(self, pid: Any) -> Any:
-        tensor = self._tensor(pid)
-        return Placeholder((pid,)) if tensor is None else tensor
+    def tensor_or_placeholder(number: int) -> Any:
+        value = tensor(number)
+        return Placeholder((number,)) if value is None else value
+
+    try:
+        return Unpickler(io.BytesIO(skeleton), find, tensor_or_placeholder).load()
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"the values of the state cannot be rebuilt: {with_class(error)}"
+        ) from error
 
 
 _MAKES_TENSORS = {
@@ -159,28 +142,6 @@ _MAKES_TENSORS = {
 }
 
 
-class Ignored:
-    """Stands for an object that is made and never looked at."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def add(self, _: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        pass
-
-    def extend(self, _: Any) -> None:
-        pass
-
-
 def _leave(*_: Any) -> None:
     """Replace the call that gives attributes to a tensor."""
 
@@ -191,55 +152,20 @@ def _made_of(arguments: Sequence[Any], make: Callable[..., Any], *, is_tensor: b
         # A short cut for nearly all, DTensors without attributes: a restart waits for this.
         case _, _, _, (None, {"_local_tensor": Placeholder() as local, "_spec": Ignored()}):
             return Placeholder(local.numbers, is_dtensor=True)
-    found: list[Placeholder | Ignored] = []
-    _find_parts(arguments, set(), found)
+    found = [part for _, part in named_values(arguments, (Placeholder, Ignored))]
     numbers = [n for part in found if isinstance(part, Placeholder) for n in part.numbers]
     if not (found or is_tensor):
         return make(*arguments)
     return Placeholder(tuple(numbers), any(isinstance(part, Ignored) for part in found))
 
 
-# Of what a DTensor is made, the values that are no containers.
-_NO_PARTS = LEAVES | {type, FunctionType, torch.dtype, torch.layout, torch.device}
-
-
-def _find_parts(value: Any, inside: set[int], found: list[Placeholder | Ignored]) -> None:
-    """Find as :func:`named_values` does; without paths, as it is called for each DTensor."""
-    kind = type(value)
-    children: Iterable[Any]
-    if kind is tuple or kind is list:
-        children = value
-    elif kind is dict:
-        children = value.values()
-    elif (members := children_of(value)) is not None:
-        children = [child for _, child in members]
-    else:
-        return
-    if id(value) in inside:
-        return
-    inside.add(id(value))
-    for child in children:
-        kind = type(child)
-        if kind is Placeholder or kind is Ignored:
-            found.append(child)
-        elif kind not in _NO_PARTS:
-            _find_parts(child, inside, found)
-    inside.discard(id(value))
-
-
 def units_of(
     root: Any, boxed: Callable[[int], bool], rules: Collection[str]
 ) -> tuple[list[Unit], list[Unit]]:
-    """Divide the values of a state that belong to no global tensor.
+    """Divide the values of a state that belong to no global tensor, by key prefixes of rules.
 
-    Args:
-        root: Containers of the state, with placeholders.
-        boxed: Whether the tensor of a number is a part of a global tensor.
-        rules: Key prefixes that values below are to be taken together for.
-
-    Returns:
-        Values that a rule is for, each the whole value at the key of the rule where that holds no
-        part of a global tensor; and all others, the largest that hold no tensor, or one tensor.
+    Returns values that a rule is for, each the whole value at the key of the rule where that holds
+    no part of a global tensor; and all others, the largest that hold no tensor, or one tensor.
     """
     ruled: list[Unit] = []
     others: list[Unit] = []
@@ -286,11 +212,7 @@ def _megatron_classes() -> tuple[Any, ...]:
 
 
 def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """Return a value with tensors in place of its placeholders.
-
-    Raises:
-        RestoreError: A value in it is made of several tensors.
-    """
+    """Return a value with tensors in place of its placeholders."""
 
     def replace(part: Placeholder) -> torch.Tensor:
         if len(part.numbers) != 1:
@@ -328,15 +250,9 @@ def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
 def left_as_given(
     state: Any, parts: Container[str], keys: Collection[str]
 ) -> tuple[list[Unit], frozenset[str]]:
-    """Find what stays as it is in a state that is loaded into.
+    """Find what stays as it is in a state that is loaded into: values at keys that are not loaded.
 
-    Args:
-        state: The state.
-        parts: Names of its parts.
-        keys: Keys of the values that are not loaded.
-
-    Returns:
-        These values; and the parts of which all stays, since their states would lack something.
+    Returns these, and the parts of which all stays, since their states would lack something.
     """
     found = found_at(state, keys)
     whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
@@ -344,15 +260,7 @@ def left_as_given(
 
 
 def placed(root: Any, units: Sequence[Unit]) -> Any:
-    """Return the containers of a state with values in their places, in copies of containers.
-
-    Args:
-        root: The containers; they are not changed.
-        units: The values.
-
-    Raises:
-        LookupError: The containers have no such place; its text is the place's key.
-    """
+    """Return the containers of a state with values in their places, in copies of containers."""
     return _placed(root, units, ())
 
 
@@ -399,3 +307,84 @@ def _placed(root: Any, units: Sequence[Unit], above: Place) -> Any:
             raise lacking(key)
         object.__setattr__(result, key, _placed(getattr(root, key), inner, (*above, key)))
     return result
+
+
+# Deeper values are unequal to all others: rather an error that names them than no end.
+_MAX_DEPTH = 200
+_PLAIN = (bool, int, str, bytes, type(None))
+
+
+def digest_of(value: Any, of_placeholder: Callable[[Placeholder], str]) -> str:
+    """Compute the digest of a value; tensors that placeholders stand for have their own."""
+    return str(_digest(value, of_placeholder, 0).hexdigest())
+
+
+def _digest(value: Any, of_placeholder: Callable[[Placeholder], str], depth: int) -> Any:
+    kind = type(value)
+    hasher = xxhash.xxh3_64(f"{kind.__module__}.{kind.__qualname__}|".encode())
+    if depth > _MAX_DEPTH:
+        hasher.update(str(id(value)).encode())
+        return hasher
+
+    def inner(part: Any) -> bytes:
+        return bytes(_digest(part, of_placeholder, depth + 1).digest())
+
+    if kind is float:
+        hasher.update(struct.pack("<d", value))
+    elif kind is str:
+        hasher.update(value.encode(errors="surrogatepass"))
+    elif kind is bytes:
+        hasher.update(value)
+    elif kind in _PLAIN:
+        hasher.update(repr(value).encode())
+    elif kind is Placeholder:
+        hasher.update(of_placeholder(value).encode())
+    elif isinstance(value, torch.Tensor):
+        _add_tensor(hasher, value)
+    elif isinstance(value, torch.Generator):
+        hasher.update(str(value.device).encode())
+        _add_tensor(hasher, value.get_state())
+    elif kind is numpy.ndarray and not value.dtype.hasobject:
+        hasher.update(f"{value.dtype.str}{value.shape}".encode())
+        hasher.update(numpy.ascontiguousarray(value).tobytes())
+    elif isinstance(value, dict) and not hasattr(value, "__dict__"):
+        for item in sorted(inner(key) + inner(member) for key, member in value.items()):
+            hasher.update(item)
+    elif kind in (set, frozenset):
+        for item in sorted(map(inner, value)):
+            hasher.update(item)
+    elif kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        for member in value:
+            hasher.update(inner(member))
+    elif isinstance(value, type) or inspect.isroutine(value):
+        hasher.update(f"{value.__module__}.{value.__qualname__}".encode())
+    else:
+        _add_object(hasher, value, inner)
+    return hasher
+
+
+def _add_object(hasher: Any, value: Any, inner: Callable[[Any], bytes]) -> None:
+    """Add an object by what pickle would make it of."""
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        hasher.update(reduced.encode())
+        return
+    make, arguments, *rest = (*reduced, None, None, None)[:5]
+    hasher.update(f"{make.__module__}.{make.__qualname__}".encode())
+    members = [] if rest[1] is None else list(rest[1])
+    items = [] if rest[2] is None else dict(rest[2])
+    for part in (tuple(arguments), rest[0], members, items):
+        hasher.update(inner(part))
+
+
+def _add_tensor(hasher: Any, tensor: torch.Tensor) -> None:
+    shape = tensor.numel() if tensor.is_nested else tuple(tensor.shape)
+    hasher.update(f"{tensor.dtype}{shape}{tensor.layout}".encode())
+    if tensor.is_meta:
+        return
+    if (parts := composing(tensor)) is not None:
+        for part in parts:
+            _add_tensor(hasher, part)
+        return
+    run = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    hasher.update(flat_bytes(run).numpy())

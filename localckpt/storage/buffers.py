@@ -1,8 +1,8 @@
-"""Staging buffers for images: allocated and faulted in once, and reused by every save.
+"""Staging buffers for images, in a pool: faulted in once, and reused by every save.
 
 Private buffers are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Shared
 buffers are files in shared memory, for a writer in another process, which opens them by path. Forks
-of the trainer (data loader workers) inherit neither; a fork that writes maps shared buffers anew.
+of the trainer (data loader workers) inherit neither; one that writes maps shared buffers anew.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import (
     HUGE_PAGE_NBYTES,
     PAGE_NBYTES,
@@ -26,21 +28,39 @@ from localckpt.memory.host_memory import (
     prefer_huge_pages,
     round_up,
 )
-from localckpt.storage.failures import storage_errors
+from localckpt.memory.limits import memory_limits
+from localckpt.storage.failures import KEPT, storage_errors
 from localckpt.storage.open_file import open_owned
+from localckpt.threads import Task
+from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Buffer", "PrivateBuffer", "SharedBuffer", "map_shared"]
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "PrivateBuffer",
+    "SharedBuffer",
+    "allocate",
+    "buffer_nbytes",
+    "check_memory",
+    "map_shared",
+    "wait_until_free",
+]
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 0.001
+_LONGEST_PREPARE_S = 60.0
 
 FULL = (
     "it is full: free or enlarge it, since a worker process gets what it saves through shared "
     "memory, or have a thread save"
 )
 """What to do when a staging buffer for a worker process does not fit."""
+
+_ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
 
 class Buffer(ABC):
@@ -62,13 +82,12 @@ class Buffer(ABC):
             self._map_in_fork()
         return self._view
 
-    @abstractmethod
     def _map_in_fork(self) -> None:
-        """Map the bytes in this process, a fork of the process that made the buffer.
+        """Map the bytes in a fork of the maker; raises CheckpointingException if it cannot."""
+        raise CheckpointingException(_ONLY_HERE)
 
-        Raises:
-            CheckpointingException: The memory is private to the process that made it.
-        """
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(_ONLY_HERE)
 
     @property
     @abstractmethod
@@ -89,10 +108,7 @@ class Buffer(ABC):
         """Free the memory. May be called twice."""
 
     def pin(self, device: torch.device) -> None:
-        """Page-lock the memory for CUDA, so that copies from a GPU are fast and asynchronous.
-
-        Without CUDA, or where the driver refuses, copies are slower but correct.
-        """
+        """Page-lock the memory, so that CUDA copies fast and asynchronously, if there is CUDA."""
         import torch
 
         if self._pinned or self._pin_refused or not torch.cuda.is_available():
@@ -118,9 +134,6 @@ class Buffer(ABC):
             self._pinned = False
 
     _pinned = _pin_refused = False
-
-
-_ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
 
 class PrivateBuffer(Buffer):
@@ -153,24 +166,11 @@ class PrivateBuffer(Buffer):
         # The memory is freed with the last view of it.
         self._view = memoryview(b"")
 
-    def _map_in_fork(self) -> NoReturn:
-        raise CheckpointingException(_ONLY_HERE)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(_ONLY_HERE)
-
 
 class SharedBuffer(Buffer):
     """Mapped file in shared memory, which other processes open by its path.
 
-    The byte after the buffer's bytes is 1 while the buffer is in use, for all processes that map
-    it.
-
-    Args:
-        path: The file.
-        nbytes: Size of the buffer.
-        create: True to make the file, which must not exist; False to map an existing one.
-        to_read: As for :func:`map_shared`.
+    The byte after the buffer's bytes is 1 while the buffer is in use, for all processes.
     """
 
     def __init__(
@@ -215,11 +215,7 @@ class SharedBuffer(Buffer):
         return self._whole[len(self.view) :][:1]
 
     def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
-        return _attach, (self.path, self._nbytes)
-
-
-def _attach(path: Path, nbytes: int) -> SharedBuffer:
-    return SharedBuffer(path, nbytes, create=False, to_read=True)
+        return partial(SharedBuffer, create=False, to_read=True), (self.path, self._nbytes)
 
 
 def _remove(process: int, path: Path) -> None:
@@ -230,18 +226,10 @@ def _remove(process: int, path: Path) -> None:
 def map_shared(
     path: Path, nbytes: int, *, create: bool, to_read: bool = False, full: str = FULL
 ) -> memoryview:
-    """Map a file in shared memory, and reserve all its pages.
+    """Map a file in shared memory, and reserve all its pages; raises StorageError.
 
-    Args:
-        path: The file.
-        nbytes: Size of the mapping.
-        create: True to make the file, which must not exist.
-        to_read: True to map pages as they are read, which is cheaper than to fault in all of them
-            for writing.
-        full: What to do if shared memory is full.
-
-    Raises:
-        StorageError: There is no room, or the file cannot be opened.
+    With ``to_read``, pages are mapped as they are read, which is cheaper than to fault in all of
+    them for writing. ``full`` says what to do if shared memory is full.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
     with storage_errors("map shared memory in", path, full):
@@ -269,3 +257,216 @@ def map_shared(
                 os.unlink(path)
             raise
         return memory
+
+
+class BufferPool:
+    """Pool of at most ``depth`` buffers for each purpose, or fewer where memory is short.
+
+    One thread takes the buffers of a purpose. They are made in that thread, or ahead of time.
+    """
+
+    def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
+        self._make = make
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._buffers: dict[Hashable, list[Buffer]] = {}
+        # Purposes for which a buffer is being made, with the task that does so ahead of time.
+        self._making: dict[Hashable, Task[None] | None] = {}
+        self._closed = False
+        self._process = os.getpid()
+
+    def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
+        """Make missing buffers in the background, page-locked for ``pin`` if that is a GPU."""
+        with self._lock:
+            count = len(self._buffers.setdefault(purpose, []))
+            if self._closed or purpose in self._making or count >= self._depth:
+                return
+            preparing = Task(lambda: self._prepare(purpose, nbytes, pin))
+            try:
+                preparing.start("localckpt-prepare", daemon=True)
+            except RuntimeError as error:
+                # The next save makes its buffer itself.
+                logger.warning("a staging buffer could not be made ahead of time: %s", error)
+            else:
+                self._making[purpose] = preparing
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        with self._lock:
+            return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
+
+    def limit(self, depth: int) -> None:
+        """Make no more than ``depth`` buffers for each purpose from now on."""
+        self._depth = min(self._depth, depth)
+
+    def is_busy(self, purpose: Hashable) -> bool:
+        """Return whether :meth:`take` would have to wait for an older save."""
+        with self._lock:
+            buffers = self._buffers.get(purpose, [])
+            return len(buffers) >= self._depth and all(buffer.in_use for buffer in buffers)
+
+    def take(
+        self, purpose: Hashable, nbytes: int, timeout_s: float, owner: Hashable = None
+    ) -> Buffer:
+        """Take a free buffer, or wait for an older save when all buffers are busy.
+
+        Raises CheckpointingException at the deadline, and StorageError where there is no memory.
+        """
+        wait_until_free(lambda: not self._must_wait(purpose, nbytes), timeout_s)
+        with self._lock:
+            buffers = self._buffers.setdefault(purpose, [])
+            free = [buffer for buffer in buffers if not buffer.in_use]
+            large = [buffer for buffer in free if len(buffer.view) >= nbytes]
+            if is_made_here := not large and purpose not in self._making:
+                self._making[purpose] = None
+                if free:
+                    buffers.remove(free[0])
+                    free[0].close()
+        buffer = large[0] if large else None
+        if is_made_here:
+            try:
+                buffer = self._new(nbytes)
+                # In the pool before take(), so that release() finds the buffer after an interrupt.
+                with self._lock:
+                    buffers.append(buffer)
+            except StorageError as error:
+                if not self._can_do_without(purpose, error):
+                    raise
+            finally:
+                with self._lock:
+                    del self._making[purpose]
+        if buffer is None:
+            return self.take(purpose, nbytes, timeout_s, owner)
+        buffer.take(owner)
+        return buffer
+
+    def release(self, owner: Hashable) -> None:
+        """Close the buffers that an owner took and did not give back, and remove them.
+
+        The owner may not know its buffers, since an interrupt can come before :meth:`take` returns.
+        """
+        with self._lock:
+            taken = [
+                buffer
+                for buffers in self._buffers.values()
+                for buffer in buffers
+                if buffer.in_use and buffer.owner == owner
+            ]
+        for buffer in taken:
+            if self.forget(buffer):
+                buffer.close()
+
+    def forget(self, buffer: Buffer) -> bool:
+        """Remove a buffer from the pool without closing it; return whether it was there."""
+        with self._lock:
+            for buffers in self._buffers.values():
+                if buffer in buffers:
+                    buffers.remove(buffer)
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Free all buffers. Does nothing in a fork, which has none of them."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._closed = True
+            preparing = [task for task in self._making.values() if task is not None]
+        for task in preparing:
+            task.wait(_LONGEST_PREPARE_S)
+        with self._lock:
+            for buffers in self._buffers.values():
+                for buffer in buffers:
+                    buffer.close()
+            self._buffers.clear()
+
+    def _must_wait(self, purpose: Hashable, nbytes: int) -> bool:
+        with self._lock:
+            buffers = self._buffers.get(purpose, [])
+            free = [len(buffer.view) for buffer in buffers if not buffer.in_use]
+            if purpose in self._making:
+                # Wait for the buffer that is being made rather than make one more.
+                return not any(size >= nbytes for size in free)
+            return not free and len(buffers) >= self._depth
+
+    def _prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None) -> None:
+        try:
+            while True:
+                with self._lock:
+                    buffers = self._buffers.setdefault(purpose, [])
+                    if self._closed or len(buffers) >= self._depth:
+                        return
+                buffer = self._new(nbytes)
+                kept = False
+                try:
+                    if pin is not None:
+                        buffer.pin(pin)
+                    with self._lock:
+                        # close() may have stopped waiting for this thread.
+                        kept = not self._closed
+                        if kept:
+                            buffers.append(buffer)
+                finally:
+                    if not kept:
+                        buffer.close()
+        except StorageError as error:
+            if not self._can_do_without(purpose, error):
+                # The next save tries again, and raises the error.
+                logger.warning("a staging buffer could not be made ahead of time: %s", error)
+        finally:
+            with self._lock:
+                # With a default, since prepare() may have been interrupted before it set the key.
+                self._making.pop(purpose, None)
+
+    def _can_do_without(self, purpose: Hashable, error: StorageError) -> bool:
+        """Make do with the buffers that are there, if there are any, after one could not be had."""
+        with self._lock:
+            there = len(self._buffers[purpose])
+            if not there:
+                return False
+            self._depth = min(self._depth, there)
+        logger.warning("saves do with %d staging buffers for each image: %s", there, error)
+        return True
+
+    def _new(self, nbytes: int) -> Buffer:
+        return allocate(self._make, buffer_nbytes(nbytes))
+
+
+def buffer_nbytes(image_nbytes: int) -> int:
+    """Return the size of a buffer for an image, with room for a skeleton that grows."""
+    return round_up(image_nbytes + image_nbytes // 64, HUGE_PAGE_NBYTES)
+
+
+def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until older saves have released their memory; raises CheckpointingException."""
+    if is_free():
+        return
+    logger.info("all staging buffers are busy: waiting for an older save")
+    if not wait_until(is_free, timeout_s, longest_s=_LONGEST_PAUSE_S):
+        raise CheckpointingException(
+            f"the saves before this one have not been written after {timeout_s:g} s: is the "
+            f"disk stuck, or does nobody run the requests that save() returned? This save was "
+            f"not started"
+        )
+
+
+def check_memory(nbytes: int) -> None:
+    """Raise StorageError for more memory than there is: the kernel would kill a process."""
+    tightest = min(memory_limits(), key=lambda limit: limit.available_nbytes)
+    if nbytes > tightest.available_nbytes:
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes: "
+            f"{tightest.available_nbytes} are available ({tightest.name})"
+        ).advised("kept", KEPT)
+
+
+def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
+    """Make a new buffer; raises StorageError if the node lacks the memory."""
+    check_memory(nbytes)
+    try:
+        return make(nbytes)
+    except (OSError, MemoryError) as error:
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes ({error})"
+        ).advised("kept", KEPT) from error

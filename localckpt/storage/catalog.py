@@ -1,27 +1,41 @@
-"""Read-only view of a store, which takes no locks; a job may use the store at the same time.
+"""Read-only view of a store, problems of files in it, and the quarantine of bad copies.
 
+The view takes no locks; a job may use the store at the same time.
 Files may appear, vanish or be recycled during a read. The result of a read counts only if the path
 still names the same file afterwards: a job renames a file before overwriting it.
+
+A bad copy is renamed, never deleted, and its problem is stored in its extended attributes. A copy
+that proves to be good gets its name back.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    FormatVersionError,
+    StorageError,
+)
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.lineage import EpochId, Lineage
-from localckpt.state_dict.identify import read_verified_record, verify
+from localckpt.own_folders import open_below
+from localckpt.state_dict.source import ImageBytes, read_verified_record
+from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import (
     CORRUPT,
     DIRTY,
-    EPOCH_NAME,
+    NOTES_NAME,
     OWNER_NAME,
     RECYCLED,
     SESSION_PREFIX,
@@ -29,28 +43,65 @@ from localckpt.storage.names import (
     TOKEN_NAME,
     session_of,
 )
-from localckpt.storage.owner import Running, epoch_note, owner_of, read_note
-from localckpt.storage.problem import Problem
+from localckpt.storage.notes import Notes, NotesFile, read_notes
+from localckpt.storage.owner import Running, owner_of, read_note
 from localckpt.storage.staging import find_buffers, is_buffer, is_live
-from localckpt.storage.trust_notes import TrustNotes
-from localckpt.trust import Trust
+from localckpt.trust import Trusts
 
 __all__ = [
-    "Leftover",
     "LeftoverKind",
+    "Problem",
+    "ProblemKind",
+    "Removable",
     "SessionFolder",
     "ShardFile",
     "UncountedFile",
     "find_sessions",
     "find_staging",
     "node_token",
+    "put_back",
+    "quarantine",
     "uncounted_file",
+    "why_quarantined",
 ]
+
+logger = logging.getLogger(__name__)
 
 LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging", "shard"]
 
 _ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", RECYCLED: "recycled", CORRUPT: "corrupt"}
 _LOOKS = 4
+
+_WHY, _SHARD, _WHY_NBYTES = "user.localckpt.why", "user.localckpt.shard", 1000
+_KIND = "user.localckpt.kind"
+_QUARANTINED_AGAIN = re.compile(rf"(?<={re.escape(SHARD)})\.[0-9a-f]{{8}}$")
+
+ProblemKind = Literal["damaged", "other version", "other session", "unreadable", "given up"]
+"""Kinds of problems; ``"given up"``: a good file that the job resumed from in vain too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Reason why a file cannot be used, with the identity that its unverified header claims."""
+
+    kind: ProblemKind
+    text: str
+    claim: str = ""
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, error: CheckpointingException, path: Path | None = None) -> Problem:
+        """Make the problem of a file from the error of its read."""
+        if isinstance(error, FormatVersionError):
+            return cls("other version", str(error), path=path)
+        if isinstance(error, CorruptShardError):
+            return cls("damaged", error.damage or str(error), error.shard, path)
+        cause = error.__cause__
+        text = (isinstance(cause, OSError) and cause.strerror) or str(error)
+        return cls("unreadable", text, path=path)
+
+    def __str__(self) -> str:
+        return f"{self.claim} is damaged: {self.text}" if self.claim else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +130,7 @@ class UncountedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Removable:
     """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer.
 
     Shards are leftovers only in the result of :meth:`SessionFolder.of_epoch`.
@@ -93,22 +144,14 @@ class Leftover:
 
 
 class SessionFolder:
-    """Directory of one session (training run) in a store.
-
-    Args:
-        folder: Path of the directory.
-    """
+    """Directory of one session (training run) in a store; its methods raise StorageError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.session_id = session_of(folder.name)
 
     def shards(self) -> tuple[list[ShardFile], list[UncountedFile]]:
-        """Read the headers of all files that are named like shards.
-
-        Raises:
-            StorageError: A directory cannot be read.
-        """
+        """Read the headers of all files that are named like shards."""
         found: list[ShardFile] = []
         uncounted: list[UncountedFile] = []
         for folder in _folders(self.folder):
@@ -130,18 +173,13 @@ class SessionFolder:
     def verify(
         self, shard: ShardFile, on_read: Callable[[int], None]
     ) -> ShardFile | UncountedFile | None:
-        """Read a whole shard, and verify every block.
+        """Verify every block of a shard; calls ``on_read`` with the number of bytes of each read.
 
-        Args:
-            shard: A file from :meth:`shards`.
-            on_read: Called with the number of bytes after each read.
-
-        Returns:
-            The shard if it is good; ``None`` if the file was renamed or removed during the read.
+        Returns ``None`` if the file was renamed or removed meanwhile.
         """
 
         def examine(source: FileSource) -> ShardRecord:
-            verify(source, shard.record.identity, on_read)
+            ImageBytes(source, shard.record.identity, on_read).verify()
             return shard.record
 
         found = self._examine(shard.path, examine)
@@ -152,63 +190,43 @@ class SessionFolder:
         return found
 
     def noted_lineages(self) -> list[Lineage]:
-        """Return the lineages in the epoch notes of all ranks' folders, where readable.
+        """Return the lineages in the notes of all ranks' folders."""
+        return [notes.lineage for _, notes in self._notes() if notes.lineage is not None]
 
-        Raises:
-            StorageError: A directory cannot be read.
-        """
-        found = []
+    def noted_trusts(self) -> Trusts:
+        """Read all ranks' notes on trust in checkpoints."""
+        running = Running()
+        return Trusts.of(notes.trusts(running) for _, notes in self._notes())
+
+    def _notes(self) -> Iterator[tuple[Path, Notes]]:
         for folder in _folders(self.folder):
-            with _readable(folder / EPOCH_NAME):
-                _, lineage = epoch_note(folder)
-            found += [lineage] if lineage is not None else []
-        return found
-
-    def noted_trust(self) -> Trust:
-        """Read all ranks' notes on trust in checkpoints.
-
-        Raises:
-            StorageError: A directory cannot be read.
-        """
-        noted = [TrustNotes(folder).read() for folder in _folders(self.folder)]
-        return Trust.of([note for trust in noted for note in trust.notes])
+            with _readable(folder / NOTES_NAME):
+                notes = read_notes(folder)
+            yield folder, notes
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """Remove all ranks' notes on trust in one checkpoint.
-
-        Raises:
-            StorageError: A directory cannot be written to.
-        """
+        """Remove all ranks' notes on trust in one checkpoint."""
         for folder in _folders(self.folder):
-            TrustNotes(folder).forget(checkpoint)
+            NotesFile(folder).change(lambda notes: notes.without(checkpoint))
 
-    def of_epoch(self, epoch: EpochId) -> list[Leftover]:
-        """List the shards of one epoch; live are those that a running process may have saved.
-
-        Raises:
-            StorageError: A directory cannot be read.
-        """
+    def of_epoch(self, epoch: EpochId) -> list[Removable]:
+        """List the shards of one epoch; live are those that a running process may have saved."""
         running = Running()
         is_live: dict[Path, bool] = {}
-        for folder in _folders(self.folder):
+        for folder, notes in self._notes():
+            # An attempt that has not saved yet may still load any shard.
+            begun = notes.lineage.epoch if notes.lineage is not None else None
+            has_begun = begun is not None and begun.number == notes.epoch
             with _readable(folder / OWNER_NAME):
-                number, lineage = epoch_note(folder)
-                # An attempt that has not saved yet may still load any shard.
-                has_begun = lineage is not None and number == str(lineage.epoch.number)
-                is_own = not has_begun or (lineage is not None and lineage.epoch == epoch)
-                is_live[folder] = is_own and owner_of(folder) in running
+                is_live[folder] = (not has_begun or begun == epoch) and owner_of(folder) in running
         return [
-            Leftover(shard.path, shard.record.nbytes, "shard", is_live.get(shard.path.parent, True))
-            for shard in self.shards()[0]
-            if shard.record.identity.generation.epoch_id == epoch
+            Removable(s.path, s.record.nbytes, "shard", is_live.get(s.path.parent, True))
+            for s in self.shards()[0]
+            if s.record.identity.generation.epoch_id == epoch
         ]
 
-    def leftovers(self) -> list[Leftover]:
-        """List unfinished, recycled and quarantined files in the folders of all ranks.
-
-        Raises:
-            StorageError: A directory cannot be read.
-        """
+    def leftovers(self) -> list[Removable]:
+        """List unfinished, recycled and quarantined files in the folders of all ranks."""
         running = Running()
         found = []
         for folder in _folders(self.folder):
@@ -218,16 +236,13 @@ class SessionFolder:
                 for path in _files(folder, ending):
                     status = _status(path)
                     if status is not None:
-                        found.append(Leftover(path, status.st_size, kind, is_live))
+                        found.append(Removable(path, status.st_size, kind, is_live))
         return found
 
-    def corrupt_files(self) -> list[Path]:
-        """List the files in quarantine in the folders of all ranks.
-
-        Raises:
-            StorageError: A directory cannot be read.
-        """
-        return [path for folder in _folders(self.folder) for path in _files(folder, CORRUPT)]
+    def quarantined(self) -> dict[Path, Problem]:
+        """Return the problems of the files in quarantine in the folders of all ranks."""
+        folders = _folders(self.folder)
+        return {f: why_quarantined(f) for folder in folders for f in _files(folder, CORRUPT)}
 
     def _examine(
         self, path: Path, examine: Callable[[FileSource], ShardRecord]
@@ -259,11 +274,7 @@ class SessionFolder:
 
 
 def find_sessions(root: Path) -> list[SessionFolder]:
-    """List the sessions of a store.
-
-    Raises:
-        StorageError: The directory is no store, or cannot be read.
-    """
+    """List the sessions of a store; raises StorageError if it is none, or cannot be read."""
     sessions = [path for path in _folders(root) if path.name.startswith(SESSION_PREFIX)]
     if not sessions and node_token(root) is None:
         for parent in list(root.absolute().parents)[:2]:
@@ -289,7 +300,7 @@ def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
     return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
 
 
-def find_staging() -> list[Leftover]:
+def find_staging() -> list[Removable]:
     """List the staging buffers in this node's shared memory, of all stores.
 
     Only root sees the buffers of other users.
@@ -303,8 +314,81 @@ def find_staging() -> list[Leftover]:
             continue
         if live is None or status is None or os.geteuid() not in (0, status.st_uid):
             continue
-        found.append(Leftover(path, status.st_size, "staging", live))
+        found.append(Removable(path, status.st_size, "staging", live))
     return found
+
+
+def quarantine(path: Path, problem: Problem) -> bool:
+    """Rename a bad file, so that it is never read again but kept for inspection.
+
+    Returns False if that failed; the log says why.
+    """
+    # The new copy of a quarantined shard may be bad, too.
+    again = f".{secrets.token_hex(4)}" if os.path.exists(f"{path}{CORRUPT}") else ""
+    renamed = Path(f"{path}{again}{CORRUPT}")
+    try:
+        os.rename(path, renamed)
+    except FileNotFoundError:
+        logger.info("%s is gone: another rank quarantined it, or it was removed", path)
+    except OSError as error:
+        # Logged only: the copy is not used in any case, and an error would end this rank alone.
+        logger.error("%s is bad (%s), and could not be quarantined: %s", path, problem, error)
+    else:
+        logger.warning("%s is in quarantine as *%s: %s", path, CORRUPT, problem)
+        # Not every file system has extended attributes; the log has the problem in any case.
+        with suppress(OSError):
+            told = {_WHY: problem.text, _SHARD: problem.claim, _KIND: problem.kind}
+            for name, text in told.items():
+                value = text.encode(errors="replace")[:_WHY_NBYTES]
+                os.setxattr(renamed, name, value, follow_symlinks=False)
+        return True
+    return False
+
+
+def why_quarantined(path: Path) -> Problem:
+    """Read the problem of a file in quarantine."""
+    text = _attribute(path, _WHY) or "it was quarantined as damaged"
+    kind: ProblemKind = "given up" if _attribute(path, _KIND) == "given up" else "damaged"
+    return Problem(kind, text, _attribute(path, _SHARD), path)
+
+
+def _attribute(path: Path, name: str) -> str:
+    try:
+        return os.getxattr(path, name, follow_symlinks=False).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def put_back(path: Path) -> Path:
+    """Give a file in quarantine its old name, or a similar one if that is taken.
+
+    Returns the new path. Raises StorageError; the file then stays in quarantine.
+    """
+    name = _QUARANTINED_AGAIN.sub("", path.name.removesuffix(CORRUPT))
+    back = path.with_name(name)
+    with storage_errors("put back", path):
+        rank = path.parent
+        folder = open_below(rank.parent.parent, rank.parent.name, rank.name)
+        try:
+            try:
+                # Unlike a rename, a link never replaces an existing file.
+                _link(path, back, folder)
+            except FileExistsError:
+                back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")
+                _link(path, back, folder)
+            for attribute in (_WHY, _SHARD, _KIND):
+                with suppress(OSError):
+                    there = f"/proc/self/fd/{folder}/{back.name}"
+                    os.removexattr(there, attribute, follow_symlinks=False)
+            os.unlink(path.name, dir_fd=folder)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    return back
+
+
+def _link(path: Path, back: Path, folder: int) -> None:
+    os.link(path.name, back.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
 
 def _status(path: Path) -> os.stat_result | None:

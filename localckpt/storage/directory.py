@@ -2,8 +2,8 @@
 
 Every rank reads all folders and writes only its own. ``root/<session>/<rank>/`` holds one file for
 each piece that the rank keeps. File names only need to differ; a piece's identity is read from its
-header. A retired file is renamed to a recycled file, which a later save overwrites. Subclasses
-choose the memory of slots.
+header. A retired file is renamed to a recycled file, which a later save overwrites. Images are
+written from a pool of staging buffers; the store of ``memory.py`` stages them in place.
 """
 
 from __future__ import annotations
@@ -13,71 +13,65 @@ import os
 import secrets
 import stat
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from localckpt.errors import StorageError
-from localckpt.ids import CkptID, Piece, ShardIdentity
-from localckpt.storage.catalog import SessionFolder
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.ids import Piece, ShardIdentity
+from localckpt.memory.limits import memory_limits
+from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, buffer_nbytes
+from localckpt.storage.catalog import Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, SHARD, local_path, shard_name
 from localckpt.storage.owner import Running, owner_of
-from localckpt.storage.preflight import check_space
-from localckpt.storage.problem import Problem, quarantine, why_quarantined
+from localckpt.storage.preflight import (
+    IN_MEMORY,
+    MemoryNeeds,
+    check_space,
+    file_system,
+    try_out,
+)
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Store, Stored
-from localckpt.storage.write import ShardWrite
+from localckpt.storage.staging import remove_orphans
+from localckpt.storage.store import Slot, Store, Stored
+from localckpt.storage.write import ShardWrite, write_shard
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DirectoryStore", "one_at_a_time"]
+__all__ = ["DirectoryStore", "ReadOnlyStore", "one_at_a_time"]
 
 logger = logging.getLogger(__name__)
 
 _IMAGES = (SHARD, RECYCLED, DIRTY)
 
-StoreT = TypeVar("StoreT", bound="DirectoryStore")
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def one_at_a_time(
-    method: Callable[Concatenate[StoreT, P], T],
-) -> Callable[Concatenate[StoreT, P], T]:
+def one_at_a_time(method: Method) -> Method:
     """Decorate a method of a store so that only one thread at a time runs it."""
 
     @wraps(method)
-    def guarded(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(self: DirectoryStore, /, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return guarded
+    return cast(Method, guarded)
 
 
 class DirectoryStore(Store):
     """Store of one rank for the pieces of one session on this node.
 
-    Args:
-        root: The store's directory; made with access for this user alone if it is missing.
-        session_id: The training run.
-        rank: Rank whose folder this process writes.
-        timeout_s: Deadline, in seconds, of a wait for another process that starts or ends here.
-        num_buffers: Number of saves that can be under way at once, if there is memory for them.
-
-    Raises:
-        StorageError: The directory cannot be used, or a live process of another job owns the
-            rank's folder.
+    A root that is missing is made with access for this user alone. ``timeout_s`` is the deadline of
+    a wait for another process that starts or ends here. Raises StorageError if the directory cannot
+    be used, or a live process of another job owns the rank's folder.
 
     Attributes:
-        num_buffers: Number of saves that can be under way at once.
+        num_buffers: Number of saves that can be under way at once, if there is memory for them.
         on_quarantine: Called with the path and the problem of each file put in quarantine.
     """
 
@@ -89,7 +83,8 @@ class DirectoryStore(Store):
         session_id: str,
         rank: int,
         timeout_s: float,
-        num_buffers: int,
+        *,
+        num_buffers: int = 2,
     ) -> None:
         self.num_buffers = num_buffers
         self.root = local_path(root)
@@ -105,6 +100,21 @@ class DirectoryStore(Store):
         claim = self._take_folder(timeout_s)
         super().__init__(claim.token, claim)
         self.folder, self._session = claim.path, claim.session
+        self._pool = BufferPool(PrivateBuffer, num_buffers)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Find out how the claimed folder can be written; raises StorageError if it cannot."""
+        remove_orphans()
+        self._direct = try_out(self.folder, DIRTY)
+        if not self._direct:
+            logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
+        if (kind := file_system(self.folder)) in IN_MEMORY:
+            logger.warning(
+                "%s is on %s: checkpoints there outlive processes, but not a reboot of the node",
+                self.root,
+                kind,
+            )
 
     def _take_folder(self, timeout_s: float) -> SeenFolder:
         return RankFolder(self.root, self.session_id, self.rank, timeout_s)
@@ -120,7 +130,6 @@ class DirectoryStore(Store):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
-        self._restore()
         slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
         if is_kept:
             self._sizes[identity.piece] = nbytes
@@ -139,31 +148,40 @@ class DirectoryStore(Store):
 
     def limit_buffers(self, count: int) -> None:
         self.num_buffers = min(self.num_buffers, count)
+        self._pool.limit(count)
 
-    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
-        writes = list[tuple[Any, CkptID]]()
-        for slot in slots:
-            slot.required()
-            assert slot.write is not None, "only what is filled is committed"
-            write = replace(slot.write, digests=slot.digests)
-            writes.append((write, slot.identity.ckpt_id))
-        return writes
+    def memory_needs(self, nbytes: int) -> MemoryNeeds:
+        return MemoryNeeds(
+            buffer_nbytes(nbytes), self.num_buffers, 0, self._pool.nbytes, memory_limits()
+        )
+
+    def commit(self, slots: Sequence[Slot]) -> None:
+        for write in self.writes(slots):
+            write_shard(write)
 
     @one_at_a_time
-    def _plan(self, slot: Slot) -> None:
-        buffer, options = slot.required(), self._write_options(slot)
-        slot.write = ShardWrite(
-            buffer,
-            slot.nbytes,
-            slot.covered_nbytes,
-            slot.identity,
-            slot.digests,
-            dirty=self._dirty(slot.identity),
-            final=self._free_path(slot.identity),
-            **options,
-        )
-        # Prepared here, in the thread that also reserves slots of this piece.
-        self.prepare(slot.identity.piece, slot.nbytes, slot.gpu)
+    def writes(self, slots: Sequence[Slot]) -> list[ShardWrite]:
+        """Return the writes that commit filled slots; raises as :meth:`commit`."""
+        # All of them first: a slot that was given up is an error before anything is changed.
+        buffers = [slot.required() for slot in slots]
+        self._restore()
+        writes = []
+        for slot, buffer in zip(slots, buffers, strict=True):
+            identity, nbytes = slot.identity, slot.nbytes
+            options = self._write_options(slot)
+            write = ShardWrite(
+                buffer,
+                nbytes,
+                slot.covered_nbytes,
+                identity,
+                slot.digests,
+                dirty=self._dirty(identity),
+                final=self._free_path(identity),
+                **options,
+            )
+            writes.append(write)
+            self.prepare(identity.piece, nbytes, slot.gpu)
+        return writes
 
     @one_at_a_time
     def _remove(self, identity: ShardIdentity) -> None:
@@ -186,34 +204,45 @@ class DirectoryStore(Store):
                 self._dirty(identity).unlink(missing_ok=True)
         return is_there
 
-    @abstractmethod
     def _write_options(self, slot: Slot) -> dict[str, bool]:
         """Return the fields of a slot's :class:`ShardWrite` that differ from store to store."""
+        with storage_errors("recycle a file in", self.folder):
+            recycled = self._claim_recycled(slot.identity, slot.nbytes) is not None
+        return {"recycled": recycled, "direct": self._direct}
 
-    @abstractmethod
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
-        """Make memory for the next saves of a piece in the background, if it is missing.
+        """Make memory for the next saves of a piece in the background, if it is missing."""
+        self._sizes[piece] = nbytes
+        self._pool.prepare(piece, nbytes, gpu)
 
-        Args:
-            piece: The piece.
-            nbytes: Size of its image.
-            gpu: GPU that tensors are copied from; ``None`` for none.
-        """
-
-    @abstractmethod
     def is_busy(self) -> bool:
         """Return whether a new save would have to wait for an older one's memory."""
+        return any(map(self._pool.is_busy, self.image_nbytes))
 
-    @abstractmethod
     def planned_nbytes(self) -> tuple[int, int, bool]:
-        """Compute the memory that this rank uses at most.
+        """Return the bytes of staging buffers and of checkpoints in memory that are used at most.
 
-        Returns:
-            Bytes of staging buffers, bytes of checkpoints kept in memory, and True if both are
-            shared memory.
+        The last value is True if both are shared memory.
         """
+        total_nbytes = sum(map(buffer_nbytes, self.image_nbytes.values()))
+        return self.num_buffers * total_nbytes, 0, False
 
-    @abstractmethod
+    def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        # A load also takes a staging buffer, since this rank's next save needs one anyway.
+        return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
+
+    def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
+        # No save of this rank needs memory of the size of another rank's shard again.
+        is_own = slot.is_kept or slot.identity.rank == self.rank
+        if is_own and (buffer := slot.buffer) is not None:
+            buffer.give_back()
+        else:
+            self._drop_memory(slot)
+
+    def _drop_memory(self, slot: Slot) -> None:
+        # By owner, since an interrupt may have come before slot.take() recorded the buffer.
+        self._pool.release(slot)
+
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
         """Note that a shard's file has become a recycled file."""
 
@@ -246,8 +275,8 @@ class DirectoryStore(Store):
                 stored.append(Stored(file.path.name, problem=file.problem))
         # Assigned at the end: after an interrupt, pieces missing here would never be retired.
         self._shards = shards
-        quarantined = session.corrupt_files()
-        return stored + [Stored(path.name, problem=why_quarantined(path)) for path in quarantined]
+        quarantined = session.quarantined().items()
+        return stored + [Stored(path.name, problem=problem) for path, problem in quarantined]
 
     @one_at_a_time
     def open(self, identity: ShardIdentity) -> FileSource:
@@ -269,15 +298,10 @@ class DirectoryStore(Store):
 
     @one_at_a_time
     def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> int:
-        """Turn shards of this rank that are no longer wanted into recycled files.
+        """Turn shards that are no longer wanted into recycled files; return the number of all.
 
-        Args:
-            is_over: Returns True for a shard that is no longer wanted.
-            adopted_ranks: Ranks whose folders nobody on this node writes any more; their unwanted
-                shards and recycled files are removed.
-
-        Returns:
-            Number of unwanted shards on this node.
+        The shards of ``adopted_ranks``, whose folders nobody on this node writes any more, are
+        removed, and so are the recycled files there.
         """
         old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
         for identity, path in old:
@@ -303,36 +327,9 @@ class DirectoryStore(Store):
         if path is not None:
             self._quarantine(path, problem)
 
-    @contextmanager
-    def replacing(self, identity: ShardIdentity, problem: Problem | None) -> Iterator[None]:
-        """Context in which a good copy of a shard is written to replace a bad one.
-
-        The bad copy can be found until the good one is committed.
-
-        Args:
-            identity: Identity of the shard.
-            problem: Problem of the bad copy; ``None`` if there is no bad copy.
-        """
-        if problem is None:
-            yield
-            return
-        with self._lock:
-            bad = self._shards.get(identity)
-            if bad == self._path(identity):
-                # A second name keeps the bad file when the good one takes the first name.
-                self._quarantine(bad, problem, stays=True)
-        yield
-        with self._lock:
-            if bad is not None and bad != self._path(identity):
-                self._quarantine(bad, problem)
-
     @one_at_a_time
     def probe(self) -> None:
-        """Make and remove a file, which returns only if the storage answers.
-
-        Raises:
-            StorageError: The storage refused.
-        """
+        """Make and remove a file: return only if the storage answers; raises StorageError."""
         path = self.folder / f"probe{DIRTY}"
         with storage_errors("write to", self.folder):
             path.touch(0o600)
@@ -344,15 +341,7 @@ class DirectoryStore(Store):
             return [path for path in self.folder.iterdir() if path.name.endswith(_IMAGES)]
 
     def check_space(self, checkpoints: int, ranks: int) -> None:
-        """Check that checkpoints fit on the file system; see :func:`preflight.check_space`.
-
-        Args:
-            checkpoints: Number of checkpoints kept at once, with images as large as the last.
-            ranks: Number of ranks of the job that share the file system.
-
-        Raises:
-            StorageError: There is no room for the checkpoints of this rank alone.
-        """
+        """Check that checkpoints like the last one fit here; see :func:`preflight.check_space`."""
         with storage_errors("look at", self.folder):
             # Before the files: a file made between the two calls then counts twice, not never.
             status = os.statvfs(self.folder)
@@ -376,6 +365,7 @@ class DirectoryStore(Store):
         if self._process != os.getpid():
             return
         self._closed = True
+        self._pool.close()
         with storage_errors("clean up", self.folder):
             for slot in self._slots:
                 if slot.is_kept:
@@ -385,8 +375,8 @@ class DirectoryStore(Store):
                     path.unlink(missing_ok=True)
                 self.claim.leave()
 
-    def _quarantine(self, path: Path, problem: Problem, *, stays: bool = False) -> None:
-        if quarantine(path, problem, stays=stays) and self.on_quarantine is not None:
+    def _quarantine(self, path: Path, problem: Problem) -> None:
+        if quarantine(path, problem) and self.on_quarantine is not None:
             self.on_quarantine(path, problem)
 
     def _path(self, identity: ShardIdentity) -> Path:
@@ -411,13 +401,10 @@ class DirectoryStore(Store):
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
     def _claim_recycled(self, identity: ShardIdentity, nbytes: int) -> str | None:
-        """Rename a recycled file to a shard's dirty name.
+        """Rename a recycled file to a shard's dirty name; return its old name, ``None`` for none.
 
         The file nearest in size is chosen, so that a shard and a much smaller piece do not exchange
         files at every save.
-
-        Returns:
-            The old name of the file; ``None`` if there is no recycled file.
         """
         sizes = {}
         for path in sorted(self.folder.glob(f"*{RECYCLED}")):
@@ -452,3 +439,32 @@ class DirectoryStore(Store):
                     os.rename(path, recycled)
                     self._was_recycled(identity, recycled)
         self._shards.pop(identity, None)
+
+
+class ReadOnlyStore(DirectoryStore):
+    """Store for reading a session's pieces on this node; the directory may be missing.
+
+    It makes, renames and claims nothing there. A job may write the session at the same time; a read
+    of a file that the job retires meanwhile raises.
+    """
+
+    def _take_folder(self, timeout_s: float) -> SeenFolder:
+        return SeenFolder(self.root, self.session_id, self.rank)
+
+    def _try_out(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def reserve(
+        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
+    ) -> Slot:
+        # Never kept: a shard recovered from redundancy serves this load alone.
+        return super().reserve(identity, nbytes, timeout_s, is_kept=False)
+
+    def list_stored(self) -> list[Stored]:
+        return super().list_stored() if self._session.is_dir() else []
+
+    def _write_options(self, slot: Slot) -> NoReturn:
+        raise CheckpointingException(f"{slot.identity} cannot be saved: {self.root} is only read")
+
+    def _quarantine(self, path: Path, problem: Problem) -> None:
+        logger.warning("%s stays as it is, and is not used: %s", path, problem)

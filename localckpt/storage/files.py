@@ -28,15 +28,7 @@ _LONG_NBYTES = 1 << 20
 
 
 class FileSource:
-    """Source of an image in a file; owns the open file.
-
-    Args:
-        path: The file. Symbolic links are refused.
-
-    Raises:
-        StorageError: The file cannot be opened.
-        CorruptShardError: The path is no regular file.
-    """
+    """Source of an image in a file, which it opens as :class:`OpenFile` and owns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from localckpt.errors import MismatchError, RestoreError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
@@ -15,13 +14,11 @@ from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
-from localckpt.storage.buffers import Buffer, PrivateBuffer
-from localckpt.storage.pool import allocate
-from localckpt.storage.problem import Problem
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Claim, Store, Stored
+from localckpt.storage.buffers import Buffer, PrivateBuffer, allocate
+from localckpt.storage.catalog import Problem
+from localckpt.storage.store import Claim, Slot, Store, Stored
 
-__all__ = ["HookStore", "Hooks", "commit_here"]
+__all__ = ["HookStore", "Hooks"]
 
 
 class Hooks(ABC):
@@ -54,23 +51,11 @@ class Hooks(ABC):
         """Remove what is here of ``iteration``, whose save failed."""
 
 
-def commit_here(store: Store, hooks: Hooks, slots: Sequence[Slot]) -> None:
-    """Commit filled slots in this process by calling the ``_save`` hook."""
-    for piece, ckpt_id in store.to_commit(slots):
-        hooks._save(piece, ckpt_id)
-
-
 class HookStore(Store):
     """Store of one rank that keeps shards by its manager's hooks.
 
     Hooks have no generations, epochs or failure domains: the ID alone identifies a shard, and each
     rank counts as a failure domain of its own. Hooks remove old and failed shards themselves.
-
-    Args:
-        hooks: The manager with the hooks.
-        session_id: The training run.
-        rank, world_size: Rank of this process, and number of ranks in the job.
-        allowed: Allow-list for the classes and functions in an image.
     """
 
     keeps_images = False
@@ -84,9 +69,12 @@ class HookStore(Store):
         self._world_size = world_size
         self._allowed = allowed
 
-    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
+    def commit(self, slots: Sequence[Slot]) -> None:
+        # All of them first: a slot that was given back is an error before anything is saved.
         images = [(slot.identity, MemorySource(slot.image)) for slot in slots]
-        return [(unpack(i, expect=e, allowed=self._allowed), e.ckpt_id) for e, i in images]
+        for identity, image in images:
+            state = unpack(image, expect=identity, allowed=self._allowed)
+            self._hooks._save(state, identity.ckpt_id)
 
     def list_stored(self) -> list[Stored]:
         found = [CkptID(*ckpt_id) for ckpt_id in self._hooks._my_ckpt_ids()]
@@ -116,6 +104,12 @@ class HookStore(Store):
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
         """Do nothing: there is no hook for it, and this run does not read the copy again."""
 
+    def clean_up(self, iteration: int) -> None:
+        self._hooks._cleanup(iteration)
+
+    def clean_up_failed_save(self, iteration: int) -> None:
+        self._hooks._cleanup_failed_save(iteration)
+
     def close(self) -> None:
         self.release(self.slots)
 
@@ -128,9 +122,6 @@ class HookStore(Store):
         buffer = allocate(PrivateBuffer, slot.nbytes)
         buffer.take(slot)
         return buffer
-
-    def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
-        self._drop_memory(slot)
 
     def _drop_memory(self, slot: Slot) -> None:
         if (buffer := slot.buffer) is not None:

@@ -10,11 +10,10 @@ from typing import TypeVar
 
 from localckpt.errors import CorruptShardError, RestoreError, StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.identify import verify
-from localckpt.state_dict.lazy_image import LazyImage
+from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import ShardSource
-from localckpt.storage.problem import Problem
+from localckpt.state_dict.source import ImageBytes, ShardSource
+from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store
 
 __all__ = ["KeptShard"]
@@ -26,29 +25,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KeptShard:
-    """A committed shard of this node, which is not pruned while this is in use.
-
-    Attributes:
-        store: Store that keeps it.
-        identity: Identity of the shard.
-        allowed: Classes and functions that it may name.
-    """
+    """A committed shard of this node, which is not pruned while this is in use."""
 
     store: Store
     identity: ShardIdentity
     allowed: SafeGlobals
 
-    def use(self, work: Callable[[LazyImage], T]) -> T:
+    def use(self, work: Callable[[ImageReader], T]) -> T:
         """Call ``work`` with the image of the shard.
 
         A copy that turns out damaged is put in quarantine, and ``work`` is called again with
-        another copy that this node has.
-
-        Raises:
-            CorruptShardError: This node has no copy that is good.
-            StorageError: A copy cannot be read; or the node holds none.
-            RestoreError: A copy is bad where it is read, and good when it is read by itself.
-            Exception: What ``work`` raises.
+        another copy that this node has; without any, CorruptShardError is raised. RestoreError: a
+        copy is bad where it is read, and good when it is read by itself.
         """
         damage: CorruptShardError | None = None
         while True:
@@ -71,7 +59,7 @@ class KeptShard:
                         damage = error
             self._quarantine(damage, opened)
 
-    def _open(self, opened: list[ShardIdentity], sources: ExitStack) -> LazyImage:
+    def _open(self, opened: list[ShardIdentity], sources: ExitStack) -> ImageReader:
         """Open the image, and those that hold parts of its tensors; notes which."""
 
         def open_here(identity: ShardIdentity) -> ShardSource:
@@ -80,18 +68,18 @@ class KeptShard:
             opened.append(identity)
             return source
 
-        def open_mate(rank: int) -> ShardSource:
-            return open_here(self.identity.checkpoint.shard(rank, self.identity.session_id))
-
-        return LazyImage(open_here(self.identity), self.allowed, self.identity, open_mate)
+        image = ImageReader(open_here(self.identity), self.allowed, self.identity)
+        for rank in image.co_owners:
+            identity = self.identity.checkpoint.shard(rank, self.identity.session_id)
+            image.join(ImageReader(open_here(identity), self.allowed, identity, image))
+        return image
 
     def _quarantine(self, damage: CorruptShardError, opened: Sequence[ShardIdentity]) -> None:
         """Put the copies in quarantine that are bad when they are read by themselves, too."""
         for identity in opened:
-            source = self.store.open(identity)
             try:
-                with closing(source):
-                    verify(source, identity)
+                with closing(self.store.open(identity)) as source:
+                    ImageBytes(source, identity).verify()
             except CorruptShardError as error:
                 self.store.quarantine(identity, Problem.of(error))
                 logger.error("%s: looking for another copy on this node", error)

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +19,13 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.limits import memory_limits
-from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
+from localckpt.storage.buffers import Buffer, check_memory, map_shared, wait_until_free
 from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, RECYCLED
 from localckpt.storage.open_file import open_owned
-from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.preflight import IN_MEMORY, MemoryNeeds, file_system, try_out
-from localckpt.storage.slot import Slot
+from localckpt.storage.store import Slot
 from localckpt.threads import Task
 
 if TYPE_CHECKING:
@@ -50,10 +48,8 @@ def default_session() -> str:
     """Name a session in :func:`default_root`, which all programs of this user share on this node.
 
     The name stands for the main script (or the code of ``python -c``), its arguments and the
-    working directory, so two programs never meet, and a restart finds its checkpoints.
-
-    Raises:
-        CheckpointingException: This program has no script, as a notebook and a prompt have none.
+    working directory, so two programs never meet, and a restart finds its checkpoints. A program
+    without a script, as a notebook, is a CheckpointingException.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     command = sys.orig_argv[1:]
@@ -74,13 +70,9 @@ def default_session() -> str:
 
 
 class MemoryStore(DirectoryStore):
-    """Store in a directory in shared memory.
+    """Store in a directory in shared memory, which keeps at most ``keep_last`` checkpoints.
 
-    Args:
-        root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        num_buffers: Number of saves that can be under way at once.
-        keep_last: Number of checkpoints that are kept at most. Memory for one more is made ahead of
-            time.
+    Memory for one more is made ahead of time.
     """
 
     def __init__(
@@ -93,26 +85,25 @@ class MemoryStore(DirectoryStore):
         num_buffers: int = 2,
         keep_last: int = 1,
     ) -> None:
-        super().__init__(root, session_id, rank, timeout_s, num_buffers)
-        try_out(self.folder, DIRTY)
-        with storage_errors("look at", self.folder):
-            kind = file_system(self.folder)
-        if kind not in IN_MEMORY:
-            logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
+        super().__init__(root, session_id, rank, timeout_s, num_buffers=num_buffers)
         self._keep_last = keep_last
         self._preparing: Task[None] | None = None
         # Mapped files: dirty and committed ones by identity, recycled ones by file name.
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._recycled: dict[str, _MappedFile] = {}
 
+    def _try_out(self) -> None:
+        try_out(self.folder, DIRTY)
+        if (kind := file_system(self.folder)) not in IN_MEMORY:
+            logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
+
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
-        if slot.is_kept:
-            wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
-            self._finish_preparing()
-            return self._mapped(slot)
-        buffer = allocate(PrivateBuffer, slot.nbytes)
-        buffer.take(slot)
-        return buffer
+        if not slot.is_kept:
+            return super()._take_memory(slot, timeout_s)
+        wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
+        self._finish_preparing()
+        self._restore()
+        return self._mapped(slot)
 
     @one_at_a_time
     def _mapped(self, slot: Slot) -> Buffer:
@@ -171,9 +162,10 @@ class MemoryStore(DirectoryStore):
         return {"in_place": True}
 
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
-        if was_unfinished and (buffer := slot.buffer) is not None:
-            if slot.is_kept:
-                self._staged.pop(slot.identity, None)
+        if not slot.is_kept:
+            self._drop_memory(slot)
+        elif was_unfinished and (buffer := slot.buffer) is not None:
+            self._staged.pop(slot.identity, None)
             buffer.close()
 
     def _forget_files(self) -> None:
@@ -189,7 +181,7 @@ class MemoryStore(DirectoryStore):
     @one_at_a_time
     def _drop_memory(self, slot: Slot) -> None:
         if not slot.is_kept:
-            self._give_back(slot, was_unfinished=True)
+            super()._drop_memory(slot)
             return
         # By identity, since an interrupt may have come before slot.take() recorded the buffer.
         if (buffer := self._staged.pop(slot.identity, None)) is not None:
@@ -259,9 +251,9 @@ class _MappedFile(Buffer):
     _nbytes: int
     _map: memoryview | None = None
 
-    def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
+    def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
         super().__init__()
-        self._open(path, nbytes, create=create, to_read=to_read)
+        self._open(path, nbytes, create=create)
 
     @property
     def in_use(self) -> bool:
@@ -299,16 +291,14 @@ class _MappedFile(Buffer):
         # The pages are unmapped with the last view, even if this object lives longer.
         self._map = None
 
-    def _open(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
+    def _open(self, path: Path, nbytes: int, *, create: bool) -> None:
         if create:
             check_memory(nbytes)
-        elif not to_read:
+        else:
             check_memory(nbytes - path.stat().st_size)
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that a slightly larger image fits the next time.
-        mapped = map_shared(
-            *(path, round_up(nbytes, PAGE_NBYTES)), create=create, to_read=to_read, full=_FULL
-        )
+        mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, full=_FULL)
         self._map, self._view = mapped, mapped[:nbytes]
         try:
             with storage_errors("reserve shared memory in", path, _FULL):
@@ -317,14 +307,3 @@ class _MappedFile(Buffer):
             if create:
                 path.unlink(missing_ok=True)
             raise
-
-    def _map_in_fork(self) -> None:
-        self._open(self._path, self._nbytes, create=False, to_read=True)
-        self._process = os.getpid()
-
-    def __reduce__(self) -> tuple[Callable[..., _MappedFile], tuple[Path, int]]:
-        return _attach, (self._path, self._nbytes)
-
-
-def _attach(path: Path, nbytes: int) -> _MappedFile:
-    return _MappedFile(path, nbytes, create=False, to_read=True)

@@ -18,15 +18,10 @@ from localckpt.ids import Generation, ShardIdentity
 __all__ = [
     "CORRUPT",
     "DIRTY",
-    "DRAINED_NAME",
-    "EPOCH_NAME",
     "LOCK_NAME",
-    "MARKS_NAME",
-    "MEASURED_PREFIX",
+    "NOTES_NAME",
     "OWNER_NAME",
     "RECYCLED",
-    "RECYCLED_BEFORE",
-    "RESUME_PREFIX",
     "SESSION_PREFIX",
     "SHARD",
     "STAGING_PREFIX",
@@ -43,22 +38,13 @@ DIRTY = ".dirty"
 """Suffix of a file that is being written; such files of dead processes are removed."""
 RECYCLED = ".recycled"
 """Suffix of a retired file that a later save overwrites."""
-RECYCLED_BEFORE = ".spare"
-"""Suffix of recycled files in earlier versions; such files are removed, not overwritten."""
 CORRUPT = ".corrupt"
 """Suffix of a file in quarantine."""
 
 TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
 """Files of the root: the node's name, and the lock of a process that starts or cleans up."""
-OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
-"""Files of a rank's folder: the process that writes there, and the epoch that last began."""
-RESUME_PREFIX, MARKS_NAME = ".resumed-", ".marks"
-"""Files of a rank's folder: prefix of one file for each start of the job that resumed from a
-checkpoint and has made no progress, and the file of the marks of checkpoints."""
-DRAINED_NAME = ".drained"
-"""File of a rank's folder: the checkpoints that were drained to shared storage."""
-MEASURED_PREFIX = ".measured-"
-"""Prefix of files of a rank's folder, each with the metric of one checkpoint."""
+OWNER_NAME, NOTES_NAME = ".owner", ".notes"
+"""Files of a rank's folder: the process that writes there; its epoch, and trust in checkpoints."""
 
 STAGING_PREFIX = "localckpt-staging-"
 """Prefix of the names of staging buffers in shared memory."""
@@ -69,12 +55,9 @@ _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """Return ``given`` as an absolute path, and refuse a URL, which would become a directory here.
+    """Return ``given`` as an absolute path; raises StorageError for a URL.
 
     The program may change its working directory later, and its next start would find nothing.
-
-    Raises:
-        StorageError: ``given`` is a URL.
     """
     path = Path(given)
     # Path() has merged the two slashes of a URL.

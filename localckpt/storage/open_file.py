@@ -1,4 +1,4 @@
-"""Opening and reading of files, from the page cache or past it, safe from interrupts."""
+"""Opening and reading of files, from the page cache or past it."""
 
 from __future__ import annotations
 
@@ -24,41 +24,21 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
     """Open a file as an object that closes its descriptor when it is garbage collected.
 
     An interrupt right after ``os.open`` would leak the descriptor, and with it the space of a file
-    that is removed later.
-
-    Args:
-        path: The file, which is no directory.
-        flags, mode: As for ``os.open``; close-on-exec is added.
-
-    Raises:
-        OSError: The file cannot be opened; ``IsADirectoryError`` for a directory.
+    that is removed later. Raises OSError, ``IsADirectoryError`` for a directory.
     """
-    descriptors: list[int] = []
-    files: list[io.FileIO] = []
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
-        # An interrupt can come between any two Python instructions. extend(map(...)) is one: the
-        # descriptor, and then the object, is in its list before an interrupt can come. (Audit
-        # hooks are Python code, and run inside both calls.)
-        descriptors.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
         # FileIO's mode "rb" does not change how the descriptor was opened.
-        files.extend(map(io.FileIO, descriptors, ("rb",)))
-    except BaseException:
-        # FileIO refused the descriptor (of a directory), or an interrupt came.
-        if not files and descriptors:
-            os.close(descriptors[0])
+        return io.FileIO(descriptor, "rb")
+    except IsADirectoryError:
+        os.close(descriptor)
         raise
-    return files[0]
 
 
 class OpenFile:
-    """Regular file opened for reading; its methods raise OSError.
+    """Regular file opened for reading; symbolic links are refused. Its methods raise OSError.
 
-    Args:
-        path: The file. Symbolic links are refused.
-
-    Raises:
-        StorageError: The file cannot be opened.
-        CorruptShardError: The path is no regular file.
+    The constructor raises StorageError, and CorruptShardError for what is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,16 +65,10 @@ class OpenFile:
     def read_into(
         self, offset: int, view: memoryview, wanted: int | None = None, *, fd: int | None = None
     ) -> None:
-        """Read into a view.
+        """Read ``wanted`` bytes, by default ``len(view)``, or more into a view.
 
-        Args:
-            offset: Offset of the first byte in the file.
-            view: Memory for the bytes.
-            wanted: Number of bytes that must be read; ``None`` for ``len(view)``.
-            fd: Another descriptor of the file, such as that of :meth:`open_direct`.
-
-        Raises:
-            CorruptShardError: The file ends before ``wanted`` bytes.
+        Raises CorruptShardError if the file ends before. ``fd`` is another descriptor of the file,
+        such as that of :meth:`open_direct`.
         """
         wanted = len(view) if wanted is None else wanted
         done = 0

@@ -1,14 +1,13 @@
 """Owners of files, identified so that a later process can check them, and small note files.
 
 A process is identified by the boot ID of the machine, its pid and its start time, so neither a
-reused pid nor a changed clock makes a dead owner look alive. Notes are small files beside the
-shards: the node's name, a folder's owner, a folder's epoch.
+reused pid nor a changed clock makes a dead owner look alive. Notes are small files: the node's
+name, a folder's owner, and what ``notes.py`` says.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
@@ -16,14 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localckpt.errors import MismatchError
-from localckpt.lineage import Lineage
 from localckpt.memory.host_memory import PAGE_NBYTES
-from localckpt.storage.names import EPOCH_NAME, OWNER_NAME
+from localckpt.storage.names import OWNER_NAME
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import replace_file
 
-__all__ = ["Owner", "Running", "epoch_note", "owner_of", "read_note", "write_note"]
+__all__ = ["Owner", "Running", "owner_of", "read_note", "write_note"]
 
 _NUMBER = re.compile("[0-9]{1,20}")
 
@@ -55,10 +52,6 @@ class Owner:
         assert owner is not None
         return owner
 
-    def is_alive(self) -> bool:
-        """Return whether the process still runs in this process's pid namespace."""
-        return Owner.of(self.pid) == self
-
     @classmethod
     def parse(cls, text: str) -> Owner | None:
         """Parse the output of ``str()``; return ``None`` for any other text."""
@@ -86,7 +79,8 @@ class Running:
     def __contains__(self, owner: Owner | None) -> bool:
         if owner is None or owner.boot != _boot():
             return False
-        if owner.is_alive():
+        # In this process's own pid namespace.
+        if Owner.of(owner.pid) == owner:
             return True
         if self._contained is None:
             self._contained = frozenset(_contained())
@@ -117,25 +111,12 @@ def owner_of(folder: Path) -> Owner | None:
     return Owner.parse(process)
 
 
-def epoch_note(folder: Path) -> tuple[str, Lineage | None]:
-    """Read the number of the last epoch in a rank's folder, as text, and its lineage.
-
-    Earlier versions wrote the number alone. An unreadable lineage counts as none, since the headers
-    of shards hold the lineage as well.
-    """
-    number, _, lineage_json = read_note(folder / EPOCH_NAME).partition("\n")
-    try:
-        return number, Lineage.from_json(json.loads(lineage_json)) if lineage_json else None
-    except (MismatchError, ValueError, RecursionError):
-        return number, None
-
-
 def write_note(path: Path, text: str) -> None:
     """Replace a note, or a symbolic link in its place, by a new file."""
     replace_file(path, text.encode(), 0o600)
 
 
-def read_note(path: Path) -> str:
+def read_note(path: Path, most_nbytes: int = PAGE_NBYTES) -> str:
     """Read the text of a note; empty if it is missing or no regular file."""
     try:
         file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -146,4 +127,4 @@ def read_note(path: Path) -> str:
     with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return ""
-        return os.read(file.fileno(), PAGE_NBYTES).decode(errors="replace")
+        return os.read(file.fileno(), most_nbytes).decode(errors="replace")

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ class MemoryNeeds:
         buffers: Number of buffers for each image.
         kept: Number of checkpoints that are kept in memory.
         had_nbytes: Bytes that the store has already for buffers and checkpoints.
-        limits: Limits on the rank's memory.
     """
 
     nbytes: int
@@ -63,8 +62,7 @@ class MemoryNeeds:
     limits: list[MemoryLimit]
 
     def to_json(self) -> list[Any]:
-        limits = [[of.name, of.scope, of.available_nbytes] for of in self.limits]
-        return [self.nbytes, self.buffers, self.kept, self.had_nbytes, limits]
+        return list(astuple(self))
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> MemoryNeeds:
@@ -75,15 +73,8 @@ class MemoryNeeds:
 def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) -> tuple[int, str]:
     """Choose the number of staging buffers for each image, as many as there is memory for.
 
-    Args:
-        needs: Needs of each rank, in rank order, before any of them saves.
-        protection: For each rank the group that protects its shard.
-
-    Returns:
-        The number, and what the saves take and what there is of the scarcest memory.
-
-    Raises:
-        StorageError: There is no memory for one buffer, so the kernel would end a process.
+    Returns the number, and what the saves take and what there is of the scarcest memory. Raises
+    StorageError if there is no memory for one buffer, so that the kernel would end a process.
     """
     images = [of.nbytes for of in needs]
     for owner, group in protection.items():
@@ -126,20 +117,10 @@ def _plan(
 
 
 def try_out(folder: Path, suffix: str) -> bool:
-    """Write and remove a probe file with the same functions as a save.
+    """Write and remove a probe file by the functions of a save; raises StorageError.
 
-    The functions reserve space, write, truncate, fsync and rename the file, and fsync the
-    directory.
-
-    Args:
-        folder: Directory of the saves.
-        suffix: Suffix of the file's name, by which it is removed later if this process is killed.
-
-    Returns:
-        True if files there can be written with O_DIRECT.
-
-    Raises:
-        StorageError: The directory cannot be written.
+    Returns whether files there can be written with O_DIRECT. By the suffix the probe is removed
+    later if this process is killed.
     """
     path, renamed = folder / f"probe{suffix}", folder / f"probed{suffix}"
     with storage_errors("write to", folder):
@@ -164,12 +145,12 @@ def file_system(path: Path) -> str:
     """Return the type of a path's file system, as mount names it; empty if unknown."""
     with storage_errors("look at", path):
         device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == wanted:
-                return after.split()[0]
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted:
+                    return after.split()[0]
     return ""
 
 
@@ -181,20 +162,11 @@ def check_space(
     checkpoints: int,
     ranks: int,
 ) -> None:
-    """Check that a file system has room for a rank's checkpoints.
+    """Check that a file system has room for a rank's checkpoints; raises StorageError if not.
 
-    Args:
-        folder: Folder of the rank.
-        status: Status of the file system, taken before ``there``.
-        there: Bytes by inode of the image files of all ranks of the session; later saves reuse or
-            remove these files.
-        images: Sizes, in bytes, of the images that the rank keeps of each checkpoint.
-        checkpoints: Number of checkpoints kept at once.
-        ranks: Number of ranks of the job that share the file system. If there is no room for the
-            checkpoints of that many ranks, a warning is logged.
-
-    Raises:
-        StorageError: There is no room for the checkpoints of this rank alone.
+    ``there`` has the bytes by inode of the image files of all ranks of the session, which later
+    saves reuse or remove; ``status`` was taken before. If there is no room for the checkpoints of
+    that many ``ranks``, a warning is logged.
     """
     needed, files = checkpoints * sum(images), checkpoints * len(images)
     free = status.f_bavail * status.f_frsize

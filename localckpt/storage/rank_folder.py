@@ -1,42 +1,38 @@
 """Claims on ranks' folders: taken at the start, released at the end, held by one job at a time.
 
-The folder's owner and its last epoch are noted in small files beside the shards.
+The folder's owner is in a small file beside the shards, and so is what ``notes.py`` says.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import secrets
 import stat
-import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
-from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
 from localckpt.own_folders import lock_holder, make_own_folders, require_own_file
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import (
     DIRTY,
-    EPOCH_NAME,
     LOCK_NAME,
+    NOTES_NAME,
     OWNER_NAME,
-    RECYCLED_BEFORE,
     TOKEN_NAME,
     session_name,
 )
-from localckpt.storage.owner import Owner, Running, epoch_note, owner_of, read_note, write_note
+from localckpt.storage.notes import Notes, NotesFile, read_notes
+from localckpt.storage.owner import Owner, Running, owner_of, read_note, write_note
 from localckpt.storage.store import Claim
-from localckpt.storage.trust_notes import TrustNotes
-from localckpt.storage.write import sync_folder
-from localckpt.trust import Mark, Measured, Resumes, Trust
+from localckpt.trust import Trusts
 from localckpt.waiting import wait_until
 
 __all__ = ["RankFolder", "SeenFolder", "lock_store"]
@@ -45,16 +41,10 @@ logger = logging.getLogger(__name__)
 
 # A killed process exists until the kernel has freed its memory.
 _LEAVING_S = 10.0
-_SHORTEST_PAUSE_S = 0.05
 
 
 class SeenFolder(Claim):
     """Read-only view of a rank's folder, which makes, claims and notes nothing.
-
-    Args:
-        root: The store's directory, which may be missing.
-        session_id: The training run.
-        rank: Rank of the folder.
 
     Attributes:
         path: The folder.
@@ -64,6 +54,7 @@ class SeenFolder(Claim):
 
     def __init__(self, root: Path, session_id: str, rank: int) -> None:
         self._root = root
+        self.rank = rank
         self.session = root / session_name(session_id)
         self.path = self.session / str(rank)
         self._process = Owner.me()
@@ -96,23 +87,18 @@ class SeenFolder(Claim):
             }
 
     def newest_epoch(self) -> int:
-        epochs = [0]
-        with storage_errors("read", self.session):
-            for rank in self.ranks():
-                text, _ = epoch_note(self.session / str(rank))
-                # Ignore a number that is longer than a header can have.
-                if text.isdecimal() and text.isascii() and len(text) < 19:
-                    epochs.append(int(text))
-        return max(epochs)
+        return max((notes.epoch for notes in self._all_notes()), default=0)
 
     def noted_lineages(self) -> list[Lineage]:
-        with storage_errors("read", self.session):
-            noted = (epoch_note(self.session / str(rank))[1] for rank in sorted(self.ranks()))
-            return list(dict.fromkeys(lineage for lineage in noted if lineage is not None))
+        return list(dict.fromkeys(n.lineage for n in self._all_notes() if n.lineage is not None))
 
-    def noted_trust(self) -> Trust:
-        noted = [TrustNotes(self.session / str(rank)).read() for rank in sorted(self.ranks())]
-        return Trust.of([note for trust in noted for note in trust.notes])
+    def noted_trusts(self) -> Trusts:
+        running = Running()
+        return Trusts.of(notes.trusts(running) for notes in self._all_notes())
+
+    def _all_notes(self) -> list[Notes]:
+        with storage_errors("read", self.session):
+            return [read_notes(self.session / str(rank)) for rank in sorted(self.ranks())]
 
     def _find_token(self) -> str:
         token = ""
@@ -124,26 +110,19 @@ class SeenFolder(Claim):
 
 
 class RankFolder(SeenFolder):
-    """A rank's folder on this node, claimed by this process.
+    """A rank's folder on this node, claimed by this process; made if it is missing.
 
-    The constructor also removes the unfinished files of dead processes.
-
-    Args:
-        root: The store's directory; made with access for this user alone if it is missing.
-        session_id: The training run.
-        rank: Rank of the folder.
-        timeout_s: Deadline, in seconds, of a wait for another process that starts or ends here.
-
-    Raises:
-        StorageError: The directory cannot be used, or a live process of another job owns the
-            folder.
+    The constructor also removes the unfinished files of dead processes. It raises StorageError if
+    the directory cannot be used, or a live process of another job owns the folder until the
+    deadline.
     """
 
     def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._noted: tuple[int, Lineage | None] | None = None
-        self._writing = threading.Lock()
+        self._job = frozenset[str]()
         super().__init__(root, session_id, rank)
+        self._notes = NotesFile(self.path)
 
     @property
     def is_ours(self) -> bool:
@@ -155,11 +134,10 @@ class RankFolder(SeenFolder):
     def restore(self) -> None:
         """Make the folder again, which holds nothing then, if it was removed under this process.
 
-        Raises:
-            StorageError: It cannot be made, or another node's store is in the place of this one.
+        Raises StorageError if that fails, or another node's store is in the place of this one.
         """
         # What each claim, and each epoch, leaves in the folder as long as it is there.
-        mark = self.path / (EPOCH_NAME if self._noted else OWNER_NAME)
+        mark = self.path / (NOTES_NAME if self._noted else OWNER_NAME)
         with storage_errors("make again", self.path):
             if os.path.lexists(mark):
                 return
@@ -178,66 +156,45 @@ class RankFolder(SeenFolder):
             self.path,
         )
         self.times_restored += 1
-        if self._noted is not None:
-            self._write_epoch(*self._noted)
+        self._write_epoch()
 
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
-        """Note durably that an epoch has begun; see :class:`Claim`.
-
-        The lineage of the previous epoch stays in the note until the new epoch has one.
-        """
+        """See :class:`Claim`; the lineage of the last epoch stays until the new one has its own."""
         self.restore()
         with storage_errors("read", self.session):
             for rank in sorted(self.ranks()):
                 folder = self.session / str(rank)
                 _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
-            _, lineage = epoch_note(self.path)
-        self._note(epoch, lineage)
+            lineage = read_notes(self.path).lineage
+        self._job = frozenset(owners)
+        self._note_epoch(epoch, lineage)
 
     def note_lineage(self, lineage: Lineage) -> None:
-        self._note(lineage.epoch.number, lineage)
+        self._note_epoch(lineage.epoch.number, lineage)
 
-    def note_resume(self, resumes: Resumes) -> None:
+    def change(self, change: Callable[[Notes], Notes], *, in_handler: bool = False) -> None:
+        if not in_handler:
+            self.restore()
+        self._notes.change(change, in_handler=in_handler)
+
+    def forget_starts(self) -> None:
+        super().forget_starts()
+        # Also in the folders that no rank of the job writes: the first rank here does that.
+        folders = {rank: self.session / str(rank) for rank in self.ranks()}
+        written = {rank for rank, f in folders.items() if str(owner_of(f)) in self._job}
+        if self.rank == min(written, default=None):
+            for rank in folders.keys() - written:
+                NotesFile(folders[rank]).forget_starts()
+
+    def _note_epoch(self, epoch: int, lineage: Lineage | None) -> None:
         self.restore()
-        TrustNotes(self.path).note_resume(resumes)
-
-    def take_back_resume(self, resumes: Resumes) -> None:
-        TrustNotes(self.path).take_back_resume(resumes)
-
-    def forget_resumes(self) -> None:
-        # Also in other ranks' folders, some of which no rank on this node writes any more.
-        for rank in self.ranks():
-            TrustNotes(self.session / str(rank)).forget_resumes()
-
-    def note_mark(self, mark: Mark) -> None:
-        self.restore()
-        TrustNotes(self.path).note_mark(mark)
-
-    def note_measured(self, measured: Measured) -> None:
-        self.restore()
-        TrustNotes(self.path).note_measured(measured)
-
-    def forget_measured(self, is_over: Callable[[Checkpoint], bool]) -> None:
-        # Also in other ranks' folders, some of which no rank on this node writes any more.
-        for rank in self.ranks():
-            TrustNotes(self.session / str(rank)).forget_measured(is_over)
-
-    def note_drained(self, drained: Collection[Checkpoint]) -> None:
-        self.restore()
-        TrustNotes(self.path).note_drained(drained)
-
-    def _note(self, epoch: int, lineage: Lineage | None) -> None:
-        self.restore()
-        self._write_epoch(epoch, lineage)
         self._noted = epoch, lineage
+        self._write_epoch()
 
-    def _write_epoch(self, epoch: int, lineage: Lineage | None) -> None:
-        note = self.path / EPOCH_NAME
-        lineage_json = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
-        # A thread that is not waited for any more may be writing.
-        with self._writing, storage_errors("write", note):
-            write_note(note, f"{epoch}{lineage_json}")
-            sync_folder(self.path)
+    def _write_epoch(self) -> None:
+        if self._noted is not None:
+            epoch, lineage = self._noted
+            self._notes.change(lambda notes: replace(notes, epoch=epoch, lineage=lineage))
 
     def _find_token(self) -> str:
         """Read or make the node's name, and claim the folder, under the lock of the store."""
@@ -279,11 +236,7 @@ class RankFolder(SeenFolder):
 
 
 def lock_store(root: Path, timeout_s: float) -> AbstractContextManager[object]:
-    """Lock a store, so that no other process starts or cleans up there inside the ``with``.
-
-    Raises:
-        StorageError: Another process held the lock until the deadline, or locking failed.
-    """
+    """Lock a store, so that no other process starts or cleans up there; raises StorageError."""
     path = root / LOCK_NAME
     with storage_errors("lock", path):
         require_own_file(path)
@@ -302,8 +255,9 @@ def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: fl
     owner = owner_of(folder)
     if owner is None or is_ours(owner):
         return
-    has_left = lambda: owner not in Running()  # noqa: E731
-    if not wait_until(has_left, min(_LEAVING_S, timeout_s), shortest_s=_SHORTEST_PAUSE_S):
+    # Half of it, so that this error comes before that of storage that has not answered in time.
+    until_s = min(_LEAVING_S, timeout_s / 2)
+    if not wait_until(lambda: owner not in Running(), until_s, shortest_s=0.05):
         raise StorageError(
             f"{folder} is in use by process {owner.pid} of a job that is still running: "
             f"end it, or give this job another session_id or directory"
@@ -313,6 +267,6 @@ def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: fl
 def _remove_leftovers(folder: Path, running: Running) -> None:
     if owner_of(folder) in running:
         return
-    for leftover in (*folder.glob(f"*{DIRTY}"), *folder.glob(f"*{RECYCLED_BEFORE}")):
+    for leftover in folder.glob(f"*{DIRTY}"):
         logger.info("removing %s, which a process that is gone left behind", leftover)
         leftover.unlink(missing_ok=True)

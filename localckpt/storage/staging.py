@@ -30,11 +30,7 @@ _LOCK = ".lock"
 
 
 class StagingFolder:
-    """Names of the staging buffers of one store or writer in shared memory.
-
-    Attributes:
-        path: Directory of the buffers.
-    """
+    """Names of the staging buffers of one store or writer in shared memory."""
 
     def __init__(self) -> None:
         self.path = SHARED_MEMORY
@@ -45,11 +41,7 @@ class StagingFolder:
         self._locking = threading.Lock()
 
     def new_path(self) -> Path:
-        """Return a path for a new buffer, and make the lock that marks its maker as alive.
-
-        Raises:
-            OSError: The lock file cannot be made.
-        """
+        """Return a path for a new buffer, and make the lock that marks its maker as alive."""
         with self._locking:
             if self._release is None:
                 lock = self.path / f"{self._owner}{_LOCK}"

@@ -1,39 +1,44 @@
-"""Interface of a node's checkpoint storage, and the life cycle of its slots.
+"""Interface of a node's checkpoint storage, and its slots: memory reserved for one piece each.
 
-Managers use this module and ``slot.py``. Implementations are ``disk.py``, ``memory.py``, and
-``hooks.py`` for a user's own storage.
+A store reserves a slot. The slot is filled from a state of this rank, or by a peer, and committed
+once. In the end it is released, or discarded together with the files written from it.
+
+Implementations are ``directory.py``, ``memory.py``, and ``hooks.py`` for a user's own storage.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from localckpt.ids import Checkpoint, CkptID, ShardIdentity, ShardRecord
+from localckpt.errors import MismatchError, StorageError
+from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.lineage import Lineage
 from localckpt.memory.limits import memory_limits
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import MemorySource, ShardSource, read_header
 from localckpt.storage.buffers import Buffer
+from localckpt.storage.catalog import Problem
+from localckpt.storage.notes import TrustNotes
 from localckpt.storage.preflight import MemoryNeeds
-from localckpt.storage.problem import Problem
-from localckpt.storage.slot import Slot
-from localckpt.trust import Mark, Measured, Resumes, Trust
+from localckpt.storage.write import Digests
+from localckpt.threads import Task
+from localckpt.trust import Trusts
 
-__all__ = ["Claim", "Store", "Stored"]
+if TYPE_CHECKING:
+    import torch
+
+    from localckpt.memory.gpu_copies import CopiesUnderWay
+
+__all__ = ["Claim", "Slot", "Store", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Piece in a store, or a file that cannot be used.
-
-    Attributes:
-        name: Name of the file, for messages; empty if there is no file.
-        record: Record of the piece; ``None`` for a file that cannot be used.
-        problem: Problem of a file that cannot be used; else ``None``.
-    """
+    """Piece in a store, or a file that cannot be used, with its problem."""
 
     name: str
     record: ShardRecord | None = None
@@ -43,7 +48,7 @@ class Stored:
         return f"{self.name}: {self.problem or self.record}"
 
 
-class Claim:
+class Claim(TrustNotes):
     """One rank's claim on its part of a store, and the notes in it; this base class keeps none."""
 
     owner = ""
@@ -56,13 +61,8 @@ class Claim:
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
         """Note that an epoch has begun, so that its number is known without any of its shards.
 
-        Args:
-            epoch: Number of the epoch.
-            owners: Owners of the job's ranks that share this store.
-            timeout_s: Deadline, in seconds, of a wait for another job that is ending.
-
-        Raises:
-            StorageError: Another job is alive here, or the epoch cannot be noted.
+        ``owners`` are those of the job's ranks that share this store. Raises StorageError if
+        another job is alive here until the deadline, or the epoch cannot be noted.
         """
 
     def noted_lineages(self) -> list[Lineage]:
@@ -70,54 +70,18 @@ class Claim:
         return []
 
     def note_lineage(self, lineage: Lineage) -> None:
-        """Note an epoch's lineage, before the epoch saves for the first time.
+        """Note an epoch's lineage, before it saves for the first time; raises StorageError."""
 
-        Raises:
-            StorageError: The lineage cannot be noted here.
-        """
-
-    def noted_trust(self) -> Trust:
-        """Return the notes here on starts of the job in vain, and on marks of checkpoints."""
-        return Trust()
-
-    def note_resume(self, resumes: Resumes) -> None:
-        """Note that the job resumes from a checkpoint; raises StorageError."""
-
-    def take_back_resume(self, resumes: Resumes) -> None:
-        """Remove one note of :meth:`note_resume`, also in a signal handler; raises StorageError."""
-
-    def forget_resumes(self) -> None:
-        """Remove this session's notes of :meth:`note_resume`; raises StorageError."""
-
-    def note_mark(self, mark: Mark) -> None:
-        """Note a mark; raises StorageError."""
-
-    def note_measured(self, measured: Measured) -> None:
-        """Note the metric of a checkpoint, unless it is noted; raises StorageError."""
-
-    def forget_measured(self, is_over: Callable[[Checkpoint], bool]) -> None:
-        """Remove all ranks' notes here of metrics of checkpoints that are over.
-
-        Raises:
-            StorageError: They cannot be removed.
-        """
-
-    def note_drained(self, drained: Collection[Checkpoint]) -> None:
-        """Note which checkpoints were drained to shared storage, and no others.
-
-        Raises:
-            StorageError: They cannot be noted here.
-        """
+    def noted_trusts(self) -> Trusts:
+        """Return the notes here on trust in checkpoints."""
+        return Trusts()
 
 
 class Store(ABC):
     """One rank's access to the pieces of its node.
 
-    One thread saves and loads, another one receives the pieces of other ranks.
-
-    Args:
-        domain: Name of the failure domain; ranks with the same domain share a store.
-        claim: This rank's claim on the store.
+    Ranks with the same ``domain``, the failure domain, share a store. One thread saves and loads,
+    another one receives the pieces of other ranks.
     """
 
     keeps_images = True
@@ -136,20 +100,12 @@ class Store(ABC):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
-        """Reserve memory for a piece.
+        """Reserve memory for a piece; for ``is_kept`` see :class:`Slot`.
 
-        Args:
-            identity: Identity of the piece.
-            nbytes: Size of its image.
-            timeout_s: Deadline, in seconds, of a wait for older saves.
-            is_kept: True if the slot may be committed; see :class:`Slot`.
-
-        Raises:
-            StorageError: There is no room.
-            MismatchError: This store cannot keep pieces of this kind.
-            CheckpointingException: Older saves used all memory until the deadline.
+        Raises StorageError if there is no room, MismatchError if this store cannot keep pieces of
+        this kind, and CheckpointingException if older saves used all memory until the deadline.
         """
-        slot = Slot(identity, nbytes, self._plan, is_kept=is_kept)
+        slot = Slot(identity, nbytes, is_kept=is_kept)
         # Listed before it has memory, so that after an interrupt or an error the slot is still
         # released or discarded.
         self._slots.append(slot)
@@ -157,30 +113,24 @@ class Store(ABC):
         return slot
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
-        """Return the memory that saves take here, besides replicas; raises StorageError.
-
-        Args:
-            nbytes: Size of this rank's image.
-        """
+        """Return the memory that saves of an image take, without replicas."""
         return MemoryNeeds(nbytes, 1, 0, 0, memory_limits())
 
     def limit_buffers(self, count: int) -> None:  # noqa: B027 - not all stores have more than one
         """Use no more than ``count`` staging buffers for each image from now on."""
 
     @abstractmethod
-    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
-        """Return what the ``_save`` hook is called with to commit filled slots, in their order.
+    def commit(self, slots: Sequence[Slot]) -> None:
+        """Commit filled slots, in their order, each once.
 
-        A slot is committed once.
-
-        Raises:
-            StorageError: The store refused, or a slot was given back.
+        Raises StorageError if the store refused, or a slot was given back, and CorruptShardError if
+        an image from a peer does not match its digests.
         """
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Release slots whose pieces are committed, or will not be.
+        """Release slots whose pieces are committed, or will not be, and that nobody writes.
 
-        Unfinished files are removed; committed pieces stay. No write of the slots may be under way.
+        Unfinished files are removed; committed pieces stay.
         """
         with ExitStack() as steps:
             # An ExitStack, so that an error in one release does not prevent the others.
@@ -199,10 +149,7 @@ class Store(ABC):
         self._forget(slot)
 
     def discard(self, slots: Sequence[Slot]) -> None:
-        """Release the slots of a failed save, and remove what was written of their pieces.
-
-        Their memory may still be read or written.
-        """
+        """Remove what a failed save has written; the memory of its slots may still be in use."""
         for slot in slots:
             slot.give_up()
         with ExitStack() as steps:
@@ -228,15 +175,17 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, identity: ShardIdentity) -> ShardSource:
-        """Open the image of a piece that any rank of this node has committed.
-
-        Raises:
-            StorageError: The piece is not here, or cannot be opened.
-        """
+        """Open the image of a piece that a rank of this node has committed; raises StorageError."""
 
     @abstractmethod
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
         """Keep a bad piece from being read again."""
+
+    def clean_up(self, iteration: int) -> None:  # noqa: B027 - the managers prune other stores
+        """Prune older checkpoints, in a store that prunes by itself: an iteration is complete."""
+
+    def clean_up_failed_save(self, iteration: int) -> None:  # noqa: B027 - as above
+        """Remove what is here of an iteration whose save failed, beside its slots."""
 
     @abstractmethod
     def close(self) -> None:
@@ -248,16 +197,13 @@ class Store(ABC):
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
         """Take memory that the slot owns; raises as :meth:`reserve`."""
 
-    @abstractmethod
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
         """Reclaim the memory of a slot, which is no longer in use."""
+        self._drop_memory(slot)
 
     @abstractmethod
     def _drop_memory(self, slot: Slot) -> None:
         """Retire a slot's memory, which may still be in use, even if the slot has not noted it."""
-
-    def _plan(self, slot: Slot) -> None:  # noqa: B027 - not all stores have something to plan
-        """Prepare the commit of a filled slot."""
 
     def _remove_unfinished(self, identity: ShardIdentity) -> bool:
         """Remove the unfinished file of a piece; return whether there was one."""
@@ -270,3 +216,181 @@ class Store(ABC):
         slot.forget_content()
         with suppress(ValueError):
             self._slots.remove(slot)
+
+
+class Slot:
+    """Memory reserved in a store for one piece.
+
+    The writer gives the memory back as soon as it has written the image, for the next save to
+    reuse. Every other reader of the image holds the slot: see :meth:`hold` and :meth:`reading`.
+
+    A slot that is not kept is a bounce buffer, whose image is only read into a state, and is never
+    committed.
+
+    Attributes:
+        covered_nbytes: Bytes of the image that the digests cover, once the slot is filled.
+        gpu: GPU that the memory is page-locked for.
+        reserved_at: Time when the slot got its memory, by ``time.monotonic()``.
+        source: Source of the image for ranks that keep a replica, once the slot is filled.
+    """
+
+    def __init__(self, identity: ShardIdentity, nbytes: int, *, is_kept: bool = True) -> None:
+        self.identity = identity
+        self.nbytes = nbytes
+        self.is_kept = is_kept
+        self.covered_nbytes = 0
+        self.gpu: torch.device | None = None
+        self.source: ShardSource | None = None
+        self._buffer: Buffer | None = None
+        self.reserved_at = time.monotonic()
+        self._is_over = False
+        self._stop_filling: Callable[[], None] = _nothing
+        self._digests: Digests = "compute"
+        self._copies: CopiesUnderWay | None = None
+        self._computing: Task[None] | None = None
+
+    # Reserved.
+
+    def take(self, buffer: Buffer) -> None:
+        """Record the memory that the store gives to the slot."""
+        self._buffer = buffer
+        self.reserved_at = time.monotonic()
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """Memory of the slot; ``None`` if it has none, or another slot has taken it over."""
+        buffer = self._buffer
+        return buffer if buffer is not None and buffer.owner is self else None
+
+    @property
+    def image(self) -> memoryview:
+        """Writable bytes of the image, until it is written; :meth:`reading` is for readers.
+
+        Raises StorageError once the memory was given back, and no reader holds it.
+        """
+        buffer = self.required()
+        if not (buffer.in_use or buffer.readers):
+            raise StorageError(
+                f"the memory of {self.identity} was given back once it was written, so its image "
+                f"cannot be read there"
+            )
+        return buffer.view[: self.nbytes]
+
+    def pin(self, gpu: torch.device | None) -> None:
+        """Page-lock the memory for copies from a GPU, if there is one."""
+        if gpu is not None:
+            self.gpu = gpu
+            self.required().pin(gpu)
+
+    def begin_filling(self, stop: Callable[[], None]) -> None:
+        """Note that writes into the memory begin, which ``stop`` ends and waits for.
+
+        If it raises CheckpointingException, they go on, and the memory is neither freed nor reused.
+        """
+        self._stop_filling = stop
+
+    # Filled.
+
+    def filled(
+        self,
+        covered_nbytes: int,
+        source: ShardSource,
+        *,
+        is_complete: bool,
+        copies: CopiesUnderWay | None = None,
+        computing: Task[None] | None = None,
+    ) -> None:
+        """Note that the image is complete, but for copies and digests that are still under way.
+
+        A writer that does not wait for the task of ``computing`` computes the digests again.
+        """
+        self.covered_nbytes, self.source = covered_nbytes, source
+        self._copies, self._computing = copies, computing
+        self._digests = "done" if is_complete else "compute"
+
+    def arrived(self) -> None:
+        """Note that the image is complete, sent by a peer or computed here from peers' data.
+
+        The writer verifies a shard's digests, and computes those of any other piece. Raises
+        MismatchError for another shard's image.
+        """
+        header = read_header(MemorySource(self.image))
+        if header.identity != self.identity:
+            raise MismatchError(
+                f"expected a replica of {self.identity}, and {header.identity} arrived: the ranks "
+                f"have not called save() equally often"
+            )
+        self.covered_nbytes = header.digests_start
+        self._digests = "check" if self.identity.is_shard else "compute"
+
+    def await_copied(self) -> None:
+        """Wait for the end of all copies into the slot; raises CheckpointingException."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def await_digests(self) -> None:
+        """Wait for the copies and for the task that computes the digests; raises their errors."""
+        self.await_copied()
+        if self._computing is not None:
+            self._computing.result()
+
+    def hold(self, reader: Hashable) -> None:
+        """Keep the memory from being reused before :meth:`end_hold`, even once it is written."""
+        self.required().readers.add(reader)
+
+    def end_hold(self, reader: Hashable) -> None:
+        """Note that a reader no longer needs the image. May be called again."""
+        buffer = self.buffer
+        if buffer is None or reader not in buffer.readers:
+            return
+        # The task of a save that was given up may still write digests into the memory, and the next
+        # image there would get them. It waits only for copies from a GPU, which have a deadline.
+        if self._computing is not None:
+            self._computing.wait()
+        buffer.readers.discard(reader)
+
+    @contextmanager
+    def reading(self) -> Iterator[memoryview]:
+        """Context in which the image is read and its memory is not reused; raises StorageError."""
+        reader = object()
+        image = self.image
+        self.hold(reader)
+        try:
+            yield image
+        finally:
+            self.end_hold(reader)
+
+    # Committed.
+
+    @property
+    def digests(self) -> Digests:
+        """Work on the digests that is left for the image's writer."""
+        computing = self._computing
+        if computing is not None and computing.done() and computing.error is None:
+            return "done"
+        return self._digests
+
+    def required(self) -> Buffer:
+        """Return the memory; raises StorageError once the slot was given back."""
+        buffer = self.buffer
+        if buffer is None or self._is_over:
+            raise StorageError(f"{self.identity} is not written: its save was given up")
+        return buffer
+
+    # Released, or discarded.
+
+    def give_up(self) -> None:
+        """Refuse all further filling and committing."""
+        self._is_over = True
+
+    def end_filling(self) -> None:
+        """Wait until all writes into the memory have ended; raises as ``stop`` does."""
+        self._stop_filling()
+
+    def forget_content(self) -> None:
+        """Drop all references to the state. The buffer is kept: it may still be being sent."""
+        self.source, self._copies, self._stop_filling = None, None, _nothing
+
+
+def _nothing() -> None:
+    """Do nothing: no writes into the slot's memory have begun."""

@@ -1,7 +1,7 @@
 """Writes of images behind training: hash, write, fsync and rename.
 
-A :class:`ShardWrite` is plain data, which a thread of the trainer can carry out, or a worker
-process without torch. After any error the file is removed, and never written to again.
+A :class:`ShardWrite` is plain data, which a thread of the trainer carries out. After any error the
+file is removed, and never written to again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
@@ -20,10 +22,20 @@ from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
-from localckpt.storage.slot import Digests
 from localckpt.threads import Task, end_all
 
-__all__ = ["ShardWrite", "replace_file", "reserve", "sync_folder", "write_range", "write_shard"]
+__all__ = [
+    "Digests",
+    "ShardWrite",
+    "replace_file",
+    "reserve",
+    "sync_folder",
+    "write_range",
+    "write_shard",
+]
+
+Digests = Literal["compute", "check", "done"]
+"""Work on an image's digests that is left for its writer."""
 
 _WRITE_NBYTES = 16 << 20
 # Limit of consecutive writes that make no progress, after which the device counts as broken.
@@ -37,10 +49,7 @@ class ShardWrite:
     """Image that is to be committed as a piece of this node.
 
     Attributes:
-        buffer: Buffer with the image.
-        nbytes: Size of the image.
         covered_nbytes: Bytes of the image that the digests cover.
-        identity: Identity of the piece.
         digests: Work that is left on the digests.
         dirty: Path of the file until it is complete.
         final: Path of the committed file.
@@ -62,25 +71,25 @@ class ShardWrite:
 
 
 def write_shard(write: ShardWrite) -> None:
-    """Commit an image.
-
-    Raises:
-        StorageError: The disk or shared memory failed. The unfinished file is removed.
-        CorruptShardError: An image from a peer does not match its digests.
-    """
+    """Commit an image, or remove its file, and raise StorageError or CorruptShardError."""
     # This view keeps the memory mapped if the save is given up and its buffer closed meanwhile.
     view = write.buffer.view
     try:
         if len(view) < write.nbytes:
             raise StorageError(f"{write.identity} is not written: its save was given up")
-        digests = _DigestsBeside(write, view[: write.nbytes])
+        # Beside the write, in a thread that no longer uses the image when this returns.
+        digests = Task(partial(_finish_digests, write, view[: write.nbytes]))
         try:
+            try:
+                digests.start("localckpt-hash", daemon=False)
+            except RuntimeError:
+                digests.run()
             if write.in_place:
-                _commit_in_place(write, digests.wait)
+                _commit_in_place(write, digests.take_result)
             else:
-                _write_file(write, view, digests.wait)
+                _write_file(write, view, digests.take_result)
         finally:
-            digests.end()
+            end_all([digests])
     finally:
         write.buffer.give_back()
 
@@ -113,13 +122,8 @@ def write_range(
 ) -> None:
     """Write ``view[start:stop]`` to offset ``base + start`` of a file.
 
-    Args:
-        fd: The file.
-        view: Bytes of the file from ``base`` on.
-        start, stop: Range of the view to write.
-        direct: True if the file is open with O_DIRECT, which needs whole pages: ``view`` must then
-            begin at a page boundary, and contain all of its last page.
-        base: Offset of the view in the file.
+    With O_DIRECT (``direct``), ``view`` must begin at a page boundary, and contain all of its last
+    page.
     """
     end = round_up(stop, PAGE_NBYTES) if direct else stop
     fruitless = 0
@@ -136,11 +140,7 @@ def write_range(
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Replace a small file atomically; durable once :func:`sync_folder` has synced its folder.
-
-    Raises:
-        OSError: The file system refused; the old file stays.
-    """
+    """Replace a small file atomically; durable once :func:`sync_folder` has synced its folder."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
     try:
@@ -151,28 +151,6 @@ def replace_file(path: Path, data: bytes, mode: int) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-
-
-class _DigestsBeside:
-    """Thread that computes or checks the digests of an image during its write."""
-
-    def __init__(self, write: ShardWrite, image: memoryview) -> None:
-        self._task = Task(lambda: _finish_digests(write, image))
-        # No executor: it accepts no work while the interpreter exits, when saves may still end.
-        try:
-            self._task.start("localckpt-hash", daemon=False)
-        except RuntimeError:
-            self._task.run()
-        except BaseException as interrupt:  # noqa: BLE001 - raised once it does not run
-            end_all([self._task], None, interrupt)
-
-    def wait(self) -> None:
-        """Wait for the digests; raises CorruptShardError if a check failed."""
-        self._task.take_result()
-
-    def end(self) -> None:
-        """Wait until the thread no longer uses the image."""
-        end_all([self._task])
 
 
 def _finish_digests(write: ShardWrite, image: memoryview) -> None:

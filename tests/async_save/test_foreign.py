@@ -11,32 +11,40 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from localckpt.async_save.foreign import ForeignOutcome, WaitForTrainer
+from localckpt.async_save.foreign import HandedOver, WaitForTrainer
 
 _PATIENCE_S = 20.0
 
 
-def test_who_comes_after_the_trainer_has_closed_does_nothing_to_what_has_its_place(
+def _handed_over(error: str | None = None, timeout_s: float = _PATIENCE_S) -> HandedOver:
+    return HandedOver(lambda: error, timeout_s)
+
+
+def test_who_comes_after_the_trainer_has_closed_does_not_wait_for_what_has_its_place(
     tmp_path: Path,
 ) -> None:
-    outcome = ForeignOutcome()
-    outcome.close()
-    outcome.close()
+    call = _handed_over()
+    assert isinstance(call.function, WaitForTrainer)
+    fd = call.function.fd
+    call.close()
+    call.close()
 
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
-    if other != outcome.place.fd:
-        os.dup2(other, outcome.place.fd)
+    if other != fd:
+        os.dup2(other, fd)
         os.close(other)
-    WaitForTrainer(outcome.place, _PATIENCE_S)()
-    outcome.report("too late")
+    began = time.monotonic()
+    call.function()
+    call.task.run()
 
-    os.close(outcome.place.fd)
-    assert (tmp_path / "other").read_bytes() == b""
+    os.close(fd)
+    assert call.is_closed
+    assert time.monotonic() - began < _PATIENCE_S / 2
 
 
-def _ends_when(outcome: ForeignOutcome, event: Callable[[], object]) -> bool:
+def _ends_when(call: HandedOver, event: Callable[[], object]) -> bool:
     """Whether a waiting process waits until an event, and not after it."""
-    waiting = threading.Thread(target=WaitForTrainer(outcome.place, _PATIENCE_S))
+    waiting = threading.Thread(target=call.function)
     waiting.start()
     time.sleep(0.1)
     waited = waiting.is_alive()
@@ -45,27 +53,28 @@ def _ends_when(outcome: ForeignOutcome, event: Callable[[], object]) -> bool:
     return waited and not waiting.is_alive()
 
 
-def test_a_process_waits_until_the_trainer_has_reported_or_closed() -> None:
-    told, closed = ForeignOutcome(), ForeignOutcome()
+def test_a_process_waits_until_the_trainer_is_done_or_has_closed() -> None:
+    good, bad, closed = _handed_over(), _handed_over("it went wrong"), _handed_over()
 
-    assert _ends_when(told, lambda: told.report(None))
+    assert _ends_when(good, good.task.run)
+    assert _ends_when(bad, bad.task.run)
     assert _ends_when(closed, closed.close)
-    told.close()
+    assert good.await_error() is None
+    assert bad.await_error() == "it went wrong"
 
 
 def test_a_process_does_not_wait_for_a_trainer_that_is_dead() -> None:
     code = (
         "import os, pickle, time\n"
-        "from localckpt.async_save.foreign import ForeignOutcome\n"
-        "outcome = ForeignOutcome()\n"
-        "os.write(1, pickle.dumps(outcome.place))\n"
+        "from localckpt.async_save.foreign import HandedOver\n"
+        "call = HandedOver(lambda: None, 20.0)\n"
+        "os.write(1, pickle.dumps(call.function))\n"
         "os.close(1)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
-        place = pickle.loads(trainer.stdout.read())
-        waiting = threading.Thread(target=WaitForTrainer(place, _PATIENCE_S))
+        waiting = threading.Thread(target=pickle.loads(trainer.stdout.read()))
         waiting.start()
         waiting.join(0.1)
         waited = waiting.is_alive()
@@ -79,10 +88,10 @@ def test_a_process_does_not_wait_for_a_trainer_that_is_dead() -> None:
 
 
 def test_a_process_waits_no_longer_than_it_may() -> None:
-    outcome = ForeignOutcome()
+    call = _handed_over(timeout_s=0.05)
     began = time.monotonic()
 
-    WaitForTrainer(outcome.place, 0.05)()
+    call.function()
 
     assert 0.05 <= time.monotonic() - began < _PATIENCE_S
-    outcome.close()
+    call.close()

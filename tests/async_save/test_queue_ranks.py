@@ -419,7 +419,7 @@ def _one_dies_while_it_agrees(rank: int, world_size: int, killed: int) -> Any:
     one.queue.maybe_finalize_async_calls(blocking=True)
     if rank == killed:
         # With the word that it will not pass a certain poll.
-        one.queue._agreement._watch._promise = lambda margin: os.kill(os.getpid(), signal.SIGKILL)
+        one.queue._watch._promise = lambda margin: os.kill(os.getpid(), signal.SIGKILL)
     one.schedule(None, name="b")
     raised, deadline = None, time.monotonic() + PATIENCE_S
     while raised is None and time.monotonic() < deadline:

@@ -63,12 +63,10 @@ def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_gen
 
 
 @given(_found)
-def test_complete_checkpoints_come_newest_first_by_attempt_and_then_by_iteration(
-    found: Found,
-) -> None:
+def test_complete_checkpoints_without_a_lineage_come_by_iteration(found: Found) -> None:
     complete = complete_checkpoints(Inventory.found(found))
 
-    order = [(c.generation.epoch, c.iteration) for c in complete]
+    order = [(c.iteration, c.generation) for c in complete]
 
     assert order == sorted(order, reverse=True)
 
@@ -116,15 +114,6 @@ def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
         "iteration 100 (generation 2.1, 2 ranks) lacks the shards of ranks 0; "
         "iteration 100 (generation 1.5, 2 ranks) lacks the shards of ranks 1"
     )
-
-
-@pytest.mark.fault("old-files")
-def test_a_later_attempt_beats_a_higher_iteration_of_an_abandoned_one() -> None:
-    records = [_record(1, 9, 100, 0, 1), _record(2, 1, 95, 0, 1), _record(1, 8, 90, 0, 1)]
-
-    complete = complete_checkpoints(Inventory.found({"a": records}))
-
-    assert [c.iteration for c in complete] == [95, 100, 90]
 
 
 def test_two_jobs_that_share_a_generation_and_an_iteration_are_ordered_by_their_size() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints, judge_newest
-from localckpt.availability.explain import explain
-from localckpt.availability.explanation import Explanation
+from localckpt.availability.explanation import Explanation, explain
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity, ShardRecord
-from localckpt.storage.problem import Problem
+from localckpt.lineage import EpochId, Lineage, Point
+from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Stored
 
 Found = Mapping[str, Sequence[ShardRecord]]
@@ -80,9 +81,9 @@ def test_what_is_called_complete_is_what_coverage_finds_in_its_order(inventory: 
     found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
     assert found == complete_checkpoints(Inventory.found(inventory))
     assert explanation.newest == explanation.loads == _newest(inventory)
-    # None of them says what it resumed from: as earlier versions did, by epoch.
+    # None of them says what it resumed from.
     versions = [
-        (c.generation.epoch, c.iteration, c.generation.sequence, c.world_size)
+        (c.iteration, *c.generation, c.world_size)
         for c in (standing.checkpoint for standing in explanation.checkpoints)
     ]
     assert versions == sorted(versions, reverse=True)
@@ -192,8 +193,14 @@ def test_ranges_name_all_numbers_and_no_others(numbers: set[int]) -> None:
 
 
 def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> None:
-    old = [_record(3, 1, 1150, rank, 4) for rank in range(4)]
-    new = [_record(3, 2, 1200, rank, 4) for rank in range(4)]
+    went_back = Lineage(EpochId(3, 0), "elsewhere", 1100, given_up=(Point(EpochId(2, 0), 1200),))
+    old, new = (
+        [
+            ShardRecord(replace(record.identity, lineage=went_back), record.nbytes)
+            for record in (_record(3, sequence, iteration, rank, 4) for rank in range(4))
+        ]
+        for sequence, iteration in ((1, 1150), (2, 1200))
+    )
     inventory = {
         "/gathered/node0": [*old[:2], *new[:2]],
         "/gathered/node1": [*old[:2], *new[:2]],
@@ -224,6 +231,10 @@ Iteration 1200 (generation 3.2, 4 ranks) is newer, and lacks:
 Iteration 1200 (generation 2.9, 4 ranks) is of an earlier attempt: the job went back, and saved \
 iteration 1150 later.
 Iteration 1150 survives the loss of any one node. It is lost together with A+B, or C+D.
+Lineages:
+  epoch 2-00000000, nothing more is known of it: iterations 1200
+  epoch 3-00000000, from elsewhere, after iteration 1100: iterations 1150,1200; it went back from \
+iteration 1200 of epoch 2-00000000
 Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
     )
 

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt import Best, CheckpointingException, Retention
-from localckpt.availability.durability import Durability
-from localckpt.availability.found import Found
+from localckpt.availability.durability import Durability, Found
 from localckpt.availability.retention import Retirement, node_rules, rules
 from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.replication.strategies import NoReplication
-from localckpt.trust import Mark, Measured, Trust
 
 _VALUES = st.none() | st.sampled_from([-math.inf, 0.5, 1.0, 2.0, math.inf])
 _RETENTIONS = st.builds(
@@ -37,16 +35,14 @@ class _Job:
 
     def save(self, iteration: int, value: float | None, bad: bool = False) -> Retirement | None:
         checkpoint = _checkpoint(iteration)
-        measured = None if value is None else Measured(checkpoint, "loss", value)
-        if bad:
-            self.known.marks[checkpoint] = Mark(checkpoint, "bad", "")
-        self.known.add(checkpoint, _kept(iteration), measured)
+        metric = None if value is None else ("loss", value)
+        self.known.note(checkpoint, mark="bad" if bad else None, metric=metric)
+        self.known.add(checkpoint, _kept(iteration))
         return self.known.keep(iteration, self.retention)
 
     def restart(self) -> None:
         known = self.known
-        trust = Trust.of([*known.marks.values(), *known.measured.values()])
-        found = Found({c: _kept(c.iteration) for c in known.complete}, [], "", trust)
+        found = Found({c: _kept(c.iteration) for c in known.complete}, [], "", known.trusts)
         self.known = JobCheckpoints(NoReplication(1.0, None))
         self.known.take_in(Found.from_json(json.loads(json.dumps(found.to_json()))))
 
@@ -113,7 +109,8 @@ def test_what_the_job_went_back_from_is_not_best() -> None:
     job.known.job_has_looked = True
     job.known.began(Lineage(EpochId(2, 7), "local", 1, (Point(epoch, 1),), (Point(epoch, 3),)))
     again = Checkpoint(Generation(2, 7 << 28), 2, 1)
-    job.known.add(again, _kept(2), Measured(again, "loss", 5.0))
+    job.known.note(again, metric=("loss", 5.0))
+    job.known.add(again, _kept(2))
 
     over = job.known.keep(2, job.retention)
 

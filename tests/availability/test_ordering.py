@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
-from localckpt.availability.durability import durability_saved
-from localckpt.availability.found import Found
+from localckpt.availability.durability import Found, durability_saved
+from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory
-from localckpt.availability.lineage_tree import branches, tree
 from localckpt.availability.ordering import newest_first, overruled, unrelated
 from localckpt.availability.retention import Retention
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardRecord
@@ -296,17 +295,6 @@ def test_the_order_is_total_and_the_same_for_all_whatever_lineages_claim(
             of_epoch.setdefault(checkpoint.generation.epoch_id, []).append(checkpoint.iteration)
     for iterations in of_epoch.values():
         assert iterations == sorted(iterations, reverse=True)
-    # What people are shown of it stands, too.
-    found = branches(checkpoints, lineages)
-    assert len(tree(found)) == len({branch.epoch for branch in found})
-
-
-@given(_CHECKPOINTS)
-def test_what_earlier_versions_wrote_is_ordered_as_they_did(checkpoints: list[Checkpoint]) -> None:
-    def version(c: Checkpoint) -> tuple[int, int, int, int]:
-        return c.generation.epoch, c.iteration, c.generation.sequence, c.world_size
-
-    assert newest_first(checkpoints, {}) == sorted(set(checkpoints), key=version, reverse=True)
 
 
 _OLD, _OLDER, _NEW = EpochId(2, 0), EpochId(1, 0), EpochId(3, 9)
@@ -323,9 +311,7 @@ def test_what_has_no_lineage_compares_with_what_has_one_by_iteration_unless_give
         {},
     )
 
-    # Of those without, the later epoch overrules, as it always did.
-    assert newest_first([old, older, new], {_NEW: knows_nothing}) == [new, old, older]
-    assert newest_first([older, new], {_NEW: knows_nothing}) == [older, new]
+    assert newest_first([old, older, new], {_NEW: knows_nothing}) == [older, new, old]
     assert newest_first([older, new], {_NEW: went_on}) == [new, older]
     assert went_on.ancestors == (Point(_OLD, 50),)
 
@@ -423,40 +409,40 @@ def test_a_job_that_says_nothing_went_on_from_elsewhere_if_it_saves_above_all_th
     assert gives_up == [origin == "nothing"] * len(seen)
 
 
-def test_the_tree_shows_where_lines_part_and_what_is_left_of_each() -> None:
+def test_the_lineages_are_listed_with_their_sources_and_what_they_gave_up() -> None:
     known: dict[EpochId, Lineage] = {}
     first = _begin(1, Resumed(), [], known)
     second = _begin(2, Resumed("local", 18, first), [Point(first.epoch, 18)], known)
     back = _begin(3, Resumed("local", 10, first), [Point(second.epoch, 25)], known)
     shared = _begin(1, Resumed("shared", 5000, second), [], known)
     there = [
-        *(_checkpoint(second.epoch, n) for n in (19, 20, 21, 22, 25)),
+        *(_checkpoint(second.epoch, n) for n in (19, 20, 21, 25)),
         *(_checkpoint(back.epoch, n) for n in (11, 12)),
         _checkpoint(shared.epoch, 5012),
         _checkpoint(_OLD, 7),
     ]
+    shards = [replace(c.shard(0, "run"), lineage=known.get(c.generation.epoch_id)) for c in there]
 
-    found = branches(there, known)
+    explanation = explain(Inventory.found({"node": [ShardRecord(shard, 1) for shard in shards]}))
 
-    assert tree(found) == [
-        "  epoch 1-00000065, from the beginning: nothing",
+    lines = str(explanation).splitlines()
+    assert lines[lines.index("Lineages:") + 1 :] == [
+        "  epoch 2-00000000, nothing more is known of it: iterations 7",
+        "  epoch 2-00000066, from iteration 18 of epoch 1-00000065: iterations 19-21,25",
         (
-            "    epoch 3-00000067, from iteration 10 of epoch 1-00000065: iterations 11, 12; it "
+            "  epoch 3-00000065, from iteration 5000 of shared storage, of epoch 2-00000066: "
+            "iterations 5012"
+        ),
+        (
+            "  epoch 3-00000067, from iteration 10 of epoch 1-00000065: iterations 11-12; it "
             "went back from iteration 25 of epoch 2-00000066, iteration 18 of epoch 1-00000065"
         ),
-        "    epoch 2-00000066, from iteration 18 of epoch 1-00000065: 5 iterations from 19 to 25",
-        (
-            "      epoch 3-00000065, from iteration 5000 of shared storage, of epoch 2-00000066: "
-            "iteration 5012"
-        ),
-        "  epoch 2-00000000, nothing more is known of it: iteration 7",
     ]
-    assert [branch.to_json()["parent"] for branch in found] == [
+    assert [epoch["parent"] for epoch in explanation.to_json()["lineages"]] == [
         None,
-        "1-00000065",
         "1-00000065",
         "2-00000066",
-        None,
+        "1-00000065",
     ]
 
 

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.inventory import Inventory, ranks_by_node
-from localckpt.availability.readers import LONG_RUN_NBYTES, assign_readers, reader_of
-from localckpt.availability.reshard import Take, TensorGroup
+from localckpt.availability.reshard import (
+    LONG_RUN_NBYTES,
+    assign_readers,
+    group_tensors,
+    plan_reshard,
+)
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation
-from localckpt.state_dict.part_stream import PRIVATE
+from localckpt.state_dict.saved_shard import PRIVATE
 
 
 def _inventory(world_size: int, saved_by: int, held: list[list[int]], ranks: int) -> Inventory:
@@ -85,10 +89,15 @@ def test_a_long_run_is_read_by_the_rank_that_wants_it_if_its_node_has_the_shard(
     columns: str, rows: int, nodes: list[str], reader: int
 ) -> None:
     width = LONG_RUN_NBYTES // 4 // 256
-    saved = TensorGroup("w", ((((0, _ROWS),), ((0, width),))))
+    shape = _ROWS, width
+    whole = ((0, _ROWS),), ((0, width),)
     part = (((0, rows),), ((0, width if columns == "all" else width // 2),))
-    take = Take(0, 7, TensorGroup("w", part), saved, None, part)
+    wanted, tables = group_tensors([("w", "float32", shape, part, "")])
+    for equal_on, expected in (("all", reader), (PRIVATE, 1)):
+        saved, _ = group_tensors([("w", "float32", shape, whole, equal_on)])
 
-    assert reader_of(take, 4, {7: 1}, nodes, {7: [nodes[1]]}) == reader
-    private = take._replace(saved=saved._replace(equal_on=PRIVATE))
-    assert reader_of(private, 4, {7: 1}, nodes, {7: [nodes[1]]}) == 1
+        plan = plan_reshard(
+            *({7: list(saved)}, {0: list(wanted)}, tables, {7: 1}, nodes), held={7: [nodes[1]]}
+        )
+
+        assert [take.reader for take in plan.takes] == [expected]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints
-from localckpt.availability.explain import explain
-from localckpt.availability.inventory import Inventory
-from localckpt.availability.recoverable import Nodes, groups_to_compute, least_losses, minimal
+from localckpt.availability.explanation import explain
+from localckpt.availability.inventory import Inventory, Nodes
+from localckpt.availability.recoverable import groups_to_compute, least_losses, minimal
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation, Group, ShardRecord
 from localckpt.replication.schemes import SCHEMES
@@ -90,11 +90,11 @@ def test_a_shard_is_computed_from_whichever_group_can() -> None:
     records.append(ShardRecord(_CHECKPOINT.shard(2, "run").of_kind("sum"), 7, group))
     inventory = Inventory.found({"a": records}, codes=_CODES)
 
-    assert groups_to_compute(_CHECKPOINT, inventory, {}, ()) == {0: group}
+    assert groups_to_compute(_CHECKPOINT, inventory, ()) == {0: group}
     assert explain(inventory).checkpoints[0].computed == {0: "sum"}
     assert "sum" in str(explain(inventory))
     with pytest.raises(NoReplicasAvailableError, match="the shard of rank 0"):
-        groups_to_compute(_CHECKPOINT, inventory, {}, {0})
+        groups_to_compute(_CHECKPOINT, inventory, {0})
     without_codes = Inventory.found({"a": records})
     with pytest.raises(NoReplicasAvailableError, match="the shard of rank 0"):
-        groups_to_compute(_CHECKPOINT, without_codes, {}, ())
+        groups_to_compute(_CHECKPOINT, without_codes, ())

@@ -22,7 +22,7 @@ from localckpt.availability.reshard import (
     require_equal,
 )
 from localckpt.errors import MismatchError
-from localckpt.state_dict.regions import Region, whole
+from localckpt.state_dict.boxes import Region, whole
 
 Element = tuple[int, ...]
 

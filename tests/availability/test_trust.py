@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation
-from localckpt.trust import Drained, Mark, Measured, Note, Resumes, Trust, choose, is_orderly
+from localckpt.lineage import EpochId, Lineage
+from localckpt.storage.notes import Notes
+from localckpt.storage.owner import Owner
+from localckpt.trust import Trust, Trusts, choose, is_orderly
 
 _CHECKPOINTS = st.builds(
     Checkpoint,
@@ -19,50 +22,75 @@ _CHECKPOINTS = st.builds(
     st.integers(0, 5),
     st.integers(1, 2),
 )
-_RESUMES = st.builds(Resumes, _CHECKPOINTS, st.integers(1, 5), st.integers(1, 4))
-_MARKS = st.builds(
-    Mark, _CHECKPOINTS, st.sampled_from(["bad", "good", "quarantined"]), st.text(max_size=5)
+_STARTS = st.tuples(st.integers(0, 5), st.integers(1, 4))
+_TRUSTS = st.builds(
+    lambda starts, mark, why, is_drained, metric: Trust(
+        *starts, mark, why if mark else "", is_drained, metric
+    ),
+    st.just((0, 0)) | _STARTS,
+    st.sampled_from([None, "bad", "good", "quarantined"]),
+    st.text(max_size=5),
+    st.booleans(),
+    st.none()
+    | st.tuples(
+        st.text(min_size=1, max_size=5),
+        # Zero has two signs, which are equal.
+        st.floats(allow_nan=False).map(lambda value: value + 0.0),
+    ),
 )
-_MEASURED = st.builds(
-    Measured,
-    _CHECKPOINTS,
-    st.text(min_size=1, max_size=5),
-    # Zero has two signs, which are equal.
-    st.floats(allow_nan=False).map(lambda value: value + 0.0),
-)
-_NOTES = st.lists(_RESUMES | _MARKS | st.builds(Drained, _CHECKPOINTS) | _MEASURED, max_size=8)
+_NOTED = st.dictionaries(_CHECKPOINTS, _TRUSTS, max_size=4)
+_NOTES = st.lists(_NOTED, max_size=4)
 _COMPLETE = st.lists(_CHECKPOINTS, unique=True, max_size=6)
 
 
 @given(_NOTES, st.randoms(use_true_random=False))
 def test_notes_are_merged_in_whatever_order_and_however_often_they_are_told(
-    notes: list[Note], order: random.Random
+    notes: list[dict[Checkpoint, Trust]], order: random.Random
 ) -> None:
     shuffled = [*notes, *notes[: len(notes) // 2]]
     order.shuffle(shuffled)
 
-    merged = Trust.of(shuffled)
+    merged = Trusts.of(shuffled)
 
-    assert merged == Trust.of(notes) == Trust.from_json(json.loads(json.dumps(merged.to_json())))
-    for note in notes:
-        if isinstance(note, Resumes):
-            assert merged.count(note.checkpoint) >= note.count
-        if isinstance(note, Drained):
-            assert note.checkpoint in merged.drained
-        if isinstance(note, Measured):
-            assert note.checkpoint in merged.measured
+    assert merged == Trusts.of(notes) == Trusts.from_json(json.loads(json.dumps(merged.to_json())))
+    for noted in notes:
+        for checkpoint, trust in noted.items():
+            assert merged[checkpoint].failed_starts >= trust.failed_starts
+            assert merged[checkpoint].is_drained >= trust.is_drained
+            assert (merged[checkpoint].metric is not None) >= (trust.metric is not None)
+
+
+@given(st.integers(0, 3), _NOTED)
+def test_notes_are_read_as_they_were_written(epoch: int, noted: dict[Checkpoint, Trust]) -> None:
+    known = Trusts({c: trust for c, trust in noted.items() if trust != Trust()})
+    starts = {c: Owner("boot", 1, 2) for c, trust in known.items() if trust.most_starts}
+    notes = Notes(epoch, Lineage(EpochId(epoch, 7)), known, starts)
+
+    assert Notes.parse(notes.to_text()) == notes
+
+
+def test_of_too_many_notes_those_that_decide_nothing_go_first() -> None:
+    checkpoints = [Checkpoint(Generation(1, n), n, 1) for n in range(2000)]
+    noted = {c: Trust(is_drained=True) for c in checkpoints}
+    noted[checkpoints[0]] = Trust(mark="quarantined", why="w" * 200)
+    noted[checkpoints[1]] = Trust(failed_starts=2, most_starts=3)
+
+    read = Notes.parse(Notes(1, None, Trusts(noted)).to_text()).noted
+
+    assert 500 < len(read) < 2000
+    assert {*read} == {*checkpoints[:2], *checkpoints[2 - len(read) :]}
 
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_every_complete_checkpoint_is_used_or_told_of_once(
-    complete: list[Checkpoint], notes: list[Note], most: int | None
+    complete: list[Checkpoint], notes: list[dict[Checkpoint, Trust]], most: int | None
 ) -> None:
-    choice = choose(complete, Trust.of(notes), most)
+    choice = choose(complete, Trusts.of(notes), most)
 
     told = [*choice.usable, *choice.quarantined, *choice.exhausted]
     assert len(told) == len(complete)
     assert set(told) == set(complete)
-    bad = Trust.of(notes).marked("bad")
+    bad = Trusts.of(notes).marked("bad")
     in_order = [c for c in complete if c in choice.usable]
     assert list(choice.usable) == [
         *(c for c in in_order if c not in bad),
@@ -72,34 +100,33 @@ def test_every_complete_checkpoint_is_used_or_told_of_once(
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_can_load(
-    complete: list[Checkpoint], notes: list[Note], most: int | None
+    complete: list[Checkpoint], notes: list[dict[Checkpoint, Trust]], most: int | None
 ) -> None:
-    trust = Trust.of(notes)
+    trusts = Trusts.of(notes)
 
-    choice = choose(complete, trust, most)
+    choice = choose(complete, trusts, most)
 
-    for checkpoint in choice.quarantined.keys() - trust.marked("quarantined").keys():
+    for checkpoint in choice.quarantined.keys() - trusts.marked("quarantined").keys():
         assert most is not None
-        assert trust.count(checkpoint) >= most
+        assert trusts[checkpoint].failed_starts >= most
         assert any(other.world_size == checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.exhausted:
         assert all(other.world_size != checkpoint.world_size for other in choice.usable)
     if most is None:
         assert not choice.exhausted
-        assert choice.quarantined.keys() <= trust.marked("quarantined").keys()
+        assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()
 
 
 @given(_NOTES)
 def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
-    notes: list[Note],
+    notes: list[dict[Checkpoint, Trust]],
 ) -> None:
-    frontier = Trust.of(notes).frontier
+    frontier = Trusts.of(notes).frontier
 
-    given_up = Trust.of(notes).marked("quarantined")
     tried = [
-        note.checkpoint.iteration
-        for note in notes
-        if isinstance(note, Resumes) or note.checkpoint in given_up
+        checkpoint.iteration
+        for checkpoint, trust in Trusts.of(notes).items()
+        if trust.failed_starts or trust.mark == "quarantined"
     ]
     assert frontier == max(tried, default=-1)
 
@@ -113,27 +140,29 @@ def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
         [[]],
         [5],
         ["123456"],
-        [[1, 1, 1, 1, 0, 1]],
-        [[1, 1, 1, 1, True, 1]],
-        [[1, 1, 1, 1, 10**19, 1]],
-        [[1, 1, -1, 1, 1, 1]],
-        [[1, 1, 1, 0, 1, 1]],
-        [[1, 1, 1, 2**20 + 1, 1, 1]],
+        [[1, 1, 1, 1, True, 1, None, "", 0, None]],
+        [[1, 1, 1, 1, 10**19, 1, None, "", 0, None]],
+        [[1, 1, -1, 1, 1, 1, None, "", 0, None]],
+        [[1, 1, 1, 0, 1, 1, None, "", 0, None]],
+        [[1, 1, 1, 2**20 + 1, 1, 1, None, "", 0, None]],
         [[1, 1, 1, 1]],
-        [[1, 1, 1, 1, "splendid", ""]],
-        [[1, 1, 1, 1, "quarantined", None]],
-        [[1, "1", 1, 1, "quarantined", ""]],
-        [[1, 1, 1, 1, "measured", 0.5]],
-        [[1, 1, 1, 1, "measured", "loss"]],
-        [[1, 1, 1, 1, "measured", "0.5"]],
-        [[1, 1, 1, 1, "measured", "0.5 "]],
-        [[1, 1, 1, 1, "measured", "nan loss"]],
-        [[1, 1, 1, 1, "measured", f"0.5 {'l' * 201}"]],
+        [[1, 1, 1, 1, 0, 0, "splendid", "", 0, None]],
+        [[1, 1, 1, 1, 0, 0, "quarantined", None, 0, None]],
+        [[1, "1", 1, 1, 0, 0, "quarantined", "", 0, None]],
+        [[1, 1, 1, 1, 0, 0, [], "", 0, None]],
+        [[1, 1, 1, 1, 0, 0, None, "", 2, None]],
+        [[1, 1, 1, 1, 0, 0, None, "", [], None]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, 0.5]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, ["loss"]]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, ["", "0.5"]]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, ["loss", "nan"]]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, ["loss", 10**400]]],
+        [[1, 1, 1, 1, 0, 0, None, "", 0, ["l" * 201, "0.5"]]],
     ],
 )
 def test_what_is_no_note_is_refused(told: object) -> None:
     with pytest.raises(MismatchError):
-        Trust.from_json(told)
+        Trusts.from_json(told)
 
 
 def test_a_job_ends_in_order_if_nobody_raised_but_to_end_it() -> None:

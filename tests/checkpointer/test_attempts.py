@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import localckpt
+from localckpt.storage.notes import read_notes
+from localckpt.storage.owner import Owner
 from tests.checkpointer.loops import stores
 from tests.cli.commands import call
 from tests.managers.jobs import MAX_S, error_of, files
@@ -80,8 +82,8 @@ def _crash(nodes: list[Path], world_size: int, *, poisons: bool, memory: bool) -
         group.join(60.0, expect_dead=range(world_size))
 
 
-def _noted(node: Path, rank: int) -> list[str]:
-    return [path.name for path in node.glob(f"session-/{rank}/.resumed-*")]
+def _noted(node: Path, rank: int) -> list[Owner]:
+    return [*read_notes(node / "session-" / str(rank)).starts.values()]
 
 
 def _await(holds: Callable[[], bool]) -> None:
@@ -169,7 +171,7 @@ def test_a_start_that_ends_before_its_first_step_does_not_count(tier: str, tmp_p
         looks.append(_fail(local, 0, **options))
 
     assert looks == [6, 6, 6, 6]
-    assert list(tmp_path.rglob(".resumed-*")) == []
+    assert all(not read_notes(path.parent).starts for path in tmp_path.rglob(".notes"))
 
 
 def test_resuming_again_in_a_living_process_counts_once_and_the_log_says_so(

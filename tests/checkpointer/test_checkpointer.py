@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import time
@@ -412,3 +413,28 @@ def test_a_tensor_parallel_loop_with_a_gradient_scaler_goes_on_bit_for_bit(tmp_p
 
     for whole, resumed in found:
         assert resumed == whole
+
+
+def test_a_save_that_is_complete_is_the_newest_while_the_next_one_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        time.sleep(0.5)
+        fsync(fd)
+
+    seen = []
+    with Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path, every=1000) as checkpointer:
+        checkpointer.resume()
+        monkeypatch.setattr(os, "fsync", slow)
+        checkpointer.save(0)
+        checkpointer.save(1)
+        step = 2
+        while checkpointer.newest != 1:
+            checkpointer.step(step)
+            seen.append(checkpointer.newest)
+            step += 1
+            time.sleep(0.01)
+
+    assert 0 in seen

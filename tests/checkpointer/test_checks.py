@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt.state_dict.views import find_not_finite
+from localckpt.state_dict.replica_digests import find_not_finite
 from tests.checkpointer.loops import stores
 from tests.cli.commands import call
 from tests.managers.jobs import MAX_S, error_of
@@ -132,7 +132,7 @@ def test_what_one_rank_finds_holds_on_all_also_without_its_node(tmp_path: Path) 
     run_ranks(_on_rank, 2, 6, {5: _NAN}, store_per_node=nodes)
 
     # Rank 0 comes back on a node that has lost its notes.
-    for note in nodes[0].rglob(".marks"):
+    for note in nodes[0].rglob(".notes"):
         note.unlink()
     found = run_ranks(_on_rank, 2, 0, {}, store_per_node=nodes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,17 @@ class _Counting(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
+
+
+class _Growing(_Counting):
+    """An optimizer whose groups get a key in a later version of the program."""
+
+    new: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(self.new)
 
 
 class _Part:
@@ -113,6 +124,17 @@ def test_an_optimizer_that_was_renamed_goes_on(
     _run(tmp_path, tier, saved, _Part, 2)
 
     assert _run(tmp_path, tier, given, _Part, 4) == 2
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_an_optimizer_whose_groups_have_a_new_key_is_refused(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(tmp_path, tier, _Growing, _Part, 2)
+    monkeypatch.setattr(_Growing, "new", {"momentum": 0.9})
+
+    with pytest.raises(MismatchError, match=r"given, not saved: .*momentum"):
+        _run(tmp_path, tier, _Growing, _Part, 4)
 
 
 @pytest.mark.parametrize("tier", _TIERS)

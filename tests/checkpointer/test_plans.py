@@ -14,15 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt import Every
-from localckpt.checkpointer import meter
+from localckpt.checkpointer import pulse
 from localckpt.checkpointer.cadence import Costs
-from localckpt.checkpointer.pulse import Plan, Report, judge_reports
-from localckpt.checkpointer.schedule import Schedule
+from localckpt.checkpointer.pulse import NODES, SHARED, Plan, Schedule, judge_reports
 from localckpt.checkpointer.stopping import StopRequests
 
 
-def _judged(every: Every, *reports: Report) -> Plan:
-    return Plan(*judge_reports(every, Every(steps=100), [report.to_json() for report in reports]))
+def _report(step: int, stop: str | None, costs: Costs, saved: tuple[int, int] = (-1, -1)) -> Any:
+    return [step, stop, costs.step_s, costs.save_s, list(saved)]
+
+
+def _judged(every: Every, *reports: Any) -> Plan:
+    return Plan(*judge_reports((every, Every(steps=100)), reports))
 
 
 @given(
@@ -32,69 +35,72 @@ def _judged(every: Every, *reports: Report) -> Plan:
 def test_the_slowest_rank_sets_the_pace(step_s: list[float], save_s: float) -> None:
     every = Every(overhead=0.01)
 
-    plan = _judged(every, *(Report(5, None, Costs(seconds, save_s), (3, 1)) for seconds in step_s))
+    plan = _judged(every, *(_report(5, None, Costs(seconds, save_s), (3, 1)) for seconds in step_s))
 
-    assert plan.interval == every.interval(Costs(max(step_s), save_s))
-    assert (plan.saved, plan.shared_interval, plan.shared_saved) == (3, 100, 1)
+    assert plan.intervals == [every.interval(Costs(max(step_s), save_s)), 100]
+    assert plan.saved == [3, 1]
 
 
 def test_one_rank_that_is_to_stop_stops_all_and_is_named() -> None:
     costs = Costs(0.1, 0.1)
 
     plan = _judged(
-        *(Every(steps=5), Report(5, None, costs), Report(5, "signal SIGTERM", costs)),
-        Report(5, "/stop is there", costs),
+        *(Every(steps=5), _report(5, None, costs), _report(5, "signal SIGTERM", costs)),
+        _report(5, "/stop is there", costs),
     )
 
     assert plan.stop == "rank 1: signal SIGTERM"
-    assert _judged(Every(steps=5), Report(5, None, costs)).stop is None
+    assert _judged(Every(steps=5), _report(5, None, costs)).stop is None
 
 
 def test_a_rank_that_has_measured_nothing_leaves_the_cadence_open() -> None:
     plan = _judged(
-        Every(minutes=1), Report(5, None, Costs(0.1, 0.1)), Report(5, None, Costs(None, None))
+        Every(minutes=1), _report(5, None, Costs(0.1, 0.1)), _report(5, None, Costs(None, None))
     )
 
-    assert plan.interval is None
+    assert plan.intervals[NODES] is None
 
 
 def test_ranks_in_different_steps_are_named_and_have_one_plan() -> None:
     costs = Costs(0.1, 0.1)
 
     plan = _judged(
-        Every(minutes=1), Report(7, None, costs, (5, -1)), Report(6, None, costs, (2, -1))
+        Every(minutes=1), _report(7, None, costs, (5, -1)), _report(6, None, costs, (2, -1))
     )
 
     assert plan.mismatch is not None
     assert "rank 1 called step(6) when rank 0 called step(7)" in plan.mismatch
-    assert (plan.saved, plan.interval) == (5, 600)
+    assert (plan.saved[NODES], plan.intervals[NODES]) == (5, 600)
 
 
 @pytest.mark.parametrize(("saved", "due"), [(5, 15), (9, 19), (12, 22)])
 def test_the_next_save_follows_the_last_one_also_if_that_began_after_the_pulse(
     saved: int, due: int
 ) -> None:
-    schedule = Schedule(Every(minutes=1), None)
+    schedule = Schedule((Every(minutes=1), None))
     schedule.begin(-1)
-    schedule.note_save(saved)
+    schedule.note_save(NODES, saved)
 
-    schedule.follow(Plan(10, None, saved=5), 13, may_save=True)
+    schedule.follow(Plan([10, None], [5, -1]), 13, may_save=True)
 
-    assert [schedule.is_save_due(due - 1), schedule.is_save_due(due)] == [False, True]
+    assert not schedule.is_save_due(NODES, due - 1)
+    assert schedule.is_save_due(NODES, due)
+    assert not schedule.is_save_due(SHARED, due)
 
 
 def test_saves_with_a_cadence_in_steps_follow_from_the_number_of_the_step_alone() -> None:
-    one, other = Schedule(Every(steps=5), None), Schedule(Every(steps=5), None)
+    one, other = Schedule((Every(steps=5), None)), Schedule((Every(steps=5), None))
     one.begin(-1)
     other.begin(6)
 
-    one.note_save(7)
+    one.note_save(NODES, 7)
 
-    assert [one.is_save_due(8), one.is_save_due(9), other.is_save_due(8)] == [False, True, False]
-    other.note_save(10)
-    one.note_save(9)
-    assert [step for step in range(11, 16) if one.is_save_due(step)] == [14, 15]
-    assert [step for step in range(11, 16) if other.is_save_due(step)] == [14, 15]
+    assert [one.is_save_due(NODES, step) for step in (8, 9)] == [False, True]
+    assert not other.is_save_due(NODES, 8)
+    other.note_save(NODES, 10)
+    one.note_save(NODES, 9)
+    for schedule in (one, other):
+        assert [step for step in range(11, 16) if schedule.is_save_due(NODES, step)] == [14, 15]
 
 
 class _Clock:
@@ -108,14 +114,14 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     made = _Clock()
-    monkeypatch.setattr(meter, "time", made)
+    monkeypatch.setattr(pulse, "time", made)
     return made
 
 
 def test_a_save_costs_what_training_waits_and_what_steps_beside_it_take_longer(
     clock: _Clock,
 ) -> None:
-    timed = meter.Meter()
+    timed = pulse.Meter()
 
     def step(seconds: float, waits_s: float = 0.0, *, is_beside_save: bool = False) -> None:
         clock.now += seconds
@@ -189,13 +195,17 @@ def test_a_file_that_cannot_be_looked_at_stops_no_job(
 
 def test_a_file_and_a_function_ask_to_stop(tmp_path: Path) -> None:
     file, told = tmp_path / "stop", [""]
-    requests = _nothing_asked(file=file, ask=lambda: told[0])
+    one, other = (_nothing_asked(file=file, ask=lambda: told[0]) for _ in range(2))
 
-    assert requests.why() is None
+    assert one.why() is None
     told[0] = "maintenance at 9"
-    assert requests.why() == "maintenance at 9"
+    assert one.why() == "maintenance at 9"
     file.touch()
-    assert requests.why() == f"{file} is there"
+    assert other.why() == f"{file} is there"
+    file.unlink()
+    told[0] = ""
+    # What was told once holds.
+    assert [one.why(), other.why()] == ["maintenance at 9", f"{file} is there"]
 
 
 def test_a_function_that_fails_asks_nothing_and_is_logged(

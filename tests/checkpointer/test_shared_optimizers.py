@@ -213,10 +213,10 @@ def test_an_optimizer_that_was_changed_is_refused_on_the_nodes_as_well(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("class", r"AdamW.*SGD.*saved, not given: betas.*given, not saved: momentum"),
+        ("class", r"AdamW.*SGD.*saved, not given: .*betas.*given, not saved: .*momentum"),
         ("class of torch with the same keys", r"saved as optimizer torch.optim.adamw.AdamW, given"),
         ("fewer parameters", r"its parameters are others \(saved, not given: late.weight\)"),
-        ("groups", r"divide the parameters otherwise: saved with \[2\] .* given with \[1, 1\]"),
+        ("groups", r"divide the parameters otherwise .*param_groups\[1\] of 1 parameters"),
     ],
 )
 def test_an_optimizer_that_was_changed_is_an_error_before_anything_is_changed(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,22 @@ from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
 _WORLD = 2
-# A step, 2 s to hear of the signal, the grace time and 2 s; and on a machine that is busy torch
-# alone takes many seconds to exit.
-_ENDED_S = stopped_program.STEP_S + 2 + stopped_program.GRACE_S + 2 + 20
-_PATIENCE_S = 60.0
+# A step, 2 s to hear of the signal, the grace time and 2 s.
+_ENDED_S = stopped_program.STEP_S + 2 + stopped_program.GRACE_S + 2
+# Of starts and ends on a machine that is busy.
+_PATIENCE_S = 120.0
+_LONG = pytest.mark.timeout(400)
+
+
+def _exits_s() -> float:
+    """Measure how long two processes at once take to import torch and to exit, here and now.
+
+    The exit alone takes torch a second of the processor, which is many seconds on a busy machine.
+    """
+    began = time.monotonic()
+    ranks = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(_WORLD)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    return time.monotonic() - began
 
 
 class _Job:
@@ -65,6 +78,14 @@ class _Job:
         lines = [line.split() for line in self.text(rank).splitlines()]
         return next(int(line[1]) for line in reversed(lines) if line[:1] == [word])
 
+    def await_end(self) -> list[int]:
+        """Wait until both have ended; their exit codes."""
+        until = time.monotonic() + _PATIENCE_S
+        while any(rank.poll() is None for rank in self.ranks):
+            assert time.monotonic() < until, [self.text(rank) for rank in range(_WORLD)]
+            time.sleep(0.02)
+        return [rank.returncode for rank in self.ranks]
+
     def await_(self, holds: Callable[[], bool]) -> None:
         until = time.monotonic() + _PATIENCE_S
         while not holds():
@@ -84,66 +105,74 @@ def _job(folder: Path, *, slow: str = "", tier: str = "nodes", steps: int = 1000
             rank.wait()
 
 
-@pytest.mark.parametrize("slow", ["fsync", "hangs"])
-@pytest.mark.parametrize("tier", ["nodes", "shared"])
+@_LONG
+@pytest.mark.parametrize(
+    ("tier", "slow"),
+    [
+        *product(["nodes", "shared"], ["fsync", "hangs"]),
+        *(("nodes", stopped_program.BEGIN), ("nodes", stopped_program.END)),
+    ],
+)
 def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_complete(
     tier: str, slow: str, tmp_path: Path
 ) -> None:
     with _job(tmp_path, slow=slow, tier=tier) as job:
-        job.await_(lambda: "step 22\n" in job.text(0))
-        (tmp_path / "slow").touch()
+        job.await_(lambda: any(tmp_path.glob("slow*")))
         # Some save begins, and is in the way of the next.
         time.sleep(20 * stopped_program.STEP_S)
         began = time.monotonic()
 
         job.ranks[1].send_signal(signal.SIGTERM)
-        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+        codes = job.await_end()
 
         took_s = time.monotonic() - began
         texts = [job.text(rank) for rank in range(_WORLD)]
         stopped = {job.number(rank, "stopped") for rank in range(_WORLD)}
-        newest = job.number(0, "newest")
+        newest = min(job.number(rank, "newest") for rank in range(_WORLD))
     assert codes == [0, 0], texts
-    assert took_s < _ENDED_S, texts
+    assert took_s < _ENDED_S + _exits_s(), texts
     assert len(stopped) == 1
     where = "safe on the nodes" if tier == "nodes" else "on shared storage"
     assert all(f"step {max(stopped)} is not {where}" in text for text in texts)
-    (tmp_path / "slow").unlink()
+    for flag in tmp_path.glob("slow*"):
+        flag.unlink()
 
     if tier == "shared":
         assert newest == max(stopped)
         shutil.rmtree(tmp_path / "nodes")
     with _job(tmp_path, steps=1) as job:
-        assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+        assert job.await_end() == [0, 0], job.text(0)
         first = job.number(0, "resumed")
     # It has looked whether the state is that of the step before.
     assert first - 1 >= (newest if tier == "nodes" else 19)
 
 
+@_LONG
 def test_storage_that_answers_has_the_last_step_on_both_tiers(tmp_path: Path) -> None:
     with _job(tmp_path) as job:
         job.await_(lambda: "step 12\n" in job.text(0))
 
         job.ranks[1].send_signal(signal.SIGTERM)
-        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+        codes = job.await_end()
 
         stopped = job.number(0, "stopped")
     assert codes == [0, 0]
     for lost in ("shared", "nodes"):
         shutil.move(tmp_path / lost, tmp_path / "lost")
         with _job(tmp_path, steps=0) as job:
-            assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+            assert job.await_end() == [0, 0], job.text(0)
             assert job.number(0, "resumed") == stopped + 1
         shutil.rmtree(tmp_path / lost, ignore_errors=True)
         shutil.move(tmp_path / "lost", tmp_path / lost)
 
 
+@_LONG
 @pytest.mark.parametrize("slow_from", ["resume", "first save"])
 def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
     slow_from: str, tmp_path: Path
 ) -> None:
     with _job(tmp_path, steps=2) as job:
-        assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+        assert job.await_end() == [0, 0], job.text(0)
     if slow_from == "resume":
         # The first step notes that this start is counted.
         (tmp_path / "slow at resume").touch()
@@ -155,12 +184,12 @@ def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
         began = time.monotonic()
 
         job.ranks[1].send_signal(signal.SIGTERM)
-        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+        codes = job.await_end()
 
         took_s = time.monotonic() - began
         texts = [job.text(rank) for rank in range(_WORLD)]
     assert codes == [0, 0], texts
-    assert took_s < _ENDED_S, texts
+    assert took_s < _ENDED_S + _exits_s(), texts
     assert all("is not safe on the nodes" in text for text in texts)
 
 

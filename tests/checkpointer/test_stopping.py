@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from localckpt import Checkpointer
+from localckpt import Checkpointer, CheckpointingException
 
 _AT_ONCE_S = 5.0
 
@@ -99,6 +100,17 @@ def test_of_two_the_open_one_hears_a_signal_that_the_closed_one_left_to_it(tmp_p
             assert (first.why(), second.why()) == (None, "signal SIGTERM")
 
 
+@pytest.fixture
+def pythons_ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, whatever a framework that was used before has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    yield
+
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_ctrl_c")
 def test_ctrl_c_among_the_stop_signals_stops_in_order_and_interrupts_when_it_comes_again(
     tmp_path: Path,
 ) -> None:
@@ -113,3 +125,32 @@ def test_ctrl_c_among_the_stop_signals_stops_in_order_and_interrupts_when_it_com
             signal.raise_signal(signal.SIGINT)
 
     assert checkpointer.stopped
+
+
+def test_an_interrupt_in_a_call_is_said_by_the_next_and_nothing_on_disk_is_lost(
+    tmp_path: Path,
+) -> None:
+    steps: list[int] = []
+
+    def give() -> int:
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        return len(steps)
+
+    parts = {"m": torch.nn.Linear(1, 1), "own": (give, lambda _: None)}
+    with Checkpointer(parts, local=tmp_path, every=1, events=()) as checkpointer:
+        steps.append(checkpointer.resume())
+        checkpointer.step(0)
+        checkpointer.wait_until_finished()
+        steps.append(1)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.step(1)
+
+        for call in (checkpointer.step, checkpointer.wait_until_finished):
+            with pytest.raises(CheckpointingException, match=r"step\(\) of this Checkpointer was"):
+                call()
+        checkpointer.close()
+
+    steps.clear()
+    with Checkpointer(parts, local=tmp_path, events=()) as checkpointer:
+        assert checkpointer.resume() == 1

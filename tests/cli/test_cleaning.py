@@ -16,9 +16,8 @@ from filelock import FileLock
 import localckpt
 from localckpt.errors import StorageError
 from localckpt.storage import staging
-from localckpt.storage.catalog import find_staging
+from localckpt.storage.catalog import Problem, find_staging, quarantine
 from localckpt.storage.owner import Owner, Running, owner_of
-from localckpt.storage.problem import Problem, quarantine
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, make_manager, resume, state_of
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
@@ -158,7 +157,7 @@ def test_what_was_quarantined_takes_no_other_name_and_goes_where_it_is_not_neede
 
 def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
     older, _ = only_shards(store)
-    older.write_bytes(older.read_bytes().replace(b"localckpt-2", b"localckpt-9"))
+    older.write_bytes(older.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
     aside = older.rename(f"{older}.corrupt")
 
     answer = call("clean", store, "--corrupt", "--json").json()

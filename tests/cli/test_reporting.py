@@ -16,7 +16,7 @@ import pytest
 from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines
 from tests.cli.commands import call
-from tests.report.jobs import STEP_S, PaperJob
+from tests.cli.jobs import STEP_S, PaperJob
 
 
 def write(events: list[Event], folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localckpt.replication.survival import survivability
+from localckpt.cli.survival import survivability
 from tests.cli.commands import Answer, call, run
 
 _DOCS = Path(__file__).parents[2] / "docs"

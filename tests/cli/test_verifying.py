@@ -7,6 +7,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_good_file_under_another_session_is_bad(store: Path) -> None:
 
 def test_a_file_of_another_version_is_not_called_good(store: Path) -> None:
     path = only_shards(store)[0]
-    path.write_bytes(path.read_bytes().replace(b"localckpt-2", b"localckpt-9"))
+    path.write_bytes(path.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
 
     answer = call("verify", store)
 
@@ -149,24 +150,26 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_bad_only_if_it_kept_its_
     is_retired: bool, tmp_path: Path
 ) -> None:
     with make_manager("disk", tmp_path, "run") as manager:
-        manager.save({"large": torch.arange(2_000_000)}, 1)
+        # Several threads read ahead of what is overwritten.
+        manager.save({"large": torch.arange(8_000_000)}, 1)
     (session,) = find_sessions(tmp_path)
     (shard,) = session.shards()[0]
     reads: list[int] = []
+    is_first = threading.Lock()
 
     def overwrite(nbytes: int) -> None:
         reads.append(nbytes)
-        if sum(reads) - nbytes < 5_000_000 <= sum(reads):
+        if is_first.acquire(blocking=False):
             path = shard.path
             if is_retired:
                 path = shard.path.rename(shard.path.with_suffix(".dirty"))
             with open(path, "r+b") as file:
-                file.seek(9_000_000)
+                file.seek(63_000_000)
                 file.write(bytes(100))
 
     outcome = session.verify(shard, overwrite)
 
-    assert sum(reads) > 9_000_000
+    assert sum(reads) > 63_000_000
     assert outcome is None if is_retired else isinstance(outcome, UncountedFile)
 
 

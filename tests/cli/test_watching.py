@@ -14,8 +14,8 @@ import pytest
 
 from localckpt.events.event import Event
 from tests.cli.commands import call
+from tests.cli.jobs import PaperJob
 from tests.cli.test_reporting import write
-from tests.report.jobs import PaperJob
 
 _MAX_S = 60
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ _KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
 
 def _slurm_torchrun() -> list[str]:
     text = _SLURM.read_text().replace("\\\n", " ")
-    found = re.search(r"^srun (?:--\S+ )*torchrun (.*) &$", text, re.MULTILINE)
+    found = re.search(r"^srun .* torchrun (.*) &$", text, re.MULTILINE)
     assert found
     values = {
         "SLURM_NNODES": "2",
@@ -90,6 +94,65 @@ def test_ranks_have_time_to_save_before_the_limit_of_slurm() -> None:
     assert told
     assert given
     assert int(given[1]) < int(told[1])
+
+
+_STAND_INS = {
+    # Runs what follows the options, as the one task of a step.
+    "srun": """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+""",
+    "scancel": """#!/bin/bash
+echo "scancel $*"
+""",
+    "scontrol": """#!/bin/bash
+echo "scontrol $*"
+""",
+    # Starts a rank, which starts a worker; each says that it was told to stop.
+    "torchrun": f"""#!{sys.executable}
+import signal, subprocess, sys, time
+
+def stop(*_):
+    print(name, "stopped", flush=True)
+    below and below.kill()
+    sys.exit()
+
+name = sys.argv[1] if len(sys.argv) == 2 else "torchrun"
+signal.signal(signal.SIGTERM, stop)
+next_name = {{"torchrun": "rank", "rank": "worker"}}.get(name)
+below = next_name and subprocess.Popen([sys.executable, __file__, next_name])
+print(name, "began", flush=True)
+below.wait() if below else time.sleep(60)
+""",
+}
+
+
+def test_the_batch_script_stops_the_ranks_and_not_the_workers_of_their_loaders(
+    tmp_path: Path,
+) -> None:
+    for name, text in _STAND_INS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "1",
+    }
+    with subprocess.Popen(
+        ["bash", str(_SLURM)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as batch:
+        assert batch.stdout is not None
+        told = [batch.stdout.readline()]
+        while "worker began" not in told[-1]:
+            told.append(batch.stdout.readline())
+
+        batch.send_signal(signal.SIGUSR1)
+        rest, _ = batch.communicate(timeout=60)
+
+    assert rest.splitlines() == ["rank stopped", "scontrol requeue 7"]
+    assert batch.returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {*_STAND_INS}
 
 
 @pytest.mark.parametrize("system", ["slurm", "kubernetes"])

@@ -21,7 +21,7 @@ def test_the_reference_has_every_public_name_once() -> None:
 
     named = [
         *re.findall(
-            r"^::: localckpt\.(?:megatron\.|replication\.survival\.)?(\w+)$",
+            r"^::: localckpt\.(?:megatron\.|cli\.survival\.|replication\.loss_chances\.)?(\w+)$",
             "\n".join(pages),
             re.MULTILINE,
         )

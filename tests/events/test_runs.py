@@ -127,7 +127,7 @@ def test_a_save_that_fails_and_a_run_that_does_are_recorded(tmp_path: Path) -> N
         train()
 
     failed = [event for event in sink.named("save") if event.outcome == "failed"]
-    assert [(event.step, event.error_class) for event in failed] == [(1, "SaveFailedError")]
+    assert [(event.step, event.error_class) for event in failed] == [(1, "StorageError")]
     assert "could not make again" in failed[0].details["error"]
     assert (sink.events[-1].name, sink.events[-1].outcome) == ("run_ended", "failed")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
+from localckpt.state_dict.header import FORMAT_VERSION, NO_PARTS, Skeleton
 
 __all__ = ["Parts", "blocks_of", "identity_in", "regions", "sealed"]
 
@@ -66,7 +66,7 @@ class Parts:
 
     def image(self) -> bytes:
         """The whole image, with digests that are right."""
-        framed = frame_skeleton(self.table, self.boxes, self.pickled)
+        framed = Skeleton(self.table, self.boxes, NO_PARTS, self.pickled).join()
         data_nbytes = sum(len(data) for _, _, data in self.slots.values())
         room = sum(len(json.dumps(name)) + 150 + 10 * len(s[1]) for name, s in self.slots.items())
         start = -(-(room + 1000 + len(json.dumps(self.identity.session_id))) // _PAGE_NBYTES)
@@ -91,7 +91,7 @@ class Parts:
 
 def _split(framed: bytes) -> tuple[bytes, bytes, bytes]:
     """Tables of tensors and of boxes, and the pickle."""
-    table, boxes, _, pickled = FORMATS[FORMAT_VERSION].split_skeleton(framed)
+    table, boxes, _, pickled = Skeleton.split(framed)
     return table, boxes, pickled
 
 
@@ -130,12 +130,14 @@ def regions(image: bytes) -> dict[str, tuple[int, int]]:
             found[name] = (start + begin, start + end)
     begin, end = found.pop("__skeleton__")
     table, boxes, _ = _split(image[begin:end])
-    table_end = begin + 16 + len(table)
+    table_end = begin + 24 + len(table)
     boxes_end = table_end + len(boxes)
-    found["lengths of the tables"] = (begin, begin + 16)
-    found["table"] = (begin + 16, table_end)
+    parts_end = boxes_end + len(NO_PARTS)
+    found["lengths of the tables"] = (begin, begin + 24)
+    found["table"] = (begin + 24, table_end)
     found["boxes"] = (table_end, boxes_end)
-    found["pickle"] = (boxes_end, end)
+    found["parts"] = (boxes_end, parts_end)
+    found["pickle"] = (parts_end, end)
     return found
 
 
@@ -146,7 +148,7 @@ def _header(image: bytes) -> tuple[int, dict[str, Any]]:
 
 def _metadata(identity: ShardIdentity) -> dict[str, str]:
     return {
-        "format": "localckpt-2",
+        "format": FORMAT_VERSION,
         "session": identity.session_id,
         "epoch": str(identity.generation.epoch),
         "sequence": str(identity.generation.sequence),

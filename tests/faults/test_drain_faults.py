@@ -27,7 +27,7 @@ from localckpt import (
     LocalCheckpointManager,
     StorageError,
 )
-from localckpt.global_tier import drain_files
+from localckpt.global_tier import staging
 from tests.faults.test_global_killed import assert_nothing_else
 from tests.faults.traced import Fault, Section, Watched, watch
 from tests.managers.jobs import MAX_S, assert_same, error_of
@@ -68,7 +68,7 @@ class _Managers:
     """Managers of one rank; files of a drain are small, so that there are several."""
 
     def __init__(self, root: Path, rank: int) -> None:
-        drain_files.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+        staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
         self.nodes = LocalCheckpointManager(root / f"node{rank}", timeout=MAX_S)
         self.shared = GlobalCheckpointManager(root / "shared", timeout=MAX_S, local=self.nodes)
         self.queue = AsyncCallsQueue(timeout_s=2 * MAX_S)

@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from localckpt import CheckpointingException
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 from tests.faults.forged import (
@@ -322,12 +322,12 @@ def test_a_session_that_is_no_text_does_not_keep_the_others_from_being_found(
 
 @pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize(
-    "text", ["9" * 19, "9" * 30, "9" * 5000, "-1", "", "\0", "x", "٣"], ids=lambda t: repr(t[:20])
+    "text", ["9" * 19, "9" * 30, "9" * 5000, "-1", "", "\0", "x", "[" * 3000], ids=lambda t: t[:20]
 )
 def test_a_garbled_number_of_attempts_does_not_make_later_saves_unreadable(
     text: str, store: tuple[Path, Path, bytes]
 ) -> None:
     root, path, _ = store
-    (path.parent / ".epoch").write_text(text)
+    (path.parent / ".notes").write_text(f'{{"epoch": {text}}}')
 
     go_on(root)

@@ -85,7 +85,7 @@ _THINGS = {
     "socket": _make_socket,
     "folder": _make_folder,
 }
-_NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".epoch", "../../node-token"]
+_NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".notes", "../../node-token"]
 
 
 @pytest.mark.fault("hostile-file")
@@ -172,7 +172,7 @@ def test_commands_neither_follow_nor_change_what_links_in_a_store_lead_to(
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("name", [*_NAMES, ".epoch.new", "../../node-token.new", "../../.lock"])
+@pytest.mark.parametrize("name", [*_NAMES, ".notes.new", "../../node-token.new", "../../.lock"])
 def test_nothing_is_written_through_a_link_to_a_file_outside(
     kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
 ) -> None:
     root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
     path, image = write_store(kind, root)
-    for name in ("a.recycled", "b.dirty", path.name, ".epoch", ".owner"):
+    for name in ("a.recycled", "b.dirty", path.name, ".notes", ".owner"):
         (outside / name).write_bytes(image)
     (path.parent.parent / "5").symlink_to(outside)
 
@@ -204,7 +204,7 @@ def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
         manager.save(small_state(9), 9)
 
     assert {p.name for p in outside.iterdir()} == {
-        *("a.recycled", "b.dirty", path.name, ".epoch", ".owner")
+        *("a.recycled", "b.dirty", path.name, ".notes", ".owner")
     }
     assert all(p.read_bytes() == image for p in outside.iterdir())
 

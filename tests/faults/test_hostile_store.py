@@ -6,23 +6,31 @@ import json
 import os
 import pickle
 import resource
+import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from localckpt import (
     AsyncCallsQueue,
+    AsyncRequest,
+    Checkpointer,
     CheckpointingException,
     GlobalCheckpointManager,
     LocalCheckpointManager,
+    Values,
 )
 from localckpt.ranks import round as rounds
+from localckpt.ranks.opening import Opening
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from tests.checkpointer.loops import stores
@@ -130,19 +138,21 @@ class _Tampering:
         self._store.multi_set(keys, [self._replaced(v) for v in values])
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        if key.endswith("/verdict") and self._is_hit():
+        if key.endswith(("/verdict", "/result")) and self._is_hit():
             self._store.set(key, self._made(desired))
         value: bytes = self._store.compare_set(key, expected, desired)
         return value
 
 
 def _tamper() -> None:
-    init = rounds.Round.__init__
+    for part in (rounds.Round, Opening):
 
-    def with_stranger(self: rounds.Round, store: Any, *args: Any) -> None:
-        init(self, _Tampering(store), *args)
+        def with_stranger(
+            self: Any, store: Any, *args: Any, init: Any = part.__init__, **options: Any
+        ) -> None:
+            init(self, _Tampering(store), *args, **options)
 
-    rounds.Round.__init__ = with_stranger  # type: ignore[method-assign]
+        part.__init__ = with_stranger  # type: ignore[assignment]
 
 
 def _decide(rank: int, number: int) -> None:
@@ -156,6 +166,14 @@ def _decide(rank: int, number: int) -> None:
             )
     finally:
         ranks.abandon()
+
+
+def _call_behind_training(rank: int, number: int) -> None:
+    queue = AsyncCallsQueue(timeout_s=_SHORT_S)
+    # The first rank reports last, so it joins the reports: the other one waits in vain.
+    time.sleep(0.2 * (rank == 0))
+    queue.schedule_async_request(AsyncRequest(None, (), []))
+    queue.close()
 
 
 def _save_shared(rank: int, number: int, root: Path) -> None:
@@ -195,6 +213,55 @@ def _drain(rank: int, number: int, root: Path) -> None:
             _leave(part)
 
 
+def _front_door(rank: int, number: int, root: Path) -> None:
+    for first in (0, 1):
+        value, own = torch.nn.Parameter(torch.zeros(8)), Values(n=0)
+        parts = {"model": torch.nn.ParameterList([value]), "own": own}
+        options: dict[str, Any] = {"stop_signals": (), "events": (), "timeout_s": _SHORT_S}
+        options |= {"session_id": f"run-{number}", "every": 1000, "on_error": "raise"}
+        checkpointer = Checkpointer(parts, local=node_store(), **options)
+        try:
+            assert checkpointer.resume() == first
+            assert value.tolist() == [float(first)] * 8
+            assert own.n == first * (rank + 1)
+            torch.nn.init.constant_(value, 1.0)
+            own.n = rank + 1
+            checkpointer.step(first)
+            checkpointer.close()
+        finally:
+            _leave(checkpointer)
+
+
+def _load_elastic(rank: int, number: int, root: Path) -> None:
+    """Load what three ranks have saved; see :func:`_save_for_others`."""
+    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
+    manager = LocalCheckpointManager(node_store(), "elastic", timeout=_SHORT_S, **options)
+    try:
+        assert manager.find_latest() == 1
+        wanted: Any = torch.zeros_like(_sharded())
+        state, _ = manager.load(into={"w": wanted, "whole": torch.zeros(4), "own": -1})
+        assert wanted.to_local().tolist() == list(range(6 * rank, 6 * rank + 6))
+        assert state["whole"].tolist() == [2.0] * 4
+        assert state["own"] == rank
+    finally:
+        _leave(manager)
+
+
+def _own_value(values: list[Any], rank: int, world_size: int) -> Any:
+    return values[rank]
+
+
+@cache
+def _sharded() -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
+
+
+def _save_for_others(rank: int, world_size: int) -> None:
+    with LocalCheckpointManager(node_store(), "elastic", timeout=30.0) as manager:
+        manager.save({"w": _sharded(), "whole": torch.full((4,), 2.0), "own": rank}, 1)
+
+
 def _leave(manager: Any) -> None:
     """Close a manager as a loop does that an error ends."""
     manager.__exit__(RuntimeError, RuntimeError("left"), None)
@@ -202,10 +269,15 @@ def _leave(manager: Any) -> None:
 
 _PROTOCOLS: dict[str, Callable[..., None]] = {
     "decide": lambda rank, number, root: _decide(rank, number),
+    "queue": lambda rank, number, root: _call_behind_training(rank, number),
     "shared": _save_shared,
     "local": _save_local,
     "drain": _drain,
+    "front door": _front_door,
+    "elastic": _load_elastic,
 }
+_STRIDES = {"decide": 1, "queue": 2, "shared": 3, "local": 4, "drain": 5, "elastic": 6}
+_STRIDES |= {"front door": 12}
 
 
 def _play(
@@ -223,9 +295,11 @@ def _play(
     Returns:
         How often, how often an error was raised, and what was raised that is no error of ours.
     """
+    # A rank may take its whole deadline, while the other has had its error at once.
+    patient = dist.new_group(timeout=timedelta(minutes=5))
     if rank == victim:
         _tamper()
-    hostile, played, raised, foreign = _hostile(marker), 0, 0, []
+    hostile, played, raised, foreign = _hostile(marker), 0, 0, list[str]()
     # Once untouched, so that all is imported.
     _PROTOCOLS[protocol](rank, -1, root)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -235,7 +309,7 @@ def _play(
         _Tampering.make = partial(_reshaped, number=turn)
         if kind == "bytes":
             _Tampering.make = partial(_instead, value=hostile[turn % len(hostile)])
-        dist.barrier()
+        dist.barrier(group=patient)
         try:
             _PROTOCOLS[protocol](rank, number, root)
         except CheckpointingException:
@@ -245,12 +319,16 @@ def _play(
             foreign.append(f"value {number}: {error!r:.300} {place}")
         played += 1
         is_over = torch.tensor([rank == victim and _Tampering.seen <= number], dtype=torch.int32)
-        dist.all_reduce(is_over)
+        dist.all_reduce(is_over, group=patient)
         if is_over.item():
             break
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     if grown > _MOST_NBYTES:
         foreign.append(f"{grown} bytes of memory")
+    _Tampering.at = -1
+    dist.barrier(group=patient)
+    # What was replaced has left nothing behind.
+    _PROTOCOLS[protocol](rank, 10_000, root)
     return played, raised, foreign
 
 
@@ -262,11 +340,14 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
     protocol: str, victim: int, kind: str, tmp_path: Path, long_form: bool
 ) -> None:
     marker = tmp_path / "ran"
-    stride = 1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5}[protocol]
+    stride = 1 if long_form else _STRIDES[protocol]
+    nodes = stores(tmp_path, 1)
+    if protocol == "elastic":
+        run_ranks(_save_for_others, 3, store_per_node=nodes, timeout_s=60.0)
 
     ended = run_ranks(
         *(_play, 2, victim, protocol, kind, stride, marker, tmp_path / "shared"),
-        store_per_node=stores(tmp_path, 1),
+        store_per_node=nodes,
         timeout_s=1800.0 if long_form else 120.0,
     )
 

@@ -50,7 +50,7 @@ from pathlib import Path
 import torch.distributed as dist
 import localckpt
 from tests.async_save import work
-from tests.managers.jobs import MAX_S, cliques, make_manager, state_of
+from tests.managers.jobs import MAX_S, before_commit, cliques, make_manager, state_of
 
 here, root, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 blocks = contextlib.ExitStack()
@@ -60,14 +60,12 @@ if "RANK" in os.environ:
     rank, replicas = dist.get_rank(), cliques(1, 2)
 manager = make_manager(kind, root, "job", replicas, keep_last=1)
 queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
-manager_save = type(manager)._save
 
-def held_up(self, state, ckpt_id):
+def hold_up(ckpt_id):
     if ckpt_id.iteration == 2:
         work.await_file(here / "gate", MAX_S)
-    manager_save(self, state, ckpt_id)
 
-manager._save = held_up.__get__(manager)
+before_commit(manager, hold_up)
 
 def begin_save(iteration):
     request = manager.save(state_of(rank, iteration), iteration, is_async=True)
@@ -76,7 +74,8 @@ def begin_save(iteration):
 def announce_save_in_flight():
     begin_save(2)
     time.sleep(0.2)
-    assert list(manager.store.folder.glob("000000000002.*.dirty")), "the save is not in flight"
+    committed = list(manager.store.folder.glob("000000000002.*.safetensors"))
+    assert queue.get_num_unfinalized_calls() and not committed, "the save is not in flight"
     work.write(here / f"in-flight-{rank}")
 
 def open_gate():

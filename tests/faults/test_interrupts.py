@@ -1,4 +1,4 @@
-"""Interrupts at random moments of every call: what was taken is given back, and the job goes on.
+"""Interrupts at random moments of every call: what was taken is given back, and new objects go on.
 
 An interrupt is what Ctrl-C, a signal handler or a notebook raises in the main thread.
 """
@@ -10,9 +10,9 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import CheckpointingException
 from tests.interrupts import Interrupter
 from tests.managers.jobs import (
     KINDS,
@@ -47,21 +46,24 @@ _CALLS = ("save", "save behind training", "schedule", "poll", "find_latest", "lo
 
 
 class _Trainer:
-    """One rank that is interrupted, and goes on."""
+    """One rank that is interrupted, and makes new objects."""
 
     def __init__(self, kind: str, again_s: float) -> None:
-        self._options = {"keep_last": 2, "staging_threads": 3}
         self._kind = kind
         self.interrupter = Interrupter(7, again_s)
-        self.manager = make_manager(kind, node_store(), "job", **self._options)
-        self.queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
         self.iteration = 0
-        self.refused: Counter[str] = Counter()
         self.into = state_of(0, 0, _NBYTES)
+        self.begin()
+        self._next_save()
+
+    def begin(self) -> None:
+        options = {"keep_last": 2, "staging_threads": 3}
+        self.manager = make_manager(self._kind, node_store(), "job", **options)
+        self.queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
 
     def interrupt(self, name: str) -> None:
-        """Make a call of this name, interrupt it, and have the next save work."""
-        queue, manager = self.queue, self.manager
+        """Make a call of this name, interrupt it, and have new objects find what was complete."""
+        queue, manager, before = self.queue, self.manager, self.interrupter.interrupts
         if name == "save":
             self._call(name, self._next_save)
         elif name == "save behind training":
@@ -70,8 +72,7 @@ class _Trainer:
                 queue.schedule_async_request(request)
         elif name == "schedule":
             request = self._next_save(is_async=True)
-            if self._call(name, lambda: queue.schedule_async_request(request)) is None:
-                del request
+            self._call(name, lambda: queue.schedule_async_request(request))
         elif name == "poll":
             queue.schedule_async_request(self._next_save(is_async=True))
             self._call(name, queue.wait_until_finished)
@@ -82,7 +83,14 @@ class _Trainer:
             manager.find_latest()
             into = self.into if name == "load into" else None
             self._call(name, lambda: manager.load(into=into))
-        self._go_on(name)
+        if self.interrupter.interrupts > before:
+            if queue._interrupted:
+                assert "was interrupted" in error_of(queue.wait_until_finished)
+            self._leave()
+            self.begin()
+        else:
+            queue.wait_until_finished()
+        self._find_what_was_complete(name)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         return self.interrupter.call(name, call)
@@ -93,33 +101,23 @@ class _Trainer:
             state_of(0, self.iteration, _NBYTES), self.iteration, is_async=is_async
         )
 
-    def _go_on(self, name: str) -> None:
-        for work in (self.queue.wait_until_finished, self._next_save):
-            try:
-                work()
-            except CheckpointingException as error:
-                # It says why, and the next one works.
-                self.refused[_kind_of(error)] += 1
-                self.queue.wait_until_finished()
-                self._next_save()
-        assert self.manager.find_latest() == self.iteration
+    def _leave(self) -> None:
+        interrupt = KeyboardInterrupt()
+        for each in (self.queue, self.manager):
+            each.__exit__(KeyboardInterrupt, interrupt, None)
+
+    def _find_what_was_complete(self, name: str) -> None:
+        found = self.manager.find_latest()
+        # Or the one that was interrupted.
+        assert found >= self.iteration - 1, name
         state, _ = self.manager.load()
-        assert_same(state, state_of(0, self.iteration, _NBYTES))
-        assert self.manager.last_load.source == "own node"
-        told = [name, self.iteration, *map(str, self.manager.status())]
-        assert self.manager.status()[0].iteration == self.iteration, told
-        assert len(self.manager.status()) <= 2, told
+        assert_same(state, state_of(0, found, _NBYTES))
+        self.iteration = found
+        self._next_save()
 
     def close(self) -> None:
         self.queue.close()
         self.manager.close()
-
-
-def _kind_of(error: BaseException) -> str:
-    for kind in ("was never scheduled", "KeyboardInterrupt"):
-        if kind in str(error):
-            return kind
-    raise error
 
 
 def _descriptors() -> list[str]:
@@ -139,9 +137,7 @@ def _await_ends_of_threads(at_most: int) -> None:
         time.sleep(0.01)
 
 
-def _interrupt_often(
-    rank: int, world_size: int, kind: str, rounds: int, again_s: float
-) -> tuple[int, dict[str, int]]:
+def _interrupt_often(rank: int, world_size: int, kind: str, rounds: int, again_s: float) -> int:
     trainer = _Trainer(kind, again_s)
     for name in _CALLS:
         trainer.interrupt(name)
@@ -150,7 +146,8 @@ def _interrupt_often(
     for _ in range(rounds):
         for name in _CALLS:
             trainer.interrupt(name)
-    assert staging_nbytes(trainer.manager.store) <= 1.5 * memory
+    # A new manager has a buffer or two more, or less, than the one before at this moment.
+    assert staging_nbytes(trainer.manager.store) <= 3 * memory
     _await_ends_of_threads(threads + 2)
     assert len(_descriptors()) <= len(descriptors) + 8, (descriptors, _descriptors())
     assert len(iterations_on(node_store())) <= 3
@@ -158,7 +155,7 @@ def _interrupt_often(
     assert [name for name in files(node_store()) if not name.endswith(".safetensors")] == []
     with make_manager(kind, node_store(), "job") as manager:
         assert manager.find_latest() == trainer.iteration
-    return trainer.interrupter.interrupts, dict(trainer.refused)
+    return trainer.interrupter.interrupts
 
 
 @pytest.mark.timeout(1800)
@@ -171,7 +168,7 @@ def _interrupt_often(
         pytest.param("memory", 0.003, marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_is_interrupted_in_any_call_goes_on(
+def test_a_rank_that_is_interrupted_in_any_call_finds_what_was_complete(
     kind: str,
     again_s: float,
     node_dirs: Dirs,
@@ -182,7 +179,7 @@ def test_a_rank_that_is_interrupted_in_any_call_goes_on(
     nodes = (node_dirs if kind == "disk" else shm_roots)(1)
     rounds = 30 if long_form else 6
 
-    ((interrupts, refused),) = run_ranks(
+    (interrupts,) = run_ranks(
         _interrupt_often,
         1,
         *(kind, rounds, again_s),
@@ -191,52 +188,47 @@ def test_a_rank_that_is_interrupted_in_any_call_goes_on(
         timeout_s=1200.0 if long_form else 60.0,
     )
 
-    print(f"{interrupts} of {rounds * len(_CALLS)} calls interrupted, then told once: {refused}")
+    print(f"{interrupts} of {rounds * len(_CALLS)} calls interrupted")
     assert interrupts > rounds
     record_property("cases", interrupts)
 
 
 def _interrupt_global_saves(
     rank: int, world_size: int, root: Path, rounds: int, again_s: float
-) -> tuple[int, int]:
-    interrupter, iteration, refused = Interrupter(11, again_s), 0, 0
+) -> int:
+    interrupter, threads = Interrupter(11, again_s), threading.active_count()
 
-    def state() -> dict[str, Any]:
+    def state(iteration: int) -> dict[str, Any]:
         return {"w": torch.full((_NBYTES // 4,), float(iteration)), "iteration": iteration}
 
-    with localckpt.GlobalCheckpointManager(root, timeout=MAX_S, keep_last=2) as manager:
-        manager.save(state(), 0, is_async=False)
-        nbytes = manager._writer._staging._pool.nbytes
-        for _ in range(rounds):
-            for name in ("save", "wait", "load"):
-                iteration += 1
-                if name == "load":
-                    into = {"w": torch.zeros(_NBYTES // 4), "iteration": -1}
-                    interrupter.call(name, lambda i=into: manager.load(i))
-                elif name == "save":
-                    interrupter.call(name, lambda i=iteration: manager.save(state(), i))
-                else:
-                    manager.save(state(), iteration)
-                    interrupter.call(name, manager.wait_until_finished)
-                iteration += 1
-                try:
-                    manager.save(state(), iteration, is_async=False)
-                except CheckpointingException as error:
-                    # What became of the one before, once.
-                    if "it was interrupted" not in str(error):
-                        raise
-                    refused += 1
-                    manager.save(state(), iteration, is_async=False)
-                found = {"w": torch.zeros(_NBYTES // 4), "iteration": -1}
-                assert manager.load(found) == iteration
-                assert_same(found, state())
-                assert manager._writer._staging._pool.nbytes <= nbytes
-    return interrupter.interrupts, refused
+    for turn in range(3 * rounds):
+        with localckpt.GlobalCheckpointManager(root, timeout=MAX_S, keep_last=2) as manager:
+            into, before = state(-1), interrupter.interrupts
+            if turn:
+                # What was complete before the interrupt, or the save that it came into.
+                found = manager.load(into)
+                assert_same(into, state(found))
+                assert found >= 2 * turn - 2
+            number = 2 * turn
+            manager.save(state(number), number, is_async=turn % 3 == 1)
+            if turn % 3 == 0:
+                interrupter.call("save", partial(manager.save, state(number + 1), number + 1))
+            elif turn % 3 == 1:
+                interrupter.call("wait", manager.wait_until_finished)
+            else:
+                interrupter.call("load", partial(manager.load, into))
+            # Unless the interrupt came before the call had begun.
+            if interrupter.interrupts > before and manager._interrupted:
+                assert "was interrupted" in error_of(manager.find_latest)
+            # It holds the root.
+            assert manager._save is None or manager._save.over.wait(MAX_S)
+    _await_ends_of_threads(threads + 2)
+    return interrupter.interrupts
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("again_s", [0.0, pytest.param(0.003, marks=pytest.mark.long)])
-def test_a_rank_that_is_interrupted_in_the_global_tier_goes_on(
+def test_an_interrupt_closes_a_manager_of_shared_storage_and_what_was_complete_stays(
     again_s: float,
     tmp_path: Path,
     long_form: bool,
@@ -244,13 +236,13 @@ def test_a_rank_that_is_interrupted_in_the_global_tier_goes_on(
 ) -> None:
     rounds = 60 if long_form else 8
 
-    ((interrupts, refused),) = run_ranks(
+    (interrupts,) = run_ranks(
         *(_interrupt_global_saves, 1, tmp_path, rounds, again_s),
         init_group=False,
         timeout_s=1200.0 if long_form else 60.0,
     )
 
-    print(f"{interrupts} of {3 * rounds} calls interrupted, of which {refused} were told")
+    print(f"{interrupts} of {3 * rounds} calls interrupted")
     assert interrupts > rounds
     record_property("cases", interrupts)
 
@@ -266,7 +258,7 @@ def _interrupt_one_of_two(rank: int, world_size: int, kind: str) -> list[str]:
         with make_manager(kind, node_store(), "job", replicas, timeout=2.0) as manager:
             manager.save(state_of(rank, 1), 1)
             if rank == 1:
-                manager._save = interrupted
+                manager.store.commit = interrupted
                 with pytest.raises(KeyboardInterrupt):
                     manager.save(state_of(rank, 2), 2)
                 told.append(error_of(lambda: manager.save(state_of(rank, 3), 3)))
@@ -289,7 +281,6 @@ def _interrupt_one_of_two(rank: int, world_size: int, kind: str) -> list[str]:
                 with pytest.raises(KeyboardInterrupt):
                     queue.wait_until_finished()
                 told.append(error_of(queue.wait_until_finished))
-                told.append(error_of(queue.close))
     return told
 
 
@@ -304,9 +295,7 @@ def test_a_rank_that_was_interrupted_beside_others_says_so_and_new_managers_go_o
     assert "rank 1 (last seen:" in waited[0]
     assert "save() cannot be called: save() was interrupted on this rank" in told[0]
     assert "find_latest() cannot be called: save() was interrupted on this rank" in told[1]
-    assert "a poll of this queue was interrupted on this rank" in told[2]
-    assert "call 1 (save) was not finalized" in told[2]
-    assert "a poll of this queue was interrupted" in told[3]
+    assert "of this queue was interrupted on this rank" in told[2]
 
 
 def _strategy(redundancy: str, world_size: int) -> Any:

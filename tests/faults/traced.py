@@ -48,7 +48,7 @@ __all__ = [
 
 _STAGING = "localckpt-staging-"
 _ANSWER_NBYTES = 1 << 20
-_ADMINISTRATION = {"node-token", ".lock", ".epoch"}
+_ADMINISTRATION = {"node-token", ".lock", ".notes"}
 
 
 @dataclass(frozen=True, slots=True)

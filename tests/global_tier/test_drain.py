@@ -35,7 +35,8 @@ from localckpt import (
     PeerLostError,
 )
 from localckpt.events.stream import EventStream
-from localckpt.global_tier import drain_files
+from localckpt.global_tier import drain as drain_module
+from localckpt.global_tier import staging
 from localckpt.global_tier.folders import CommitRecord
 from tests.events.sinks import Kept
 from tests.global_tier.models import (
@@ -460,7 +461,7 @@ def test_what_was_drained_is_known_after_a_restart(kind: str, tmp_path: Path) ->
         assert "Drained to shared storage, too: 1\n" in f"{nodes.explain()}\n"
         nodes.load()
         assert [d.level for d in nodes.status()] == ["local", "drained"]
-        (note,) = tmp_path.rglob(".drained")
+        (note,) = tmp_path.glob("node0/*/*/.notes")
         note.write_text("[7")
         assert nodes.explain().drained == ()
 
@@ -744,12 +745,12 @@ def test_a_damaged_copy_makes_way_for_another_one_on_the_node(tmp_path: Path) ->
 
 @contextmanager
 def _small_files() -> Iterator[None]:
-    before = drain_files.FILE_NBYTES
-    drain_files.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    before = staging.FILE_NBYTES
+    staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
     try:
         yield
     finally:
-        drain_files.FILE_NBYTES = before  # type: ignore[misc]
+        staging.FILE_NBYTES = before  # type: ignore[misc]
 
 
 def _large(seed: int) -> dict[str, Any]:
@@ -903,12 +904,12 @@ def _await_files(root: Path, count: int) -> None:
 
 @contextmanager
 def _small_pieces() -> Iterator[None]:
-    before = drain_files._PIECE_NBYTES
-    drain_files._PIECE_NBYTES = 1 << 20
+    before = drain_module._PIECE_NBYTES
+    drain_module._PIECE_NBYTES = 1 << 20
     try:
         yield
     finally:
-        drain_files._PIECE_NBYTES = before
+        drain_module._PIECE_NBYTES = before
 
 
 def _damaged_on_one(rank: int, world_size: int, root: Path) -> tuple[str, float]:

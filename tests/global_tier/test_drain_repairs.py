@@ -28,7 +28,7 @@ from localckpt import (
     RestoreError,
     replicated,
 )
-from localckpt.global_tier import drain_files
+from localckpt.global_tier import staging
 from localckpt.global_tier.drain_plan import choose_readers
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
@@ -170,12 +170,12 @@ def test_what_nobody_has_loaded_is_drained_and_the_empty_node_stays_empty(tmp_pa
 
 @contextmanager
 def _small_files() -> Iterator[None]:
-    before = drain_files.FILE_NBYTES
-    drain_files.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    before = staging.FILE_NBYTES
+    staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
     try:
         yield
     finally:
-        drain_files.FILE_NBYTES = before  # type: ignore[misc]
+        staging.FILE_NBYTES = before  # type: ignore[misc]
 
 
 def _large_state(rank: int, count: int = 6) -> dict[str, Any]:
@@ -333,28 +333,6 @@ def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_t
     assert_same(found["short"], torch.arange(2.0))
     assert_same(found["same"], torch.ones(4))
     assert_same(found["fsdp1"], linear)
-
-
-def _save_without_boxes(rank: int, world_size: int, root: Path) -> None:
-    """Save as format 1 did, whose images do not say which part of a tensor they have."""
-    image.render_boxes = lambda boxes: render_boxes({})  # type: ignore[assignment]
-    _save_sharded(rank, world_size, root)
-
-
-def test_without_boxes_dtensors_are_drained_by_a_rank_that_has_not_saved_them(
-    tmp_path: Path,
-) -> None:
-    run_sharded(_save_without_boxes, 3, tmp_path)
-    shutil.rmtree(tmp_path / "node1")
-
-    run_sharded(_drain_sharded, 3, tmp_path)
-
-    (folder,) = checkpoints_in(tmp_path / "shared")
-    found = {"rows": torch.zeros(8, 5), "short": torch.zeros(2), "same": torch.zeros(4)}
-    dcp.load(found, checkpoint_id=tmp_path / "shared" / folder, no_dist=True)
-    assert_same(found["rows"], torch.arange(40.0).reshape(8, 5))
-    assert_same(found["short"], torch.arange(2.0))
-    assert_same(found["same"], torch.ones(4))
 
 
 # What cannot be had.

@@ -18,9 +18,9 @@ from localckpt.global_tier.folders import (
     CommitRecord,
     Folder,
     folders_in,
+    remove,
     session_root,
 )
-from localckpt.global_tier.removal import remove
 
 NUMBERS = st.integers(0, 10**12)
 FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(

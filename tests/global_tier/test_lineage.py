@@ -13,7 +13,7 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.global_tier.folders import CommitRecord
 from localckpt.lineage import EpochId, Lineage, Point
-from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.source import read_header
 from localckpt.storage.files import FileSource
 from tests.global_tier.models import blank, checkpoints_in, manager_on, state_of
 from tests.managers.jobs import make_manager
@@ -112,7 +112,7 @@ def test_what_is_ahead_of_a_job_that_did_not_go_back_from_it_stays_until_it_is_p
     assert checkpoints_in(tmp_path) == ["iteration_00000011.0002"]
 
 
-def test_a_record_of_earlier_versions_has_no_lineage_and_one_that_cannot_be_is_refused(
+def test_a_record_may_have_no_lineage_and_one_without_the_key_or_of_nonsense_is_refused(
     tmp_path: Path,
 ) -> None:
     lineage = Lineage(EpochId(3, 7), "shared", 5, (Point(EpochId(2, 9), 5),))
@@ -126,6 +126,8 @@ def test_a_record_of_earlier_versions_has_no_lineage_and_one_that_cannot_be_is_r
         return CommitRecord.read(tmp_path)
 
     assert read({}) == record
-    assert read({"lineage": "gone"}) == replace(record, lineage=None)
+    assert read({"lineage": None}) == replace(record, lineage=None)
+    with pytest.raises(CorruptShardError, match="'lineage'"):
+        read({"lineage": "gone"})
     with pytest.raises(CorruptShardError, match="is no lineage"):
         read({"lineage": [1, 2]})

@@ -215,7 +215,7 @@ def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> Non
 
 
 def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path, victim: int) -> str:
-    told, save = "", localckpt.global_tier.manager.Save
+    told, save = "", localckpt.global_tier.manager.SharedSave
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -223,13 +223,14 @@ def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path, victi
     with manager_on(root, timeout=_LONGER_S) as manager:
         manager.save(state_of(1, rank), 1)
         if rank == victim:
-            localckpt.global_tier.manager.Save = interrupted  # type: ignore[assignment, misc]
+            localckpt.global_tier.manager.SharedSave = interrupted  # type: ignore[assignment, misc]
             with pytest.raises(KeyboardInterrupt):
                 manager.save(state_of(2, rank), 2)
-            localckpt.global_tier.manager.Save = save  # type: ignore[misc]
+            localckpt.global_tier.manager.SharedSave = save  # type: ignore[misc]
         else:
             told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
-        dist.barrier()
+    dist.barrier()
+    with manager_on(root, timeout=_LONGER_S) as manager:
         assert_loads(manager, rank, 1)
         for iteration in (3, 4):
             manager.save(state_of(iteration, rank), iteration)
@@ -239,7 +240,7 @@ def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path, victi
 
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_the_next_one_works(
+def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_new_managers_work(
     victim: int, tmp_path: Path
 ) -> None:
     told = run_ranks(_interrupt_before_it_is_staged, 2, tmp_path, victim)

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
-from localckpt.global_tier.messages import pack, unpack
 from localckpt.global_tier.metadata import StoragePrefix
+from localckpt.global_tier.save_plan import pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 _ALLOWED = SafeGlobals()

@@ -18,8 +18,14 @@ from localckpt import (
     StorageError,
 )
 from localckpt.global_tier.catalog import SharedSession, why_kept
-from localckpt.global_tier.folders import PIN_NAME, CommitRecord, Folder, folders_in
-from localckpt.global_tier.removal import pin, remove
+from localckpt.global_tier.folders import (
+    PIN_NAME,
+    CommitRecord,
+    Folder,
+    folders_in,
+    pin,
+    remove,
+)
 from tests.global_tier.models import at_each_rename, leftovers_in, manager_on, state_of
 from tests.managers.jobs import error_of
 from tests.ranks import run_ranks

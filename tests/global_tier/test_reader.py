@@ -26,8 +26,8 @@ from localckpt import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner
-from localckpt.global_tier.plain_pickle import read_metadata
-from localckpt.global_tier.read_files import FileReads, Run
+from localckpt.global_tier.metadata import read_metadata
+from localckpt.global_tier.read_items import FileRange, FileReads
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -236,7 +236,7 @@ def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
     path.write_bytes(b"".join(bytes([i]) * MIB for i in range(16)))
     flight = InFlight(together)
     reads = FileReads(tmp_path, limit, None)
-    reads.add(path.name, [Run(i * MIB, (i + 1) * MIB, flight.take) for i in range(16)])
+    reads.add(path.name, [FileRange(i * MIB, (i + 1) * MIB, flight.take) for i in range(16)])
 
     reads.carry_out()
 

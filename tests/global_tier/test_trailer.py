@@ -14,9 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localckpt import CheckpointingException, CorruptShardError
-from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.global_tier.trailer import (
+from localckpt.global_tier.data_files import (
     FOOTER_NBYTES,
     FileIdentity,
     Trailer,
@@ -24,6 +22,8 @@ from localckpt.global_tier.trailer import (
     read_trailer,
     trailer_nbytes,
 )
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.storage.open_file import OpenFile
 from tests.global_tier.states import (

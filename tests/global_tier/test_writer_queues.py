@@ -17,12 +17,12 @@ import torch
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
 from localckpt.async_save.callers import ThreadAsyncCaller
+from localckpt.global_tier.data_files import FileWrite, write_preloaded_data
 from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.global_tier.write_files import FileWrite, write_preloaded_data
 from localckpt.storage.buffers import SharedBuffer
 from tests.async_save import work
-from tests.global_tier.states import Counts, Zlib, assert_same, load_with_ours, registry, tensor_of
+from tests.global_tier.states import Counts, assert_same, load_with_ours, tensor_of
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
@@ -199,17 +199,6 @@ def test_the_queue_runs_what_is_staged_for_a_thread_in_a_thread(tmp_path: Path) 
         _save_in(writer, tmp_path, partial(carry_out, queue))
 
     writer.close()
-
-
-def test_extensions_run_in_the_worker(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path, writer="process", _extensions=[Zlib()])
-    state = state_of(0, 1)
-
-    with AsyncCallsQueue(timeout_s=60.0) as queue:
-        carry_out(queue, request_of(writer, state))
-
-    writer.close()
-    assert_same(load_with_ours(tmp_path, state, _extension_registry=registry()), state)
 
 
 def _in_a_thread(request: AsyncRequest) -> None:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from localckpt import AsyncCall, AsyncRequest, CheckpointingException, StorageError
+from localckpt import AsyncCall, AsyncRequest, CheckpointingException, CkptID, StorageError
 from localckpt.waiting import wait_until
-from tests.managers.jobs import MAX_S, make_manager, resume, state_of
+from tests.managers.jobs import MAX_S, before_commit, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
 
 
@@ -185,14 +185,17 @@ def test_a_global_save_that_fails_is_torchs_error_too_and_names_the_rank(tmp_pat
     assert "no state" in planned
 
 
+def _refuse(_: CkptID) -> None:
+    raise StorageError("the disk is gone")
+
+
 def _save_locally(rank: int, world_size: int) -> str:
     core = _nvrx("async_ckpt.core")
     queue = core.AsyncCallsQueue()
     with make_manager("disk", node_store(), "job") as manager:
-        request = manager.save(state_of(rank, 1), 1, is_async=True)
         if rank == 1:
-            folder = manager.local_ckpt_dir
-            folder.rename(folder.with_name("elsewhere"))
+            before_commit(manager, _refuse)
+        request = manager.save(state_of(rank, 1), 1, is_async=True)
         queue.schedule_async_request(request)
         with pytest.raises(StorageError) as raised:
             queue.maybe_finalize_async_calls(blocking=True)

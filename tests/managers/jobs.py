@@ -21,6 +21,7 @@ __all__ = [
     "KINDS",
     "MAX_S",
     "assert_same",
+    "before_commit",
     "cliques",
     "damage",
     "error_of",
@@ -94,6 +95,19 @@ def make_manager(
     return localckpt.InMemoryCheckpointManager(session_id, repl_strategy, root=root, **options)
 
 
+def before_commit(manager: Any, hook: Callable[[localckpt.CkptID], bool | None]) -> Any:
+    """Have a manager call a hook before it commits a piece, which ``False`` leaves out."""
+    commit = manager.store.commit
+
+    def commit_each(slots: Any) -> None:
+        for slot in slots:
+            if hook(slot.identity.ckpt_id) is not False:
+                commit([slot])
+
+    manager.store.commit = commit_each
+    return manager
+
+
 def cliques(jump: int, factor: int, timeout_s: float = MAX_S) -> Any:
     """The replication strategy; collective."""
     return localckpt.CliqueReplicationStrategy.from_replication_params(
@@ -135,7 +149,7 @@ def error_of(
 def files(*roots: Path) -> list[str]:
     """All files in stores but those that tell who is here, or what happened, or that a next save
     will want."""
-    administration = {"node-token", ".lock", ".owner", ".epoch"}
+    administration = {"node-token", ".lock", ".owner", ".notes"}
     return sorted(
         str(path.relative_to(root))
         for root in roots

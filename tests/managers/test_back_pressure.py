@@ -110,7 +110,7 @@ def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
         make_manager(kind, root, num_buffers=1) as manager,
         localckpt.AsyncCallsQueue(timeout_s=0.5) as queue,
     ):
-        manager._save = lambda *_: written.wait(MAX_S)
+        manager.store.commit = lambda *_: written.wait(MAX_S)
         queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
         told = error_of(lambda: manager.save(state_of(0, 2), 2, is_async=True))
         written.set()

@@ -28,11 +28,11 @@ from localckpt import (
 )
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers import capture
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.image import Capture, Written
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -218,8 +218,8 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     write = Capture.write
     monkeypatch.setattr(Capture, "write", write_as_from_a_gpu)
     monkeypatch.setattr(capture, "write_digests", write_late)
-    store = DiskStore(tmp_path, "job", 0, MAX_S, num_buffers=1)
-    states = capture.StateCapture(store, SafeGlobals(), SaveOptions(timeout=MAX_S))
+    store = DirectoryStore(tmp_path, "job", 0, MAX_S, num_buffers=1)
+    states = capture.StateCapture(store, SafeGlobals(), Options(timeout=MAX_S))
     identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
     slot, _ = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
     # Another process is done with it, and the peer was lost before all was sent.
@@ -455,7 +455,7 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
             def stage(*_: Any, **__: Any) -> Any:
                 raise StorageError("no memory is left")
 
-            manager._parts.capture.capture = stage
+            manager._saves.capture.capture = stage
         _begin(manager, queue, rank, 1)
         if rank == 0:
             assert given_up.wait(MAX_S)
@@ -625,6 +625,9 @@ def _leave_one_save_apart(rank: int, world_size: int, with_queue: bool) -> float
             took_s = time.monotonic() - began
             announce("zero has left")
         # The strategy is open, and keeps the thread of its decisions.
+        until = time.monotonic() + MAX_S
+        while not set(our_threads()) <= {"localckpt-ranks"} and time.monotonic() < until:
+            time.sleep(0.01)
         assert set(our_threads()) <= {"localckpt-ranks"}
         # Rank 0 was one save ahead, which no later one must suffer from.
         with make_manager("disk", node_store(), "job", repl, timeout=MAX_S) as manager:
@@ -889,7 +892,7 @@ def _save_by_hooks(rank: int, world_size: int, background: bool) -> list[str]:
         manager.trouble = None
         assert manager.find_latest() == 3
         assert_same(manager.load()[0], state_of(rank, 3))
-        assert manager._parts.store.slots == []
+        assert manager.store.slots == []
         assert (manager.degraded, manager.degraded_saves) == (0, 1)
         return told
 
@@ -929,7 +932,7 @@ def _fail_to_make_room(rank: int, world_size: int) -> str:
     ):
         _begin(manager, queue, rank, 1)
         told = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
-        assert manager._parts.store.slots == []
+        assert manager.store.slots == []
         save(manager, state_of(rank, 2), 2, queue)
         assert (manager.degraded, manager.find_latest()) == (0, 2)
     return told

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from localckpt import LocalCheckpointManager, MismatchError
-from tests.managers.jobs import error_of, make_manager
+from tests.managers.jobs import cliques, error_of, make_manager
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
+
+Dirs = Callable[[int], list[Path]]
 
 
 def _state(fill: float, **changed: Any) -> dict[str, Any]:
@@ -170,3 +174,37 @@ def test_states_of_an_optimizer_keep_their_dtypes_at_a_manager(tmp_path: Path) -
         manager.load(into={"o": other})
 
     assert torch.equal(other.state[again]["exp_avg"], torch.full((2,), 1.0009765625))
+
+
+def _load_where_several_do_not_fit(
+    rank: int, world_size: int, roots: list[Path], misfits: list[int]
+) -> str:
+    # The first node has lost its disk, so ranks send to each other what they compare.
+    with make_manager("disk", roots[rank], "run", cliques(1, 2), timeout=_S) as manager:
+        state = {"w": torch.zeros(5 if rank in misfits else 4)}
+        text = error_of(lambda: manager.load(into=state), MismatchError)
+        assert not state["w"].any()
+    return text
+
+
+def _save_on_nodes(rank: int, world_size: int, roots: list[Path]) -> None:
+    with make_manager("disk", roots[rank], "run", cliques(1, 2), timeout=_S) as manager:
+        manager.save({"w": torch.ones(4)}, 1)
+
+
+@pytest.mark.parametrize("misfits", [[0], [1, 2], [0, 1, 2, 3]], ids=str)
+def test_states_that_do_not_fit_on_several_ranks_are_one_mismatch_on_all(
+    node_dirs: Dirs, misfits: list[int]
+) -> None:
+    roots = node_dirs(4)
+    run_ranks(_save_on_nodes, 4, roots, timeout_s=_S)
+    shutil.rmtree(roots[0])
+    roots[0].mkdir()
+
+    told = run_ranks(_load_where_several_do_not_fit, 4, roots, misfits, timeout_s=_S)
+
+    for text in told:
+        assert text.startswith("MismatchError: ")
+        assert "saved as float32 [4], given as float32 [5]" in text
+        # Nothing of torch's own, such as the frames of its C++ code.
+        assert not re.search(r"\.cpp|frame #|Connection closed", text)

@@ -21,7 +21,7 @@ from localckpt.errors import PeerLostError
 from localckpt.events.stream import EventStream
 from localckpt.ids import Generation
 from localckpt.managers.replica_check import ReplicaCheck
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from tests.managers.jobs import MAX_S, assert_same, error_of, iterations_on, make_manager
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
@@ -388,7 +388,7 @@ class _LostRanks:
 def test_a_rank_that_is_lost_while_the_tensors_are_named_hides_no_difference() -> None:
     from localckpt.availability.divergence import compare_replicas
 
-    options = SaveOptions(check_replicas=4)
+    options = Options(check_replicas=4)
     check = ReplicaCheck(options, _LostRanks(), EventStream())  # type: ignore[arg-type]
     divergence = compare_replicas([[(7, 1)], [(7, 2)]])
     assert divergence is not None

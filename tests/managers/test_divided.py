@@ -322,7 +322,9 @@ def _loses_a_copy(rank: int, world_size: int) -> None:
         save(manager, _state(rank, 3), 3)
         dist.barrier()
         if rank == 1:
-            path = manager.store.open(manager._parts.checkpoints.complete[0].shard(1, "once")).path
+            path = manager.store.open(
+                manager._context.checkpoints.complete[0].shard(1, "once")
+            ).path
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)

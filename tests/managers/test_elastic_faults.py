@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
-from localckpt.availability import readers
-from localckpt.managers import elastic_move
-from localckpt.replication.links import Links
-from localckpt.replication.parts.over_links import LinkSender
+from localckpt.availability import reshard
+from localckpt.managers import elastic_tensors
+from localckpt.replication.parts import Outlet
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
-from localckpt.threads import Task
 from tests.managers.jobs import damage, error_of, make_manager
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
 _SHORT_S = 8.0
-_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def _state(world_size: int, *, fill: float | None = None) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def _load_beside_one_that_dies(rank: int, world_size: int, dying: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        LinkSender.end = die  # type: ignore[method-assign]
+        Outlet.end = die  # type: ignore[method-assign]
     manager = make_manager("disk", node_store(), timeout=_SHORT_S, elastic=True)
     began = time.monotonic()
     text = error_of(lambda: manager.load(into=_state(world_size, fill=-1.0)), PeerLostError)
@@ -87,45 +81,6 @@ def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
     run_ranks(_load, 3, store_per_node=nodes, timeout_s=_S)
 
 
-def _load_where_one_cannot_be_reached(rank: int, world_size: int, apart: int) -> None:
-    if rank == apart:
-        listen = Links.__init__
-
-        def listen_apart(self: Links, rank: int) -> None:
-            def listen_in_another_namespace() -> None:
-                libc = ctypes.CDLL(None, use_errno=True)
-                assert libc.unshare(_NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
-                listen(self, rank)
-
-            thread = Task(listen_in_another_namespace)
-            thread.start("apart", daemon=True)
-            thread.take_result(_S)
-
-        Links.__init__ = listen_apart  # type: ignore[method-assign]
-    senders = []
-    make = LinkSender.__init__
-
-    def noted(self: LinkSender, *args: Any) -> None:
-        senders.append(args)
-        make(self, *args)
-
-    LinkSender.__init__ = noted  # type: ignore[method-assign]
-    _load(rank, world_size)
-    assert not senders
-
-
-def test_where_a_rank_of_a_node_is_in_a_network_of_its_own_parts_go_over_gloo(
-    tmp_path: Path,
-) -> None:
-    program = shutil.which("unshare")
-    if program is None or subprocess.run([program, "-n", "true"], check=False).returncode:
-        pytest.skip("needs leave to make a network namespace")
-    nodes = [tmp_path / "a"]
-    run_ranks(_save, 4, store_per_node=nodes, timeout_s=_S)
-
-    run_ranks(_load_where_one_cannot_be_reached, 3, 0, store_per_node=nodes, timeout_s=_S)
-
-
 def _save_with_copies(rank: int, world_size: int) -> None:
     with (
         localckpt.CliqueReplicationStrategy.from_replication_params(2, 2, timeout_s=_S) as copies,
@@ -136,16 +91,16 @@ def _save_with_copies(rank: int, world_size: int) -> None:
 
 def _load_long_runs(rank: int, world_size: int) -> int:
     """Load, and return how many bytes of tensors this rank has sent to others."""
-    readers.LONG_RUN_NBYTES = 1 << 19
+    reshard.LONG_RUN_NBYTES = 1 << 19
     sent = []
-    exchange = elastic_move.exchange_parts
+    exchange = elastic_tensors.exchange_parts
 
     def noted(*args: Any) -> None:
-        receivers = args[3]
+        receivers = args[1]
         sent.append(sum(receivers.values()))
         exchange(*args)
 
-    elastic_move.exchange_parts = noted
+    elastic_tensors.exchange_parts = noted
     _load(rank, world_size)
     return sent[-1]
 

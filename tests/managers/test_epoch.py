@@ -15,14 +15,14 @@ from localckpt.managers.epoch import Epoch
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 
 
 @pytest.fixture
 def epoch(tmp_path: Path) -> Iterator[Epoch]:
     """The epoch of a rank that is alone, and has joined."""
     strategy = NoReplication(5.0, None)
-    store = DiskStore(tmp_path, "job", 0, 5.0, num_buffers=2)
+    store = DirectoryStore(tmp_path, "job", 0, 5.0, num_buffers=2)
     known = JobCheckpoints(strategy)
     begun = Epoch(Ranks("manager"), store, strategy, "job", known, EventStream())
     begun.join()

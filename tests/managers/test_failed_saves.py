@@ -21,6 +21,7 @@ from localckpt.ranks.round import Round
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
+    before_commit,
     cliques,
     error_of,
     files,
@@ -43,39 +44,22 @@ from tests.ranks import (
 Dirs = Callable[[int], list[Path]]
 
 
-class _Trouble:
-    """Makes a manager's ``_save`` fail when it is asked to."""
-
-    trouble: str | None = None
-    skipped_iteration: int | None = None
-
-    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-        if ckpt_id.iteration == self.skipped_iteration:
-            return
-        if self.trouble == "refuses":
-            raise StorageError("this disk is bad")
-        if self.trouble == "raises":
-            raise ZeroDivisionError("a mistake of the user's")
-        if self.trouble == "does nothing":
-            return
-        if self.trouble == "forgets the replica" and ckpt_id.rank != self.rank:  # type: ignore[attr-defined]
-            return
-        super()._save(state_dict, ckpt_id)  # type: ignore[misc]
-
-
-class TroubledDiskManager(_Trouble, localckpt.LocalCheckpointManager):
-    pass
-
-
-class TroubledMemoryManager(_Trouble, localckpt.InMemoryCheckpointManager):
-    pass
-
-
 def _troubled_manager(kind: str, repl: Any, **options: Any) -> Any:
+    """Make a manager whose commits fail when it is asked to, by its ``trouble``."""
     options = {"keep_last": 2, "timeout": MAX_S} | options
-    if kind == "disk":
-        return TroubledDiskManager(node_store(), "job", repl, **options)
-    return TroubledMemoryManager("job", repl, root=node_store(), **options)
+    manager = make_manager(kind, node_store(), "job", repl, **options)
+    manager.trouble = manager.skipped_iteration = None
+
+    def fail(ckpt_id: localckpt.CkptID) -> bool:
+        if manager.trouble == "refuses":
+            raise StorageError("this disk is bad")
+        if manager.trouble == "raises":
+            raise ZeroDivisionError("a mistake of the user's")
+        is_forgotten = manager.trouble == "forgets the replica" and ckpt_id.rank != manager.rank
+        is_left_out = manager.trouble == "does nothing" or is_forgotten
+        return not is_left_out and ckpt_id.iteration != manager.skipped_iteration
+
+    return before_commit(manager, fail)
 
 
 _SAID = {
@@ -192,9 +176,9 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_go
 def _count_decisions(rank: int, world_size: int, kind: str) -> int:
     with make_manager(kind, node_store(), "job") as manager:
         manager.save(state_of(rank, 1), 1)
-        before = manager._parts.ranks.rounds
+        before = manager._context.ranks.rounds
         manager.save(state_of(rank, 2), 2)
-        decisions = manager._parts.ranks.rounds - before
+        decisions = manager._context.ranks.rounds - before
         assert resume(manager, rank, 2) == "own node"
     return int(decisions)
 
@@ -212,7 +196,7 @@ def _save_the_second_on_rank_0_only(rank: int, world_size: int) -> set[int]:
     with make_manager("disk", node_store(), "job") as manager:
         manager.save(state_of(rank, 1), 1)
         if rank == 0:
-            manager._parts.ranks.timeout_s = 0.5
+            manager._context.ranks.timeout_s = 0.5
             error_of(lambda: manager.save(state_of(0, 2), 2), PeerLostError)
             announce("lost")
         await_announced("lost")
@@ -376,24 +360,18 @@ def test_a_save_that_fails_takes_nothing_with_it_that_was_begun_after_it(
     run_ranks(_two_under_way_and_the_first_fails, 2, kind, store_per_node=nodes)
 
 
-class SlowManager(localckpt.LocalCheckpointManager):
-    """Writes when it is told to."""
-
-    go = threading.Event()
-    first = True
-
-    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-        if self.first:
-            self.first = False
-            self.go.wait(MAX_S)
-        super()._save(state_dict, ckpt_id)
-
-
 @pytest.mark.fault("late-writer")
 def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dirs) -> None:
     root = node_dirs(1)[0]
-    manager = SlowManager(root, keep_last=5, timeout=MAX_S)
-    SlowManager.go.clear()
+    manager = make_manager("disk", root, keep_last=5)
+    go, written = threading.Event(), list[int]()
+
+    def hold_up_the_first(ckpt_id: localckpt.CkptID) -> None:
+        written.append(ckpt_id.iteration)
+        if len(written) == 1:
+            go.wait(MAX_S)
+
+    before_commit(manager, hold_up_the_first)
     queue = localckpt.AsyncCallsQueue(timeout_s=0.5)
     late = error_of(lambda: save(manager, state_of(0, 1), 1, queue))
     writers = [t for t in threading.enumerate() if "AsyncCaller" in t.name]
@@ -401,7 +379,7 @@ def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dir
     # It gets the buffer's and the file's names back to write to while others are written.
     for iteration in (2, 3):
         save(manager, state_of(0, iteration), iteration)
-    SlowManager.go.set()
+    go.set()
     for writer in writers:
         writer.join(5.0)
     alive = [writer.name for writer in writers if writer.is_alive()]

@@ -250,7 +250,7 @@ def test_an_attempt_that_kept_nothing_does_not_share_its_number_with_the_next(
 
 def _begin_where_nothing_can_be_noted(rank: int, world_size: int) -> str:
     with make_manager("disk", node_store(), "job") as manager:
-        in_the_way = node_store() / "session-job" / "1" / ".epoch.new"
+        in_the_way = node_store() / "session-job" / "1" / ".notes.new"
         if rank == 1:
             in_the_way.mkdir()
         told = error_of(lambda: manager.save(state_of(rank, 1), 1), StorageError)
@@ -268,4 +268,4 @@ def test_a_node_that_cannot_note_the_attempt_is_named_on_all_ranks(node_dirs: Di
 
     assert told[0] == told[1]
     assert "rank 1: " in told[0]
-    assert ".epoch" in told[0]
+    assert ".notes" in told[0]

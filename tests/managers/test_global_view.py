@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,8 @@ def _saved(state: Any, session: str, **options: Any) -> Told:
 
 
 def _ranks(box: dict[str, Any]) -> list[int]:
-    ranks = []
-    for first, *steps in box["ranks"]:
-        those = [first]
-        for count, step in steps:
-            those = [rank + step * n for n in range(count) for rank in those]
-        ranks += those
-    return sorted(ranks)
+    spaced = (range(first, first + count * step, step) for first, count, step in box["ranks"])
+    return sorted(chain.from_iterable(spaced))
 
 
 def _assert_part(told: tuple[dict[str, Any], torch.Tensor], whole: torch.Tensor) -> None:

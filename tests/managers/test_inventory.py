@@ -308,12 +308,8 @@ def test_what_is_complete_is_what_a_search_of_all_reports_finds(
         ]
         for checkpoint, _ in told
     }
-    # None of them says what it resumed from: as earlier versions did, by epoch.
-    order = sorted(
-        lacks,
-        key=lambda c: (c.generation.epoch, c.iteration, c.generation.sequence, c.world_size),
-        reverse=True,
-    )
+    # None of them says what it resumed from.
+    order = sorted(lacks, key=lambda c: (c.iteration, *c.generation, c.world_size), reverse=True)
     assert complete == [checkpoint for checkpoint in order if not lacks[checkpoint]]
     said = [text.rpartition(" ranks ")[2] for text in described.split("; ") if "lacks" in text]
     assert said == [", ".join(map(str, lacks[c])) for c in order if lacks[c]]
@@ -321,7 +317,7 @@ def test_what_is_complete_is_what_a_search_of_all_reports_finds(
 
 def _listen(manager: Any, told: dict[str, Any]) -> None:
     """Note what this rank reports in each of a manager's decisions."""
-    agree = manager._parts.ranks.agree
+    agree = manager._context.ranks.agree
 
     def agree_and_note(
         what: str, attempt: Any, report: Any = None, *args: Any, **options: Any
@@ -329,7 +325,7 @@ def _listen(manager: Any, told: dict[str, Any]) -> None:
         told[what] = report
         return agree(what, attempt, report, *args, **options)
 
-    manager._parts.ranks.agree = agree_and_note
+    manager._context.ranks.agree = agree_and_note
 
 
 def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[Any]:

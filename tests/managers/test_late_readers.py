@@ -15,7 +15,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers import capture
 from localckpt.managers import save as save_module
 from localckpt.storage import write
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.write import write_shard
 from tests.managers.jobs import MAX_S, cliques, make_manager
@@ -93,11 +93,13 @@ def test_saves_wait_for_readers_of_older_images(
     assert run_ranks(_read_late, 2, kind, readers, store_per_node=stores) == [[], []]
 
 
-@pytest.mark.parametrize("make", [DiskStore, MemoryStore])
+@pytest.mark.parametrize("make", [DirectoryStore, MemoryStore])
 def test_an_image_is_read_as_it_was_captured_until_its_last_reader_has_ended(
     make: Any, tmp_path: Path, shm_roots: Dirs
 ) -> None:
-    store = make(tmp_path if make is DiskStore else shm_roots(1)[0], "run", 0, MAX_S, num_buffers=2)
+    store = make(
+        tmp_path if make is DirectoryStore else shm_roots(1)[0], "run", 0, MAX_S, num_buffers=2
+    )
     first, *later = (
         ShardIdentity("run", Generation(1, number), number, 0, 1) for number in (1, 2, 3, 4)
     )
@@ -120,7 +122,7 @@ def test_an_image_is_read_as_it_was_captured_until_its_last_reader_has_ended(
 
 
 def test_an_image_whose_memory_was_given_back_is_not_read_there(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, "run", 0, MAX_S)
+    store = DirectoryStore(tmp_path, "run", 0, MAX_S)
     slot = filled(store, ShardIdentity("run", Generation(1, 1), 1, 0, 1))
 
     write_shard(write_of(store, slot))

@@ -88,9 +88,10 @@ def _die_while_saving(rank: int, world_size: int, kind: str) -> None:
     queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
     for iteration in range(3):
         save(manager, state_of(rank, iteration), iteration, queue)
-    # Two under way: the files that they take are claimed, the buffers are full.
+    # Two under way: the buffers are full, and the files that they take are claimed.
     requests = [manager.save(state_of(rank, i), i, is_async=True) for i in (3, 4)]
     assert all(requests)
+    assert manager.store.writes([s for s in manager.store.slots if s.identity.rank == rank])
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -44,14 +44,14 @@ def root(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Path:
 def _saving(manager: Any, iteration: int) -> Iterator[None]:
     """Inside, another thread is in the middle of a save."""
     began, go_on = threading.Event(), threading.Event()
-    keep = manager._save
+    keep = manager.store.commit
 
     def held_up(*args: Any) -> None:
         began.set()
         assert go_on.wait(MAX_S)
         keep(*args)
 
-    manager._save = held_up
+    manager.store.commit = held_up
     saving = threading.Thread(target=manager.save, args=(state_of(0, iteration), iteration))
     saving.start()
     try:
@@ -60,7 +60,7 @@ def _saving(manager: Any, iteration: int) -> Iterator[None]:
     finally:
         go_on.set()
         saving.join(MAX_S)
-        manager._save = keep
+        manager.store.commit = keep
 
 
 def test_a_call_at_once_with_a_save_is_an_error_and_the_save_is_not_disturbed(
@@ -89,13 +89,13 @@ def test_a_call_at_once_with_a_save_is_an_error_and_the_save_is_not_disturbed(
 def test_a_signal_handler_cannot_save_in_the_middle_of_a_save(kind: str, root: Path) -> None:
     told: list[str] = []
     with make_manager(kind, root) as manager:
-        keep = manager._save
+        keep = manager.store.commit
 
         def interrupted(*args: Any) -> None:
             signal.raise_signal(signal.SIGUSR1)
             keep(*args)
 
-        manager._save = interrupted
+        manager.store.commit = interrupted
         before = signal.signal(
             signal.SIGUSR1,
             lambda *_: told.append(error_of(lambda: manager.save(state_of(0, 2), 2))),

@@ -19,7 +19,6 @@ from tests.managers.jobs import (
     make_manager,
     our_children,
     our_threads,
-    resume,
     save,
     state_of,
 )
@@ -225,21 +224,6 @@ def test_a_hook_that_fails_is_an_error_and_the_next_save_is_good(
 
     assert "rank 0" in told
     assert ("no place for it" in told) == (trouble == "raises")
-
-
-def test_a_built_in_manager_calls_a_hook_of_ones_own(tmp_path: Path) -> None:
-    saved = []
-
-    class Own(localckpt.LocalCheckpointManager):
-        def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-            saved.append(ckpt_id.iteration)
-            super()._save(state_dict, ckpt_id)
-
-    with Own(tmp_path, timeout=MAX_S) as manager:
-        manager.save(state_of(0, 1), 1)
-        assert resume(manager, 0, 1) == "own node"
-
-    assert saved == [1]
 
 
 def _two_ranks(rank: int, world_size: int, kind: str, folder: Path, replicated: bool) -> None:

@@ -53,15 +53,15 @@ def test_cliques_are_checked_for_every_manager_that_uses_them(node_dirs: Dirs) -
 
 def _share_a_node(rank: int, world_size: int, kind: str) -> list[str]:
     told = []
-    neighbours = cliques(1, 2)
+    node_ranks = cliques(1, 2)
     # When the manager is made, not when the first checkpoint is lost.
     told.append(
         error_of(
-            lambda: make_manager(kind, node_store(), "job", neighbours),
+            lambda: make_manager(kind, node_store(), "job", node_ranks),
             SameMachineReplicationException,
         )
     )
-    neighbours.close()
+    node_ranks.close()
 
     # A strategy that is built later says so when it is used first.
     lazy = localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)

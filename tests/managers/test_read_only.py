@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import CheckpointingException, NoReplicasAvailableError
-from localckpt.global_tier.load import Loads
+from localckpt import CheckpointingException, GlobalCheckpointManager, NoReplicasAvailableError
 from localckpt.managers.load import Load
 from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
@@ -169,8 +168,8 @@ def _load_what_is_pruned_meanwhile(
 ) -> int:
     """Load while every checkpoint that is chosen, up to a number, is pruned before it is read."""
     root = node_store() if root is None else root
-    owner: Any = Loads if tier == "shared" else Load
-    name = "open" if tier == "shared" else "_choose"
+    owner: Any = GlobalCheckpointManager if tier == "shared" else Load
+    name = "_open" if tier == "shared" else "_choose"
     with (
         _make(tier, root, keep_last=1) as writer,
         _make(tier, root, read_only=True, timeout=timeout) as reader,

@@ -19,11 +19,12 @@ import localckpt
 from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint, Generation
+from localckpt.replication.exchange import missing_copies
 from localckpt.replication.placement import keepers_in
-from localckpt.replication.shard_plans import missing_copies
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
+    before_commit,
     cliques,
     damage,
     error_of,
@@ -119,18 +120,20 @@ def test_a_save_waits_until_the_copies_are_made(node_dirs: Dirs) -> None:
             assert sum(n.startswith(f"{iteration:012d}.{owner}.") for n in names) == 2
 
 
-class _Refusing(localckpt.LocalCheckpointManager):
-    """On one rank no shard of iteration 3 can be written."""
+def _refusing(repl: Any) -> Any:
+    """Make a manager that on one rank can write no shard of iteration 3."""
+    manager = make_manager("disk", node_store(), "job", repl)
 
-    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-        if self.rank == 0 and ckpt_id.iteration == 3:
+    def refuse(ckpt_id: localckpt.CkptID) -> None:
+        if manager.rank == 0 and ckpt_id.iteration == 3:
             raise StorageError("this disk takes nothing")
-        super()._save(state_dict, ckpt_id)
+
+    return before_commit(manager, refuse)
 
 
 def _restart_on_a_disk_that_refuses(rank: int, world_size: int) -> list[int]:
     told = []
-    with cliques(1, 2) as repl, _Refusing(node_store(), "job", repl, timeout=MAX_S) as manager:
+    with cliques(1, 2) as repl, _refusing(repl) as manager:
         resume(manager, rank, 3)
         told.append(manager.degraded)
         # What is found again is what was found before.
@@ -155,18 +158,20 @@ def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(node_
     assert not [name for name in files(nodes[0]) if "000003." in name]
 
 
-class _Dying(localckpt.LocalCheckpointManager):
-    """One rank is killed when it is to write a copy."""
+def _dying(repl: Any, timeout_s: float) -> Any:
+    """Make a manager that is killed on one rank when it is to write a copy."""
+    manager = make_manager("disk", node_store(), "job", repl, timeout=timeout_s)
 
-    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-        if self.rank == 0:
+    def die(ckpt_id: localckpt.CkptID) -> None:
+        if manager.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        super()._save(state_dict, ckpt_id)
+
+    return before_commit(manager, die)
 
 
 def _restart_and_die(rank: int, world_size: int) -> tuple[int, float]:
     repl = cliques(1, 2, timeout_s=2.0)
-    manager = _Dying(node_store(), "job", repl, timeout=2.0)
+    manager = _dying(repl, 2.0)
     resume(manager, rank, 3)
     began = time.monotonic()
     manager.close()
@@ -241,7 +246,7 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
 
 
 def _read_fails_once(rank: int, world_size: int) -> tuple[list[str], list[str], int]:
-    with cliques(1, 2) as repl, _Refusing(node_store(), "job", repl, timeout=MAX_S) as manager:
+    with cliques(1, 2) as repl, _refusing(repl) as manager:
         assert manager.find_latest() == 3
         own = next(Path(node_store()).rglob(f"000000000003.{rank}.*"))
         before = files(node_store())
@@ -344,7 +349,7 @@ def test_two_managers_that_share_a_strategy_make_their_copies_at_once(
 
 def _leave_with_an_error(rank: int, world_size: int) -> float:
     repl = cliques(1, 2, timeout_s=60.0)
-    manager = _Dying(node_store(), "job", repl, timeout=60.0)
+    manager = _dying(repl, 60.0)
     resume(manager, rank, 3)
     began = time.monotonic()
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from localckpt.managers.epoch import join
 from localckpt.managers.look import Look
-from localckpt.managers.rendezvous import join
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
 from localckpt.resuming import Resuming
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from tests.simulated import World
 
 _WORLD, _NODES = 24, 6
@@ -18,7 +18,7 @@ _WORLD, _NODES = 24, 6
 
 def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
     # Dealt out one by one, so that no two neighbours share a node.
-    store = DiskStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
+    store = DirectoryStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
     try:
         strategy = NoReplication(20.0, None)
         nodes, generation = join(ranks, store, strategy, "run")

@@ -76,7 +76,7 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
         if rank == 1:
             take_away(session)
         told.append(_told_at_once(manager.find_latest, StorageError))
-        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), SaveFailedError))
+        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), StorageError))
         if rank == 1:
             put_back(session)
         manager.save(state_of(rank, 3), 3)
@@ -133,7 +133,7 @@ def test_close_removes_what_nobody_wrote(tmp_path: Path) -> None:
             manager.save(state_of(0, iteration), iteration)
         # Nobody carries it out, and a recycled file waits for it.
         manager.save(state_of(0, 4), 4, is_async=True)
-        assert any(name.endswith(".dirty") for name in files(tmp_path))
+        assert any(name.endswith(".recycled") for name in files(tmp_path))
 
     assert [name.rpartition("/")[2].split(".")[0] for name in files(tmp_path)] == [
         f"{iteration:012d}" for iteration in (2, 3)

@@ -6,23 +6,22 @@ from pathlib import Path
 
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture
-from localckpt.options import SaveOptions
+from localckpt.options import Options
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.storage.disk import DiskStore
-from localckpt.storage.write import write_shard
+from localckpt.storage.directory import DirectoryStore
 from tests.managers.jobs import state_of
 
 
 def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, "run", 0, 5.0)
-    capture = StateCapture(store, SafeGlobals(), SaveOptions(timeout=5.0))
+    store = DirectoryStore(tmp_path, "run", 0, 5.0)
+    capture = StateCapture(store, SafeGlobals(), Options(timeout=5.0))
     first, second, third = (
         ShardIdentity("run", Generation(1, number), number, 0, 1) for number in (1, 2, 3)
     )
     sent, _ = capture.capture(wrapped(state_of(0, 1)), first, is_sent=True)
     sent.await_digests()
-    write_shard(store.to_commit([sent])[0][0])
+    store.commit([sent])
     assert sent.source is not None
     before = bytes(sent.source.read(0, sent.nbytes))
 
@@ -32,9 +31,9 @@ def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_pa
     assert sent.buffer is not later.buffer
     buffers = [sent.buffer, later.buffer]
     sent.end_hold("replication")
-    write_shard(store.to_commit([later])[0][0])
+    store.commit([later])
     last, _ = capture.capture(wrapped(state_of(0, 3)), third, is_sent=False)
     assert last.buffer in buffers
-    write_shard(store.to_commit([last])[0][0])
+    store.commit([last])
     capture.close()
     store.close()

@@ -24,9 +24,9 @@ from localckpt.errors import (
 )
 from localckpt.ids import CkptID, Group
 from localckpt.replication import member_strategy
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.exchange import plan_exchange
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
-from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -305,7 +305,7 @@ def _never_call(
         def connect(*_: Any, **__: Any) -> Any:
             raise PeerLostError("this rank does not connect")
 
-        member_strategy.HostTransport.connect = connect  # type: ignore[method-assign]
+        member_strategy.HostConnections.connect = connect  # type: ignore[method-assign]
         with pytest.raises(PeerLostError):
             strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
     took = time.monotonic() - started
@@ -327,18 +327,18 @@ def test_a_member_that_never_saves_or_connects_is_named_at_the_deadline(
 
 def _give_up_when_connected(rank: int, world_size: int) -> float:
     strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=20)
-    connect = HostTransport.connect
+    connect = HostConnections.connect
 
-    def connected(*args: Any, **more: Any) -> HostTransport:
-        transport = connect(*args, **more)
+    def connected(*args: Any, **more: Any) -> HostConnections:
+        connections = connect(*args, **more)
         if rank == 0:
             # By another thread, which finds no connection yet that it could cut.
             strategy.give_up()
         else:
             await_announced("zero has given up")
-        return transport
+        return connections
 
-    member_strategy.HostTransport.connect = connected  # type: ignore[method-assign]
+    member_strategy.HostConnections.connect = connected  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(PeerLostError):
         _replicate(strategy, rank, 1)

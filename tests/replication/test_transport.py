@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError, StorageError
 from localckpt.ranks import patience
-from localckpt.replication.connections import _AskingStore, _part_of_store
+from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.transport import (
     DeviceTransport,
@@ -120,7 +120,7 @@ def _send_along_a_chain(rank: int, world_size: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     last = world_size - 2
     before, behind = ({rank - 1} - {-1}, {rank + 1} - {last + 1})
-    transport = HostTransport.connect_to("chain", before | behind, rank, 20.0)
+    transport = HostTransport(HostConnections.connect_to("chain", before | behind, rank, 20.0))
     mine, coming = image(rank, 3 * _CHUNK), memoryview(bytearray(3 * _CHUNK))
 
     transport.exchange(
@@ -290,18 +290,18 @@ def test_bytes_that_never_come_end_in_an_error_that_counts_those_that_did() -> N
 
 
 def _own_connections(rank: int, world_size: int) -> None:
-    first = HostTransport.connect("first", [0, 2], rank, 1.0) if rank != 1 else None
-    if first is not None:
+    if rank != 1:
+        first = HostTransport(HostConnections.connect("first", [0, 2], rank, 1.0))
         peer = 2 - rank
         with pytest.raises(PeerLostError):
             first.exchange([], [(peer, memoryview(bytearray(10)))], 1.0)
         with pytest.raises(MismatchError, match="not among the ranks"):
-            HostTransport.connect("other", [0, 2], rank, 5.0).exchange(
+            HostTransport(HostConnections.connect("other", [0, 2], rank, 5.0)).exchange(
                 [], [(1, memoryview(bytearray(10)))], 5.0
             )
 
     dist.barrier()
-    second = HostTransport.connect("second", range(world_size), rank, 5.0)
+    second = HostTransport(HostConnections.connect("second", range(world_size), rank, 5.0))
     place = memoryview(bytearray(5))
     second.exchange(
         [((rank + 1) % world_size, MemorySource(memoryview(bytearray(b"hello"))))],
@@ -322,7 +322,7 @@ def _connect_alone(rank: int, world_size: int) -> None:
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
-            HostTransport.connect("alone", [0, 1], rank, 1.0)
+            HostConnections.connect("alone", [0, 1], rank, 1.0)
         assert any("s to connect, for rank 1" in line for line in logged), logged
 
 
@@ -342,7 +342,7 @@ def _connect_to_one_who_gives_up(rank: int, world_size: int) -> str:
         return rank == 1 and time.monotonic() > began + 0.5
 
     with pytest.raises(PeerLostError) as raised:
-        HostTransport.connect("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
+        HostConnections.connect("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
     return str(raised.value)
 
 
@@ -437,9 +437,8 @@ def test_device_memory_is_sent_over_nccl() -> None:
 
 def _cut_off_in_a_pause(rank: int, world_size: int) -> float:
     # A chunk of 1000 bytes every 6 seconds.
-    transport = HostTransport.connect(
-        "pause", [0, 1], rank, chunk_nbytes=_CHUNK, rate_limit=_CHUNK / 6
-    )
+    connections = HostConnections.connect("pause", [0, 1], rank, 300.0)
+    transport = HostTransport(connections, chunk_nbytes=_CHUNK, rate_limit=_CHUNK / 6)
     room = memoryview(bytearray(3 * _CHUNK))
 
     def cut_off() -> None:

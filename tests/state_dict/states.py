@@ -14,7 +14,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.boxes import NO_BOXES
-from localckpt.state_dict.header import frame_skeleton
+from localckpt.state_dict.header import NO_PARTS, Skeleton
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
@@ -82,7 +82,7 @@ def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
 def with_pickle(pickled: bytes, identity: ShardIdentity = IDENTITY) -> bytearray:
     """An image that is intact, and whose skeleton is whatever somebody made up."""
     capture = ImagePlanner().capture({})
-    framed = frame_skeleton(b"[]", NO_BOXES, pickled)
+    framed = Skeleton(b"[]", NO_BOXES, NO_PARTS, pickled).join()
     return written(dataclasses.replace(capture, skeleton=framed), identity)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.source import read_header
 from tests.state_dict.states import assert_same, bits, image_of, round_trip, source_of
 
 pytestmark = pytest.mark.fault("hard-state")

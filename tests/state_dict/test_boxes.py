@@ -18,16 +18,13 @@ import localckpt
 from localckpt.errors import CheckpointingException, CorruptShardError
 from localckpt.state_dict.boxes import NO_BOXES, Box, RankSet, parse_boxes, render_boxes
 from localckpt.state_dict.global_view import Job, shard_runs
-from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, NO_PARTS, frame_skeleton
-from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.faults.images import Parts
 from tests.state_dict.states import IDENTITY, assert_same, source_of
-
-_VERSION_1 = Path(__file__).with_name("version1.safetensors")
 
 
 @given(st.sets(st.integers(0, 60), max_size=20))
@@ -48,13 +45,13 @@ def test_sets_have_the_same_text_if_they_are_equal(one: set[int], other: set[int
 
 
 @pytest.mark.parametrize("kept", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1), (0, 1, 2)])
-def test_equal_ranks_in_a_mesh_of_16384_are_one_lattice(kept: tuple[int, ...]) -> None:
+def test_equal_ranks_in_a_mesh_of_16384_are_few_runs(kept: tuple[int, ...]) -> None:
     mesh = numpy.arange(16_384).reshape(64, 32, 8)
     own = tuple(slice(None) if dim in kept else 3 for dim in range(3))
 
     found = RankSet.of(mesh[own].flatten().tolist())
 
-    assert len(found.lattices) == 1
+    assert len(found.runs) <= 64
     assert sorted(found) == mesh[own].flatten().tolist()
 
 
@@ -141,7 +138,7 @@ HOSTILE: dict[str, Any] = {
     "a tensor twice": [[], [[1, "w", [3], [0], None], [1, "w", [3], [1], None]]],
     "a key that is no text": [[], [[1, 5, [3], [0], None]]],
     "a group that is none": [[], [[1, "w", [3], [0], 0]]],
-    "a group before the first": [[[[3]]], [[1, "w", [3], [0], -1]]],
+    "a group before the first": [[[[3, 1, 1]]], [[1, "w", [3], [0], -1]]],
     "outside of the global tensor": [[], [[1, "w", [3], [3], None]]],
     "before the global tensor": [[], [[1, "w", [3], [-1], None]]],
     "larger than the global tensor": [[], [[0, "w", [2, 4], [0, 0], None]]],
@@ -159,15 +156,15 @@ HOSTILE: dict[str, Any] = {
     "an empty run among others": [[], [[0, "w", [3, 9], [0, [[0, 4], [5, 0]]], None]]],
     "no runs": [[], [[0, "w", [3, 9], [0, []], None]]],
     "a prepended dimension of two": [[], [[1, "w", [3, 3], [[[0, 2]], 0], None]]],
-    "ranks without the own": [[[[4]]], []],
-    "ranks beyond the last": [[[[3, [2, 5]]]], []],
-    "ranks before the first": [[[[-3, [2, 6]]]], []],
-    "ranks that are named twice": [[[[0, [4, 1], [2, 2]]]], []],
-    "lattices that overlap": [[[[0, [4, 1]], [3]]], []],
-    "a step of nothing": [[[[3, [4, 0]]]], []],
-    "one step": [[[[3, [1, 1]]]], []],
-    "a huge number of ranks": [[[[0, [_HUGE, 1]]]], []],
-    "many huge steps": [[[[0, *[[10**18, 10**18]] * 50]]], []],
+    "ranks without the own": [[[[4, 1, 1]]], []],
+    "ranks beyond the last": [[[[3, 2, 5]]], []],
+    "ranks before the first": [[[[-3, 2, 6]]], []],
+    "ranks that are named twice": [[[[3, 1, 1], [3, 1, 1]]], []],
+    "ranks in ranks": [[[[0, 4, 1], [3, 1, 1]]], []],
+    "a step of nothing": [[[[3, 4, 0]]], []],
+    "ranks of which there are none": [[[[3, 0, 1]]], []],
+    "a huge number of ranks": [[[[0, _HUGE, 1]]], []],
+    "ranks without a step": [[[[3, 1]]], []],
     "no ranks": [[[]], []],
 }
 
@@ -198,27 +195,12 @@ def test_a_box_is_checked_though_an_equal_one_was(place: Any) -> None:
         parse_boxes(json.dumps([[], rows]).encode(), [(1,)] * 3, 3, 8)
 
 
-def test_an_image_of_format_1_is_read() -> None:
-    shared = torch.arange(8.0)
-
-    loaded = unpack(source_of(_VERSION_1.read_bytes()))
-
-    turned = torch.arange(6).reshape(2, 3).t()
-    weight, bias = torch.arange(6.0).reshape(2, 3), torch.nn.Parameter(torch.arange(3.0))
-    assert_same(loaded["model"], {"weight": weight, "bias": bias, "turned": turned})
-    assert_same(loaded["views"], [shared[:5], shared[3:]])
-    assert_same(loaded["array"], numpy.arange(600.0))
-    assert (loaded["step"], loaded["lr"], loaded["betas"]) == (40, 0.5, (0.9, 0.95))
-    assert read_header(source_of(_VERSION_1.read_bytes())).format is FORMATS["localckpt-1"]
-    assert FORMAT_VERSION == "localckpt-2"
-
-
 _JOB = Job(0, (0,))
 
 
 def _boxes(state: Any, job: Job | None = _JOB) -> dict[int, Box]:
     capture = ImagePlanner(job=job).capture(state)
-    table, text, _, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    table, text, _, _ = Skeleton.split(capture.skeleton)
     return parse_boxes(text, [tuple(row[2]) for row in json.loads(table)], 0, 1)
 
 
@@ -279,8 +261,7 @@ def test_boxes_are_made_once_while_the_markers_stay(layouts: list[Any]) -> None:
     assert len(layouts) == 2
 
 
-def test_a_skeleton_of_two_tables_is_split_where_it_was_joined() -> None:
-    framed = frame_skeleton(b"tensors", b"boxes", b"pickle")
+def test_a_skeleton_is_split_where_it_was_joined() -> None:
+    skeleton = Skeleton(b"tensors", b"boxes", b"parts", b"pickle")
 
-    tables = FORMATS[FORMAT_VERSION].split_skeleton(framed)
-    assert tables == (b"tensors", b"boxes", NO_PARTS, b"pickle")
+    assert Skeleton.split(skeleton.join()) == skeleton

@@ -20,11 +20,10 @@ from localckpt.memory.digests import (
     digests_nbytes,
 )
 from localckpt.state_dict.header import ImageHeader
-from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.source import MemorySource, read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, image_of, source_of
 

@@ -19,7 +19,8 @@ from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import check_skeleton, insert_tensors, take_tensors
+from localckpt.state_dict.skeleton import insert_tensors, take_tensors
+from localckpt.state_dict.unpickler import check_skeleton
 from tests.global_tier.models import MISDESCRIBED, misdescribed
 from tests.ranks import run_ranks
 from tests.state_dict.states import IDENTITY, bits

@@ -20,7 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import localckpt
 from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import check_skeleton, find_tensors, take_tensors
+from localckpt.state_dict.skeleton import find_tensors, take_tensors
+from localckpt.state_dict.unpickler import check_skeleton
 from tests.ranks import run_ranks
 from tests.state_dict.states import FrozenSettings, Settings, Tagged, TaggedParameter
 from tests.state_dict.zoo import Zoo

@@ -18,8 +18,8 @@ from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
 from localckpt.state_dict.header import DIGESTS, SKELETON
-from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import unpack
+from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.storage.files import FileSource
 from tests.state_dict.states import IDENTITY, image_of, source_of
 

@@ -16,8 +16,7 @@ from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets
-from localckpt.storage.disk import DiskStore
-from localckpt.storage.write import write_shard
+from localckpt.storage.directory import DirectoryStore
 from tests.state_dict.states import IDENTITY
 
 pytestmark = pytest.mark.fault("hard-state")
@@ -29,7 +28,7 @@ NEEDED = 12 << 30
 def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> None:
     if psutil.virtual_memory().available < NEEDED or shutil.disk_usage(tmp_path).free < NEEDED:
         pytest.skip("needs 12 GiB of memory and of disk")
-    store = DiskStore(tmp_path / "store", IDENTITY.session_id, IDENTITY.rank, 10.0)
+    store = DirectoryStore(tmp_path / "store", IDENTITY.session_id, IDENTITY.rank, 10.0)
     # Zero but for one word in each MiB: pages that nobody wrote to cost no memory.
     tensor = torch.zeros(NBYTES, dtype=torch.uint8)
     words = tensor.view(torch.int64)
@@ -42,7 +41,7 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     slot = store.reserve(IDENTITY, nbytes, 10.0)
     written = capture.write(slot.image, IDENTITY, copier, SideStreams())
     slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=written.has_digests)
-    write_shard(store.to_commit([slot])[0][0])
+    store.commit([slot])
     store.release([slot])
     del slot, capture
     words[:: 1 << 17] = 0

@@ -13,7 +13,7 @@ from localckpt import CorruptShardError, RestoreError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.state_dict.image import pack
-from localckpt.state_dict.lazy_image import LazyImage
+from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from tests.state_dict.states import assert_same
@@ -21,9 +21,9 @@ from tests.state_dict.states import assert_same
 _IDENTITY = ShardIdentity("lazy", Generation(1, 5), 3, 0, 1)
 
 
-def _image(state: Any) -> tuple[LazyImage, MemorySource]:
+def _image(state: Any) -> tuple[ImageReader, MemorySource]:
     source = pack(state, _IDENTITY)
-    return LazyImage(source, SafeGlobals(()), _IDENTITY, lambda _: source), source
+    return ImageReader(source, SafeGlobals(()), _IDENTITY), source
 
 
 def test_tensors_are_read_where_they_lie() -> None:
@@ -48,7 +48,7 @@ def test_tensors_are_read_where_they_lie() -> None:
         run = image.run_of(number)
         assert (run is not None) == value.is_contiguous()
         if run is not None:
-            content = b"".join(map(bytes, image.read(*run)))
+            content = b"".join(map(bytes, image.pieces(*run)))
             assert content == value.numpy().tobytes()
 
 
@@ -85,6 +85,6 @@ def test_no_byte_of_a_damaged_block_is_given(block: int) -> None:
     given: list[int] = []
 
     with pytest.raises(CorruptShardError, match=f"from {block * BLOCK_NBYTES} on"):
-        given.extend(len(part) for part in image.read(*run))
+        given.extend(len(part) for part in image.pieces(*run))
 
     assert sum(given) <= max(0, block * BLOCK_NBYTES - run[0])

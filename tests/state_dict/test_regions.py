@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.state_dict.regions import (
+from localckpt.state_dict.boxes import (
     Region,
     bounds_of,
     common,

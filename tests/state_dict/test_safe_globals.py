@@ -20,7 +20,7 @@ from localckpt.errors import (
     RestoreError,
     UnsafeGlobalError,
 )
-from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
+from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -74,7 +74,7 @@ def test_a_pickle_that_runs_a_command_is_refused(marker: Path) -> None:
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(2, 6))
 @pytest.mark.parametrize("function", [eval, exec], ids=["eval", "exec"])
 def test_a_pickle_that_runs_python_is_refused(
     function: Callable[..., Any], protocol: int, marker: Path
@@ -148,7 +148,7 @@ def named(module: str, name: str) -> bytes:
         ("localckpt.state_dict.basic", "torch.load"),
         ("localckpt.state_dict.skeleton", "pickle.loads"),
         ("localckpt", "LocalCheckpointManager"),
-        ("localckpt.storage.disk", "DiskStore"),
+        ("localckpt.storage.directory", "DirectoryStore"),
         ("tests.state_dict.states", "Point.__new__"),
         ("tests.state_dict.states", "Settings"),
         ("", ""),
@@ -274,8 +274,7 @@ def test_a_skeleton_that_is_none_is_refused(pickled: bytes) -> None:
 )
 def test_a_table_that_reaches_outside_of_the_tensors_is_refused(table: bytes) -> None:
     capture = ImagePlanner().capture({"a": torch.ones(4)})
-    _, boxes, _, pickled = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
-    framed = frame_skeleton(table, boxes, pickled)
+    framed = Skeleton.split(capture.skeleton)._replace(table=table).join()
 
     with pytest.raises(CorruptShardError):
         unpack(source_of(written(dataclasses.replace(capture, skeleton=framed))))

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from localckpt.state_dict.basic import PlainState, own_states, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import check_skeleton, take_tensors
-from localckpt.state_dict.value_digests import digest_of
+from localckpt.state_dict.skeleton import take_tensors
+from localckpt.state_dict.unpickler import check_skeleton
 from localckpt.state_dict.values import (
     Placeholder,
     Unit,
+    digest_of,
     placed,
     read_tree,
     root_of,

@@ -10,7 +10,6 @@ import pytest
 
 from localckpt.storage import staging
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 
 KINDS = ["disk", "memory"]
@@ -40,7 +39,7 @@ class _Node:
         if self.kind == "memory":
             store = MemoryStore(root or self.root, session, rank, timeout_s)
         else:
-            store = DiskStore(root or self.root, session, rank, timeout_s)
+            store = DirectoryStore(root or self.root, session, rank, timeout_s)
         self.stores.append(store)
         return store
 

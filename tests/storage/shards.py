@@ -18,7 +18,7 @@ from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.image import ImagePlanner, unpack
 from localckpt.state_dict.source import MemorySource
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.slot import Slot
+from localckpt.storage.store import Slot
 from localckpt.storage.write import ShardWrite, write_shard
 
 ROOT = Path(__file__).parents[2]
@@ -67,8 +67,7 @@ def staged(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> 
 
 def write_of(store: DirectoryStore, slot: Slot) -> ShardWrite:
     """What the job that commits a slot writes."""
-    ((write, _),) = store.to_commit([slot])
-    assert isinstance(write, ShardWrite)
+    (write,) = store.writes([slot])
     return write
 
 
@@ -123,20 +122,20 @@ import sys, time
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.storage import staging
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 kind, root, session, rank, shared = sys.argv[1:6]
 staging.SHARED_MEMORY = Path(shared)
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
-    store = DiskStore(root, session, int(rank), 5.0)
+    store = DirectoryStore(root, session, int(rank), 5.0)
 who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
 # Nothing is made ahead of time.
 store.prepare = lambda *_: None
 slot = store.reserve(who, 100_000, 5.0)
 slot.filled(90_000, None, is_complete=False)
-((job, _),) = store.to_commit([slot])
+(job,) = store.writes([slot])
 if kind != "memory":
     job.dirty.write_bytes(b"half of a shard")
 assert "torch" not in sys.modules

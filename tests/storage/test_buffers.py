@@ -15,8 +15,7 @@ import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import address_of
-from localckpt.storage.buffers import PrivateBuffer, SharedBuffer
-from localckpt.storage.pool import BufferPool
+from localckpt.storage.buffers import BufferPool, PrivateBuffer, SharedBuffer
 from tests.storage.shards import PATIENCE_S, ROOT
 
 MIB = 1 << 20
@@ -311,15 +310,15 @@ def test_memory_that_cannot_be_had_ahead_of_time_is_an_error_of_the_save_that_wa
     assert "ahead of time: there is no memory" in caplog.text
 
 
-def test_a_buffer_that_was_dropped_is_not_given_again() -> None:
+def test_a_buffer_that_its_owner_did_not_give_back_is_not_given_again() -> None:
     pool = BufferPool(PrivateBuffer, depth=1)
-    first = pool.take(0, 1000, 1.0)
+    first = pool.take(0, 1000, 1.0, owner="a save")
 
-    pool.drop(first)
+    pool.release("a save")
     second = pool.take(0, 1000, 1.0)
 
     assert second is not first
-    pool.drop(first)
+    pool.release("a save")
     first.give_back()
     pool.close()
 

@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import StorageError
-from localckpt.storage.buffers import SharedBuffer
+from localckpt.storage.buffers import BufferPool, SharedBuffer
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
-from localckpt.storage.pool import BufferPool
 from localckpt.storage.staging import StagingFolder
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.shards import (
@@ -45,7 +43,7 @@ def free_nbytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-@pytest.fixture(params=[DiskStore, MemoryStore])
+@pytest.fixture(params=[DirectoryStore, MemoryStore])
 def small_store(
     request: pytest.FixtureRequest, small_disk: Callable[[str], Path]
 ) -> Iterator[Callable[[str], DirectoryStore]]:
@@ -153,7 +151,7 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     small_disk: Callable[[str], Path],
 ) -> None:
     disk = small_disk("size=8m")
-    store = DiskStore(disk, "run", 0, 5.0)
+    store = DirectoryStore(disk, "run", 0, 5.0)
     save(store, identity(1))
     job = staged(store, identity(2))
     remount(disk, "ro")
@@ -161,7 +159,7 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
         with pytest.raises(StorageError, match=rf"{job.dirty}.*mounted read-only"):
             write_shard(job)
         with pytest.raises(StorageError, match=f"{disk}.*mounted read-only"):
-            DiskStore(disk, "another", 0, 5.0)
+            DirectoryStore(disk, "another", 0, 5.0)
 
         assert found(store) == {identity(1)}
         assert_loads(store, identity(1))
@@ -175,9 +173,9 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
 SOMEBODY = """
 import os, sys
 from localckpt.errors import StorageError
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
-kind = {"DiskStore": DiskStore, "MemoryStore": MemoryStore}[sys.argv[1]]
+kind = {"DirectoryStore": DirectoryStore, "MemoryStore": MemoryStore}[sys.argv[1]]
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(54_321)
@@ -203,7 +201,7 @@ def opened_by_somebody(kind: type[DirectoryStore], root: Path) -> subprocess.Com
 
 
 @pytest.mark.fault("unusable-store")
-@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
+@pytest.mark.parametrize("kind", [DirectoryStore, MemoryStore])
 def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
     shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
 ) -> None:
@@ -221,7 +219,7 @@ def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
 
 @pytest.mark.fault("unusable-store")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
+@pytest.mark.parametrize("kind", [DirectoryStore, MemoryStore])
 def test_a_store_of_somebody_else_is_an_error_with_the_cure_and_stays_as_it_is(
     shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
 ) -> None:
@@ -370,7 +368,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_wh
         done = traced(job, tmp_path, f"{call}:signal=KILL:when={nth}")
 
         killed(store)
-        again = DiskStore(disk, "run", 0, 5.0)
+        again = DirectoryStore(disk, "run", 0, 5.0)
         assert found(again) - {identity(3)} == {identity(1)}
         for who in found(again):
             assert_loads(again, who, 50_000 if who.iteration == 1 else 60_000)
@@ -406,9 +404,9 @@ def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
     store.close()
 
 
-def process_store(disk: Path) -> DiskStore:
+def process_store(disk: Path) -> DirectoryStore:
     """Make a store whose buffers the process that is traced can map, too."""
-    store, folder = DiskStore(disk, "run", 0, 5.0), StagingFolder()
+    store, folder = DirectoryStore(disk, "run", 0, 5.0), StagingFolder()
     store._pool = BufferPool(lambda nbytes: SharedBuffer(folder.new_path(), nbytes))
     return store
 

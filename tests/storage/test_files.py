@@ -20,6 +20,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
+from localckpt.storage.open_file import open_owned
 from tests.storage.shards import identity
 
 WHO = identity(1)
@@ -177,8 +178,8 @@ def test_a_long_read_of_a_cold_file_leaves_nothing_in_the_page_cache(tmp_path: P
     assert not is_cached(path, 11 << 20)
 
 
-def _cached_pages(path: Path) -> int:
-    """Number of pages in the page cache; without asking for them, as :func:`is_cached` does."""
+def _cached_pages(path: Path, start: int, stop: int) -> int:
+    """Number of a range's pages in the page cache; not asked for, as :func:`is_cached` does."""
     nbytes = path.stat().st_size
     seen = (ctypes.c_ubyte * -(-nbytes // 4096))()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
@@ -186,7 +187,7 @@ def _cached_pages(path: Path) -> int:
         address = ctypes.c_void_p(ctypes.addressof(start))
         assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(nbytes), seen) == 0
         del start
-    return sum(page & 1 for page in seen)
+    return sum(page & 1 for page in seen[start // 4096 : stop // 4096])
 
 
 def test_a_cold_file_that_is_opened_often_is_not_taken_for_a_cached_one(tmp_path: Path) -> None:
@@ -196,13 +197,13 @@ def test_a_cold_file_that_is_opened_often_is_not_taken_for_a_cached_one(tmp_path
     if is_cached(path, 1 << 20):
         pytest.skip("this file system keeps files in memory")
 
-    # Asking makes the kernel read what it is asked for.
+    # Asking makes the kernel read what it is asked for, and as much ahead as the disk is set to.
     for _ in range(40):
         source = FileSource(path)
         source.read(33 << 20, 35 << 20)
         source.close()
 
-    assert _cached_pages(path) < (1 << 20) // 4096
+    assert _cached_pages(path, 33 << 20, 35 << 20) < (1 << 20) // 4096
 
 
 def test_a_cold_file_is_read_past_the_page_cache_and_verified(tmp_path: Path) -> None:
@@ -286,3 +287,11 @@ def test_an_open_file_is_closed_once_and_no_descriptor_stays(tmp_path: Path) -> 
         source.close()
 
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_directory_is_no_file_and_its_descriptor_is_closed(tmp_path: Path) -> None:
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            open_owned(tmp_path, os.O_RDONLY)
+
+    assert str(tmp_path) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in range(256)]

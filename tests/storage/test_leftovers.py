@@ -55,19 +55,6 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     assert_loads(store, identity(7))
 
 
-def test_what_an_earlier_version_kept_for_reuse_is_removed_at_the_next_start(node: Node) -> None:
-    first = node()
-    save(first, identity(7))
-    first.close()
-    kept = node.root / "session-run" / "0" / "000000000006.0.1.1.abcd.spare"
-    kept.write_bytes(b"0" * 100)
-
-    store = node()
-
-    assert not kept.exists()
-    assert found(store) == {identity(7)}
-
-
 @pytest.mark.fault("trainer-dies")
 def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
     with another_process(node.kind, node.root, node.shared, rank=3) as process:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import StorageError
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.write import write_shard
 from tests.faults.loop_disk import old_disk
 from tests.storage.shards import assert_loads, everything, found, identity, names, save, staged
@@ -20,7 +20,7 @@ def test_saves_work_on_it_and_files_are_used_again(
     kind: str, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
 ) -> None:
     with old_disk(kind, shm_roots(1)[0] / "disk", tmp_path / "disk"):
-        store = DiskStore(tmp_path / "disk" / "node", "run", 0, 5.0)
+        store = DirectoryStore(tmp_path / "disk" / "node", "run", 0, 5.0)
         for iteration, nbytes in ((1, 100_000), (2, 1_000_000), (3, 300_001)):
             save(store, identity(iteration), nbytes)
             assert_loads(store, identity(iteration), nbytes)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, Running
 
 
 def test_this_process_is_alive() -> None:
     me = Owner.me()
 
-    assert me.is_alive()
+    assert me in Running()
     assert me == Owner.of(os.getpid())
     assert Owner.parse(str(me)) == me
 
@@ -28,12 +28,12 @@ def test_another_process_is_alive_until_it_is_killed() -> None:
     owner = Owner.of(process.pid)
     assert owner is not None
 
-    alive = owner.is_alive()
+    alive = owner in Running()
     process.kill()
     process.communicate(timeout=30)
 
     assert alive
-    assert not owner.is_alive()
+    assert owner not in Running()
     assert owner != Owner.me()
 
 
@@ -46,7 +46,7 @@ def test_a_process_that_nobody_has_reaped_is_dead() -> None:
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert not owner.is_alive()
+    assert owner not in Running()
     process.communicate(timeout=30)
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_nobody_has_reaped_is_dead() -> None:
 def test_a_pid_that_is_used_again_is_another_process(change: dict[str, object]) -> None:
     other = dataclasses.replace(Owner.me(), **change)  # type: ignore[arg-type]
 
-    assert not other.is_alive()
+    assert other not in Running()
 
 
 def test_a_name_with_brackets_and_blanks_does_not_confuse() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import CorruptShardError, StorageError
+from localckpt.storage.catalog import Problem, why_quarantined
 from localckpt.storage.owner import Owner
-from localckpt.storage.problem import Problem, why_quarantined
 from localckpt.storage.rank_folder import RankFolder
-from localckpt.storage.slot import Slot
+from localckpt.storage.store import Slot
 from localckpt.storage.write import write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import (
@@ -133,7 +133,7 @@ def test_files_are_for_this_user_alone(node: Node) -> None:
         # Memory is made ahead in a thread, which removes files.
         with suppress(FileNotFoundError):
             modes[path] = path.stat().st_mode
-    assert {".owner", ".epoch", "node-token"} < {path.name for path in modes}
+    assert {".owner", ".notes", "node-token"} < {path.name for path in modes}
     assert [path for path, mode in modes.items() if mode & 0o077] == []
     assert node.root.stat().st_mode & 0o777 == 0o700
 
@@ -310,7 +310,7 @@ def test_discarding_what_is_not_there_does_nothing(node: Node) -> None:
     store = node()
     save(store, identity(1))
 
-    store.discard([Slot(identity(n), 10, lambda _: None) for n in (2, 3)])
+    store.discard([Slot(identity(n), 10) for n in (2, 3)])
 
     assert found(store) == {identity(1)}
 
@@ -371,7 +371,7 @@ def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node)
     save(store, identity(1))
     save(store, identity(2))
     file = min(store.folder.glob("*.safetensors"))
-    content = file.read_bytes().replace(b"localckpt-2", b"localckpt-9", 1)
+    content = file.read_bytes().replace(b"localckpt-5", b"localckpt-9", 1)
 
     file.write_bytes(content)
 
@@ -502,7 +502,7 @@ def test_notes_in_a_folder_that_is_a_link_count_for_nothing(node: Node, tmp_path
     store.claim.begin_epoch(3, [store.claim.owner], 0.2)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / ".epoch").write_text("99")
+    (elsewhere / ".notes").write_text('{"epoch": 99}')
     # Of a live process that is not of this job.
     (elsewhere / ".owner").write_text(str(Owner.of(1)))
     (store.folder.parent / "8").symlink_to(elsewhere)

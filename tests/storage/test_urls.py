@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import localckpt
-from localckpt.events.chrome import ChromeTrace
 from localckpt.events.jsonl import JsonLines
-from localckpt.events.prometheus import PrometheusTextfile
+from localckpt.exporters.chrome import ChromeTrace
+from localckpt.exporters.prometheus import PrometheusTextfile
 from localckpt.storage.names import local_path
 from tests.cli.commands import call
 from tests.events.sinks import make_event

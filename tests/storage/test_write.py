@@ -10,7 +10,7 @@ import pytest
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.memory.digests import BlockHasher
 from localckpt.storage.buffers import PrivateBuffer
-from localckpt.storage.disk import DiskStore
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import (
@@ -27,14 +27,14 @@ SIZES = [1, 4096, 100_001, (1 << 20) - 4096, 3 << 20, (33 << 20) + 7]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path, "run", 0, 5.0)
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path, "run", 0, 5.0)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_every_size_is_written_whole_past_and_through_the_page_cache(
-    store: DiskStore, direct: bool, nbytes: int
+    store: DirectoryStore, direct: bool, nbytes: int
 ) -> None:
     who = identity(1)
     job = staged(store, who, nbytes)
@@ -52,7 +52,7 @@ def test_every_size_is_written_whole_past_and_through_the_page_cache(
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
-    store: DiskStore, direct: bool
+    store: DirectoryStore, direct: bool
 ) -> None:
     save(store, identity(1), 2 << 20)
     store.prune(everything, [])
@@ -67,7 +67,7 @@ def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
     store.close()
 
 
-def test_several_shards_are_written_by_one_call(store: DiskStore) -> None:
+def test_several_shards_are_written_by_one_call(store: DirectoryStore) -> None:
     jobs = [staged(store, identity(1, rank)) for rank in range(3)]
 
     for job in jobs:
@@ -84,14 +84,14 @@ def received(job: ShardWrite) -> ShardWrite:
     return dataclasses.replace(job, digests="check")
 
 
-def test_a_replica_is_checked_while_it_is_written(store: DiskStore) -> None:
+def test_a_replica_is_checked_while_it_is_written(store: DirectoryStore) -> None:
     write_shard(received(staged(store, identity(1, rank=5))))
 
     assert_loads_after_scan(store, 5)
     store.close()
 
 
-def assert_loads_after_scan(store: DiskStore, rank: int) -> None:
+def assert_loads_after_scan(store: DirectoryStore, rank: int) -> None:
     assert identity(1, rank) in found(store)
     assert_loads(store, identity(1, rank))
 
@@ -115,7 +115,7 @@ def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, 
     save(store, identity(3))
 
 
-def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
+def test_digests_that_are_done_are_taken_as_they_are(store: DirectoryStore) -> None:
     job = received(staged(store, identity(1, rank=5)))
 
     write_shard(dataclasses.replace(job, digests="done"))
@@ -125,7 +125,7 @@ def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
 
 
 @pytest.mark.fault("refused-io")
-def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskStore) -> None:
+def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DirectoryStore) -> None:
     job = staged(store, identity(1))
 
     job.buffer.close()
@@ -136,7 +136,7 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskSto
     store.close()
 
 
-def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
+def test_a_file_that_is_in_the_way_is_not_overwritten(store: DirectoryStore) -> None:
     job = staged(store, identity(1))
     job.dirty.write_bytes(b"somebody else's")
 
@@ -150,7 +150,7 @@ def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
 
 @pytest.mark.fault("refused-io")
 def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
-    store: DiskStore,
+    store: DirectoryStore,
 ) -> None:
     save(store, identity(1))
     store.prune(everything, [])
@@ -167,7 +167,7 @@ def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
 
 
 @pytest.mark.fault("refused-io")
-def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
+def test_an_error_in_one_shard_leaves_those_before_it(store: DirectoryStore) -> None:
     good, bad = (staged(store, identity(1, rank)) for rank in range(2))
     bad.dirty.mkdir()
 
@@ -180,7 +180,7 @@ def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
     store.close()
 
 
-def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DiskStore) -> None:
+def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DirectoryStore) -> None:
     job = staged(store, identity(1), 1 << 20)
     assert isinstance(job.buffer, PrivateBuffer)
     closing = _ClosesWhenHashed(job.buffer)

@@ -13,11 +13,10 @@ from typing import Any, Self, SupportsFloat
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from localckpt.checkpointer.checkpointer import Checkpointer
-from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.resume import Elsewhere
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.errors import CheckpointingException
-from localckpt.integrations.deepspeed.engine_state import CLASSES, EngineState
-from localckpt.integrations.deepspeed.refusals import check_engine
+from localckpt.integrations.deepspeed.engine_state import CLASSES, EngineState, check_engine
 
 __all__ = ["LocalCheckpoints", "install"]
 
@@ -319,13 +318,8 @@ class LocalCheckpoints:
 def _step_of_own(load_dir: str | os.PathLike[str], tag: str | None, latest: str) -> int | None:
     """Return the step of DeepSpeed's own checkpoint, 0 if its tag does not say it.
 
-    Args:
-        load_dir: Directory of such checkpoints.
-        tag: Tag of one; ``None`` for the latest.
-        latest: Name of the file that tells the latest.
-
-    Returns:
-        The step; ``None`` if there is no such checkpoint.
+    Returns ``None`` if there is no such checkpoint. ``latest`` is the name of the file that tells
+    the latest.
     """
     folder = Path(load_dir)
     if tag is None and (folder / latest).is_file():

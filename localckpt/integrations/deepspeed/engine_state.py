@@ -11,13 +11,15 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from localckpt.errors import CheckpointingException
 from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
 from localckpt.state_dict.stateful import Freedom
 
-__all__ = ["CLASSES", "EngineState"]
+__all__ = ["CLASSES", "EngineState", "check_engine"]
 
 CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed's states are made of, beside tensors and plain values."""
@@ -113,8 +115,7 @@ class EngineState:
     def take_loaded(self, is_strict: bool) -> tuple[str, dict[str, Any]]:
         """Have DeepSpeed take what was loaded; all ranks do so.
 
-        Returns:
-            The name of the file with the model's state, and the client state.
+        Returns the name of the file with the model's state, and the client state.
         """
         state, self._loaded = self._loaded, None
         assert state is not None, "a checkpoint was loaded"
@@ -153,3 +154,32 @@ class EngineState:
             for name in changed:
                 del vars(engine)[name]
             vars(engine).update(before)
+
+
+def check_engine(engine: Any) -> None:
+    """Raise CheckpointingException if an engine's state cannot be saved rank by rank."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise CheckpointingException(
+            f"install() was given a {type(engine).__name__}: give it the engine, which is what "
+            f"deepspeed.initialize returns first"
+        )
+    if "save_checkpoint" in vars(engine):
+        raise CheckpointingException(
+            "the engine's save_checkpoint was replaced before: install() once, or close() what was "
+            "installed first"
+        )
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
+    why = None
+    if isinstance(engine, PipelineEngine):
+        why = "a pipeline's ranks each write a part of the layers that others load"
+    elif engine.has_moe_layers:
+        why = "of a model with experts only the first rank writes what all others load"
+    elif any(offload is not None and offload.device == "nvme" for offload in offloads):
+        why = "with offload to NVMe the state is in files of DeepSpeed's"
+    elif engine.zero_elastic_checkpoint():
+        why = "with elastic_checkpoint each rank loads the files of all others"
+    if why is not None:
+        raise CheckpointingException(
+            f"this engine cannot be saved to the nodes: {why}. Leave install() out, or change the "
+            f"configuration. Nothing was made"
+        )

@@ -20,8 +20,7 @@ MP_RANK = re.compile(r"mp_rank_\d+")
 class MemoryFiles(CheckpointEngine):
     """DeepSpeed's checkpoint engine whose files are values in memory, this rank's own.
 
-    Args:
-        files: Values by name of file, to load; none to save.
+    ``files`` has the values to load by name of file.
 
     Attributes:
         files: Values by name of file.
@@ -44,11 +43,7 @@ class MemoryFiles(CheckpointEngine):
         self.files[os.path.basename(path)] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the value of a file, with the tensors where they are.
-
-        Raises:
-            CheckpointingException: This rank has saved no such file.
-        """
+        """Return the value of a file, with the tensors where they are."""
         name = os.path.basename(path)
         # DeepSpeed looks into the first file of all tensor-parallel ranks, to count them.
         alike = {MP_RANK.sub("", own): own for own in self.files if "model_states" in own}

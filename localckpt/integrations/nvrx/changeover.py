@@ -27,11 +27,7 @@ _BASIC = f"{CHECKPOINTING}.local.basic_state_dict.BasicTensorAwareStateDict"
 
 
 def find_nvrx_files(root: str | os.PathLike[str], session_id: str, rank: int) -> dict[int, Path]:
-    """Find NVRx's files of a rank on this node, by iteration, also in the folders of other ranks.
-
-    Raises:
-        StorageError: The directory cannot be read.
-    """
+    """Find NVRx's files of a rank on this node, by iteration, in the folders of all ranks."""
     folder = Path(root) / session_id
     found: dict[int, Path] = {}
     with storage_errors("look for NVRx's files in", folder):
@@ -51,14 +47,7 @@ def read_nvrx_file(path: str | os.PathLike[str], safe_globals: Iterable[Any] = (
     The tensors of a ``BasicTensorAwareStateDict`` are put on the GPU, if there is one. The tensors
     of other classes are in host memory until ``restore_tensor_device()``.
 
-    Args:
-        path: The file.
-        safe_globals: Classes and functions to allow beyond those of our checkpoints.
-
-    Raises:
-        UnsafeGlobalError: The file names a class or function that is not allowed.
-        CorruptShardError: The file is damaged, or not NVRx's.
-        StorageError: The file cannot be read.
+    ``safe_globals`` are allowed beyond those of our checkpoints.
     """
     with storage_errors("read", Path(path)), open(path, "rb") as file:
         try:

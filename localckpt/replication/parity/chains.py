@@ -30,9 +30,9 @@ from localckpt.replication.progress import chunks
 __all__ = [
     "BUFFERS_NBYTES",
     "Chain",
+    "ChainSchedule",
+    "ChainStep",
     "Hop",
-    "Schedule",
-    "Task",
     "Term",
     "add_terms",
     "schedule",
@@ -70,26 +70,24 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One sum over parts of one stripe.
+    """One sum over one stripe.
 
     Attributes:
         hops: In order, each on another rank than the one before; the last keeps the sum.
         place: What of a member's image or parity the sum is.
-        spans: ``(start, stop)`` in bytes of the stripe, ascending; each starts at a block.
     """
 
     hops: tuple[Hop, ...]
     place: Strip
-    spans: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that each hop hands on."""
-        return sum(stop - start for start, stop in self.spans)
+        return self.place.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ChainSchedule:
     """Schedule: the step at which each chain starts, and the size of a message."""
 
     starts: tuple[int, ...]
@@ -99,7 +97,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Task:
+class ChainStep:
     """One message at one hop; they compare in the order in which a rank does them."""
 
     step: int
@@ -109,13 +107,8 @@ class Task:
     stop: int
 
 
-def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Schedule:
-    """Let as many chains run side by side as there is room for, the others after them.
-
-    Args:
-        chains: The same in the same order on all ranks.
-        message_nbytes: Size of a message, if it is not to be chosen.
-    """
+def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> ChainSchedule:
+    """Let as many chains run side by side as there is room for, the others after them."""
     waves: list[list[Chain]] = [[]]
     at_once, load = 0, dict[int, int]()
     for chain in chains:
@@ -134,8 +127,8 @@ def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Sche
     starts, start = list[int](), 0
     for wave in waves:
         starts += [start] * len(wave)
-        start += max((_messages(c, message_nbytes) + len(c.hops) for c in wave), default=0)
-    return Schedule(tuple(starts), message_nbytes, _STEPS_OF_BUFFERS * at_once)
+        start += max((-(-c.nbytes // message_nbytes) + len(c.hops) for c in wave), default=0)
+    return ChainSchedule(tuple(starts), message_nbytes, _STEPS_OF_BUFFERS * at_once)
 
 
 def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
@@ -147,15 +140,13 @@ def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
     return sent
 
 
-def tasks_of(rank: int, chains: Sequence[Chain], when: Schedule) -> Iterator[Task]:
+def tasks_of(rank: int, chains: Sequence[Chain], when: ChainSchedule) -> Iterator[ChainStep]:
     """Tasks of a rank, in the order in which it does them."""
 
-    def tasks(number: int, hop: int) -> Iterator[Task]:
-        step = when.starts[number] + hop
-        for first, last in chains[number].spans:
-            for start, stop in chunks(last - first, when.message_nbytes):
-                yield Task(step, hop, number, first + start, first + stop)
-                step += 1
+    def tasks(number: int, hop: int) -> Iterator[ChainStep]:
+        messages = chunks(chains[number].nbytes, when.message_nbytes)
+        for step, (start, stop) in enumerate(messages, when.starts[number] + hop):
+            yield ChainStep(step, hop, number, start, stop)
 
     return heapq.merge(
         *(
@@ -178,12 +169,9 @@ def add_terms(
 ) -> None:
     """Do to part of a sum what a hop does.
 
-    Args:
-        acc: The sum of the hops before, and then of this one too.
-        read: Returns the bytes of a strip between two places in the stripe, fewer at its end; valid
-            until the next call.
-        start: Where in the stripe ``acc`` begins.
-        first: Whether no hop is before, so that ``acc`` holds nothing yet.
+    ``acc`` holds the sum of the hops before, unless this is the ``first``; it begins at ``start``
+    in the stripe. ``read`` returns the bytes of a strip between two places in the stripe, fewer at
+    its end, valid until the next call.
     """
     plain = next((term for term in hop.terms[:1] if term.factor == 1), None)
     data = acc[:0] if plain is None else read(plain.strip, start, start + len(acc))
@@ -197,7 +185,3 @@ def add_terms(
     for term in hop.terms[plain is not None :]:
         data = read(term.strip, start, start + len(acc))
         scale_xor_into(acc, data, term.factor, scratch)
-
-
-def _messages(chain: Chain, message_nbytes: int) -> int:
-    return sum(-(-(stop - start) // message_nbytes) for start, stop in chain.spans)

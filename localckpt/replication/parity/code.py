@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from localckpt.availability.recoverable import Nodes
+from localckpt.availability.inventory import Nodes
 from localckpt.errors import MismatchError
 from localckpt.ids import Group
 from localckpt.replication.parity.stripes import ParityLayout
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     from localckpt.replication.redundancy import Lost, Recovered
     from localckpt.storage.store import Store
 
-__all__ = ["PARITY_KIND", "ParityCode"]
-
-PARITY_KIND = "parity"
-"""Kind of the piece that each member of a group keeps."""
+__all__ = ["ParityCode"]
 
 
 class ParityCode:
-    """See :class:`localckpt.replication.redundancy.Scheme`."""
+    """See :class:`localckpt.replication.redundancy.RecoveryScheme`."""
 
     def fits(self, group: Group) -> bool:
         try:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localckpt.errors import MismatchError
 from localckpt.replication.parity.chains import Chain, Hop, Term
 from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["clear_unused", "encode", "encoding_chains"]
+__all__ = ["encode", "encoding_chains"]
 
 
 def encode(
@@ -35,38 +34,11 @@ def encode(
     which the pipeline keeps for the next time. That it returned says that this member's part is
     done, not that every other's is.
 
-    Args:
-        layout: The same on all ranks; they agree on it beforehand.
-        pipeline: Over connections between the members, in their order.
-        source: This member's image. It must not change meanwhile.
-        parity: Writable memory for ``layout.parity_nbytes``.
-        timeout_s: Deadline of it all, in seconds.
-        message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
-
-    Raises:
-        MismatchError: The connections, the image or the memory do not fit the layout.
-        PeerLostError: A member died, stopped or failed; see :meth:`Pipeline.run`. What ``parity``
-            holds then is of no use.
-        CheckpointingException: The source failed.
+    The image must not change meanwhile. After an error ``parity`` is of no use.
     """
     connections = pipeline.connections
-    if len(connections.ranks) != layout.members:
-        raise MismatchError(
-            f"{len(connections.ranks)} ranks cannot encode the parity of {layout.members} members"
-        )
     member = connections.ranks.index(connections.rank)
-    if source.nbytes != layout.image_nbytes[member]:
-        raise MismatchError(
-            f"the image of member {member} of the parity group has {source.nbytes} bytes, and its "
-            f"layout was made for {layout.image_nbytes[member]}"
-        )
-    if parity.nbytes != layout.parity_nbytes or parity.readonly:
-        raise MismatchError(
-            f"the memory for parity must be writable and have {layout.parity_nbytes} bytes, not "
-            f"{parity.nbytes}"
-        )
-    parity = parity.cast("B")
-    clear_unused(layout, member, parity)
+    _clear_unused(layout, member, parity)
     pipeline.run(
         "encoding parity",
         encoding_chains(layout, connections.ranks),
@@ -78,11 +50,7 @@ def encode(
 
 
 def encoding_chains(layout: ParityLayout, ranks: Sequence[int]) -> list[Chain]:
-    """One chain for each row of each stripe; those of one stripe next to each other.
-
-    Args:
-        ranks: The rank of each member.
-    """
+    """One chain for each row of each stripe; those of one stripe next to each other."""
     chains = []
     for stripe in range(layout.members):
         for number, row in enumerate(layout.rows(stripe)):
@@ -91,12 +59,11 @@ def encoding_chains(layout: ParityLayout, ranks: Sequence[int]) -> list[Chain]:
                 for member in layout.contributors(stripe)
             ]
             hops.append(Hop(ranks[row.member], ()))
-            spans = ((0, row.nbytes),) if row.nbytes else ()
-            chains.append(Chain(tuple(hops), row, spans))
+            chains.append(Chain(tuple(hops), row))
     return chains
 
 
-def clear_unused(layout: ParityLayout, member: int, parity: memoryview) -> None:
+def _clear_unused(layout: ParityLayout, member: int, parity: memoryview) -> None:
     """Zeros where no chunk of a stripe reaches, so no sum comes there."""
     for row in range(layout.parity):
         strip = layout.row((member - row) % layout.members, row)

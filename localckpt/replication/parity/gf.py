@@ -101,11 +101,7 @@ def power(exponent: int) -> int:
 
 
 def inverse(a: int) -> int:
-    """The element whose product with ``a`` is 1.
-
-    Raises:
-        ZeroDivisionError: ``a`` is 0.
-    """
+    """The element whose product with ``a`` is 1."""
     if a == 0:
         raise ZeroDivisionError("0 has no inverse in GF(2^8)")
     # Every element to the power 255 is 1.

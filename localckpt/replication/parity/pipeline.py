@@ -4,13 +4,13 @@ One thread does everything in the order of the schedule, while gloo's own thread
 asked for ahead. An answer to a message says that its memory may be used again.
 
 A rank that is lost stops the whole pipeline, so most ranks lose peers that only gave up: see
-:mod:`localckpt.replication.attribution` for how the one to blame is found.
+:mod:`localckpt.replication.parity.attribution` for how the one to blame is found.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -23,13 +23,14 @@ from localckpt.failure_texts import with_class
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.pacing import Pacer
 from localckpt.ranks.absent import SLOW
-from localckpt.replication.attribution import GivenUp, ask_whom_to_blame, tell_given_up
+from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
+from localckpt.replication.parity.attribution import GivenUp, ask_whom_to_blame, tell_given_up
 from localckpt.replication.parity.chains import (
     Chain,
+    ChainStep,
     Hop,
-    Task,
     add_terms,
     schedule,
     sent_by_rank,
@@ -39,16 +40,13 @@ from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
 from localckpt.replication.progress import PeerFailed, Progress, first_line
 from localckpt.state_dict.source import ShardSource, views_last
-from localckpt.threads import run_interruptibly
 
-__all__ = ["Completed", "Pipeline", "Sinks", "Sources"]
+__all__ = ["Pipeline", "Sinks", "Sources"]
 
 Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
 """Sources from which a rank reads what a member keeps."""
 Sinks: TypeAlias = Mapping[tuple[Kind, int], memoryview]
 """Writable memory for what a member keeps."""
-Completed: TypeAlias = Callable[[Strip, int, int], None]
-"""``completed(place, start, stop)``: these bytes of the stripe are now in their sink."""
 
 # Messages that need no buffer are asked for so far ahead.
 _AHEAD = 64
@@ -59,9 +57,7 @@ _MOST_ANSWERS = 64
 class Pipeline:
     """Computes sums on their way over some connections, again and again with the same memory.
 
-    Args:
-        connections: Made by :meth:`HostConnections.connect`. They stay the caller's.
-        pacer: Limits the rate at which this rank sends; ``None`` for no limit.
+    The connections stay the caller's.
     """
 
     def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
@@ -71,8 +67,8 @@ class Pipeline:
             )
         self.connections = connections
         self.broken = False
-        self._pacer = pacer or Pacer()
-        self._memory = _Memory()
+        self.pacer = pacer or Pacer()
+        self.memory = _Memory()
 
     def run(
         self,
@@ -82,7 +78,6 @@ class Pipeline:
         sinks: Sinks,
         timeout_s: float,
         *,
-        completed: Completed = lambda place, start, stop: None,
         message_nbytes: int | None = None,
     ) -> None:
         """Carry out chains; the ranks of the connections call it together.
@@ -90,32 +85,18 @@ class Pipeline:
         When it raises, the connections are cut, and nothing is read from or written to the memory
         any more. When it returns, this rank has done its part and all that it sent has arrived.
 
-        Args:
-            what: What this is for, as "encoding parity", for messages.
-            chains: The same on all ranks.
-            sources: What this rank's hops read.
-            sinks: Where the sums go that end on this rank.
-            timeout_s: Deadline of it all, in seconds, later by what a limit of its rate makes it
-                take. Finding out who is to blame takes at most eight more.
-            completed: Told of every part of a sum that has come to its sink, each chain's in order.
-            message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
-
-        Raises:
-            PeerLostError: A peer died, stopped or failed. It is named, and how far it came.
-            CheckpointingException: A source failed; the peers hear the reason.
+        The deadline is later by what a limit of its rate makes it take. Finding out who is to blame
+        takes at most eight seconds more.
         """
         if self.broken:
             raise PeerLostError(
                 f"rank {self.connections.rank} was {what}, and cannot: these connections broke "
                 f"before"
             )
-        job = _Job(
-            *(chains, self.connections, sources, sinks, completed),
-            *(self._memory, self._pacer, timeout_s, message_nbytes),
-        )
         try:
+            job = _Job(self, chains, sources, sinks, timeout_s, message_nbytes)
             with job.progress.watched():
-                run_interruptibly(job.run, self._give_up)
+                interruptible(job.run, self._give_up)
         except BaseException as error:
             self.broken = True
             if self.connections.given_up and isinstance(error, PeerFailed):
@@ -136,7 +117,7 @@ class Pipeline:
     def close(self) -> None:
         """Give the memory back."""
         self.broken = True
-        self._memory = _Memory()
+        self.memory = _Memory()
 
 
 class _Memory:
@@ -162,28 +143,25 @@ class _Job:
 
     def __init__(
         self,
+        pipeline: Pipeline,
         chains: Sequence[Chain],
-        connections: HostConnections,
         sources: Sources,
         sinks: Sinks,
-        completed: Completed,
-        memory: _Memory,
-        pacer: Pacer,
         timeout_s: float,
         message_nbytes: int | None,
     ) -> None:
+        connections, pacer, memory = pipeline.connections, pipeline.pacer, pipeline.memory
         slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
         self.progress = connections.progress = Progress(connections.rank, timeout_s + slow_s)
         self._messages = Messages(connections, self.progress, pacer)
         self._chains = chains
         self._sources = sources
         self._sinks = sinks
-        self._completed = completed
         self._scratch = memory.scratch
         when = schedule(chains, message_nbytes)
         self._tasks = tasks_of(connections.rank, chains, when)
         self._next = next(self._tasks, None)
-        longest = max((c.spans[-1][1] for c in chains if c.spans), default=0)
+        longest = max((chain.nbytes for chain in chains), default=0)
         self._free = memory.buffers(when.buffers, min(when.message_nbytes, longest))
         self._ready: deque[_Ready] = deque()
         self._unanswered: deque[_Sent] = deque()
@@ -231,7 +209,7 @@ class _Job:
                 peer = self._hop(task, -1).rank
                 ready.message = self._messages.ask(peer, task.chain, ready.memory)
 
-    def _make_ready(self, task: Task) -> _Ready | None:
+    def _make_ready(self, task: ChainStep) -> _Ready | None:
         """Find the memory for a task's sum, if there is any."""
         chain, nbytes = self._chains[task.chain], task.stop - task.start
         if task.hop == len(chain.hops) - 1:
@@ -245,7 +223,7 @@ class _Job:
         buffer = self._free.pop()
         return _Ready(task, buffer[:nbytes], buffer)
 
-    def _lasting(self, hop: Hop, task: Task) -> memoryview | None:
+    def _lasting(self, hop: Hop, task: ChainStep) -> memoryview | None:
         """The first hop's sum, where that lies ready to be sent."""
         if len(hop.terms) != 1 or hop.terms[0].factor != 1:
             return None
@@ -264,9 +242,7 @@ class _Job:
             acc = np.frombuffer(ready.memory, np.uint8)
             hop = chain.hops[task.hop]
             add_terms(hop, acc, self._read, task.start, self._scratch, first=not task.hop)
-        if task.hop == len(chain.hops) - 1:
-            self._completed(chain.place, task.start, task.stop)
-        else:
+        if task.hop < len(chain.hops) - 1:
             self._send(ready)
 
     def _take(self, ready: _Ready) -> None:
@@ -289,7 +265,7 @@ class _Job:
         while len(self._answers) > most_left:
             self.progress.wait(*self._answers.popleft())
 
-    def _hop(self, task: Task, on: int) -> Hop:
+    def _hop(self, task: ChainStep, on: int) -> Hop:
         return self._chains[task.chain].hops[task.hop + on]
 
     def _read(self, strip: Strip, start: int, stop: int) -> Bytes:
@@ -313,7 +289,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 class _Ready:
     """A task whose message, if it has one, has been asked for."""
 
-    task: Task
+    task: ChainStep
     memory: memoryview
     buffer: memoryview | None = None
     is_summed: bool = False

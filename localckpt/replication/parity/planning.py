@@ -1,24 +1,37 @@
 """From what is left of a parity group, how to compute what is lost.
 
-Decided block by block: for each block of a stripe there are as many equations as rows of parity
-that can be read, and as many unknowns as chunks that cannot; a block that is corrupt on a rank that
-survived is one unknown more in that place alone. Pure functions of plain data: every rank plans the
-same from the same. Nothing is read or moved here.
+For each stripe there are as many equations as rows of parity that can be read, and as many unknowns
+as chunks that cannot. Pure functions of plain data: every rank plans the same from the same.
+Nothing is read or moved here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from localckpt.errors import NoReplicasAvailableError
+from localckpt.ids import SHARD_KIND, Group, Piece
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.chains import Chain, Hop, Term
 from localckpt.replication.parity.gf import inverse, multiply, power
-from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.replication.parity.image import ParityOf
+from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout, Strip
+from localckpt.replication.redundancy import Lost, PieceProblem
 
-__all__ = ["Left", "Want", "plan_rebuild"]
+__all__ = [
+    "NOTHING_FOUND",
+    "Findings",
+    "Left",
+    "Repair",
+    "Seen",
+    "longest_wait",
+    "piece_of",
+    "plan_rebuild",
+    "plan_repairs",
+    "take_together",
+]
 
 # Of what cannot be rebuilt, so many places are named.
 _NAMED = 10
@@ -31,66 +44,43 @@ class Left:
     Attributes:
         images: The rank that can read each member's image; a member that is missing has lost it.
         parities: The same for each member's parity.
-        bad_blocks: Blocks of :data:`BLOCK_NBYTES` that cannot be read all the same, by index from
-            the start of the image or parity.
     """
 
     images: Mapping[int, int]
     parities: Mapping[int, int]
-    bad_blocks: Mapping[tuple[Kind, int], frozenset[int]] = field(default_factory=dict)
 
     def rank_with(self, strip: Strip) -> int | None:
-        """The rank that can read a strip, but for bad blocks."""
+        """The rank that can read a strip."""
         at = self.images if strip.kind is Kind.IMAGE else self.parities
         return at.get(strip.member)
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A member's image, for a rank.
-
-    Attributes:
-        rank: Where it is to be.
-        member: Owner of the strip.
-    """
-
-    rank: int
-    member: int
-
-
-def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> list[Chain]:
-    """The chains that bring what is wanted to where it is wanted.
+def plan_rebuild(layout: ParityLayout, left: Left, wanted: Mapping[int, int]) -> list[Chain]:
+    """The chains that bring the images of members to the ranks that want them.
 
     A chain goes over the ranks whose bytes are needed, each adding its part, so each sends and
     receives about what is wanted once, however many they are. Ranks take turns at being first, who
     has nothing to receive.
-
-    Raises:
-        NoReplicasAvailableError: More is lost than parity can make up for. It names the members
-            and the blocks.
     """
     chains: list[Chain] = []
-    hopeless: list[str] = []
-    for want in wants:
-        for stripe, place in _places(layout, want.member):
+    beyond: list[str] = []
+    for member, rank in wanted.items():
+        for stripe in range(layout.members):
+            if member not in layout.contributors(stripe):
+                continue
+            place = layout.chunk(stripe, member)
             symbols = _Symbols.of(layout, stripe)
-            # The same sum of the same parts is one chain, wherever in the stripe it is needed.
-            spans: dict[tuple[tuple[Strip, int], ...], list[tuple[int, int]]] = {}
-            for start, stop in _spans(symbols, left, place):
-                lost = symbols.lost(left, start)
-                parts = symbols.express(place, lost, start)
-                if parts is None:
-                    hopeless.append(_describe(stripe, place, lost, start, stop))
-                else:
-                    spans.setdefault(tuple(parts.items()), []).append((start, stop))
-            for terms, where in spans.items():
-                hops = _hops(terms, left, want.rank, number=len(chains))
-                chains.append(Chain(hops, place, tuple(where)))
-    if hopeless:
-        more = f", and {len(hopeless) - _NAMED} more places" if len(hopeless) > _NAMED else ""
+            lost = symbols.lost(left)
+            parts = symbols.express(place, lost) if place.nbytes else {}
+            if parts is None:
+                beyond.append(_describe(stripe, place, lost))
+            elif parts:
+                chains.append(Chain(_hops(parts, left, rank, number=len(chains)), place))
+    if beyond:
+        more = f", and {len(beyond) - _NAMED} more places" if len(beyond) > _NAMED else ""
         raise NoReplicasAvailableError(
             f"more is lost than {layout.parity} parities of a group of {layout.members} can make "
-            f"up for: {'; '.join(hopeless[:_NAMED])}{more}. What is left is untouched. Bring back "
+            f"up for: {'; '.join(beyond[:_NAMED])}{more}. What is left is untouched. Bring back "
             f"a node that holds what is missing, or load an older checkpoint."
         )
     return chains
@@ -118,25 +108,20 @@ class _Symbols:
             ),
         )
 
-    def lost(self, left: Left, start: int) -> frozenset[Strip]:
-        """Strips of which the block at a place of the stripe cannot be read; none that is zeros."""
+    def lost(self, left: Left) -> frozenset[Strip]:
+        """Strips that cannot be read, and are not zeros."""
         return frozenset(
             strip
             for strip in (*self.chunks, *self.rows)
-            if start < strip.nbytes
-            and (
-                left.rank_with(strip) is None
-                or _block(strip, start) in left.bad_blocks.get((strip.kind, strip.member), ())
-            )
+            if strip.nbytes and left.rank_with(strip) is None
         )
 
-    def express(self, wanted: Strip, lost: frozenset[Strip], start: int) -> dict[Strip, int] | None:
-        """A block of a chunk as a sum of what can be read, each with a factor that is not 0.
+    def express(self, wanted: Strip, lost: frozenset[Strip]) -> dict[Strip, int] | None:
+        """A chunk as a sum of what can be read, each with a factor that is not 0.
 
-        Strips that have only zeros there are no part of it, whether they can be read or not.
+        Strips that have only zeros are no part of it, whether they can be read or not.
 
-        Returns:
-            ``None`` if there is no such sum.
+        Returns ``None`` if there is no such sum.
         """
         if wanted not in lost:
             return {wanted: 1}
@@ -150,7 +135,7 @@ class _Symbols:
             for other, chunk in enumerate(self.chunks):
                 if other not in unknown:
                     sums[chunk] ^= multiply(weight, self.factors[row][other])
-        return {strip: factor for strip, factor in sums.items() if factor and start < strip.nbytes}
+        return {strip: factor for strip, factor in sums.items() if factor and strip.nbytes}
 
     def _solve(
         self, number: int, unknown: Sequence[int], known_rows: Sequence[int]
@@ -169,36 +154,9 @@ class _Symbols:
         return [(first, multiply(scale, theirs[0])), (second, multiply(scale, theirs[1]))]
 
 
-def _places(layout: ParityLayout, member: int) -> Iterator[tuple[int, Strip]]:
-    """A member's image, stripe by stripe."""
-    for stripe in range(layout.members):
-        if member in layout.contributors(stripe):
-            yield stripe, layout.chunk(stripe, member)
-
-
-def _spans(symbols: _Symbols, left: Left, place: Strip) -> Iterator[tuple[int, int]]:
-    """Parts of what is wanted within which the same can be read, in whole blocks."""
-    cuts = {0, place.nbytes}
-    for strip in (*symbols.chunks, *symbols.rows):
-        cuts.add(-(-strip.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES)
-        cuts.update(_edges(strip, left.bad_blocks.get((strip.kind, strip.member), ())))
-    yield from pairwise(sorted(cut for cut in cuts if cut <= place.nbytes))
-
-
-def _edges(strip: Strip, blocks: Iterable[int]) -> Iterator[int]:
-    """Borders of the blocks of what a member keeps, in the stripe."""
-    for block in blocks:
-        start = block * BLOCK_NBYTES - strip.start
-        if 0 <= start < strip.nbytes:
-            yield start
-            yield start + BLOCK_NBYTES
-
-
-def _hops(
-    parts: Sequence[tuple[Strip, int]], left: Left, target: int, number: int
-) -> tuple[Hop, ...]:
+def _hops(parts: Mapping[Strip, int], left: Left, target: int, number: int) -> tuple[Hop, ...]:
     terms: dict[int, list[Term]] = {}
-    for strip, factor in parts:
+    for strip, factor in parts.items():
         rank = left.rank_with(strip)
         assert rank is not None, "only what can be read is part of a sum"
         terms.setdefault(rank, []).append(Term(strip, factor))
@@ -214,12 +172,9 @@ def _plain_first(terms: Sequence[Term]) -> tuple[Term, ...]:
     return tuple(sorted(terms, key=lambda term: term.factor))
 
 
-def _block(strip: Strip, start: int) -> int:
-    return (strip.start + start) // BLOCK_NBYTES
-
-
-def _describe(stripe: int, place: Strip, lost: frozenset[Strip], start: int, stop: int) -> str:
-    first, last = _block(place, start), _block(place, stop - 1)
+def _describe(stripe: int, place: Strip, lost: frozenset[Strip]) -> str:
+    first = place.start // BLOCK_NBYTES
+    last = (place.start + place.nbytes - 1) // BLOCK_NBYTES
     blocks = f"block {first}" if first == last else f"blocks {first} to {last}"
     missing = ", ".join(
         f"{strip.kind.name.lower()} of member {strip.member}"
@@ -229,3 +184,123 @@ def _describe(stripe: int, place: Strip, lost: frozenset[Strip], start: int, sto
         f"{blocks} of the {place.kind.name.lower()} of member {place.member} (stripe {stripe}, of "
         f"which cannot be read: {missing})"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Shards that are computed in one group.
+
+    Attributes:
+        group: The group. Its members are ranks that saved the checkpoint.
+        images: For each member whose image is somewhere, the rank of this job that reads it.
+        parities: The same for each member's parity.
+        wanted: For each member whose image is computed, the rank of this job that computes it.
+    """
+
+    group: Group
+    images: Mapping[int, int]
+    parities: Mapping[int, int]
+    wanted: Mapping[int, int]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that take part."""
+        return sorted({*self.images.values(), *self.parities.values(), *self.wanted.values()})
+
+    def reads(self, rank: int) -> list[tuple[Kind, int]]:
+        """Reads of a rank: the kind, and whose."""
+        return [
+            *((Kind.IMAGE, owner) for owner, reader in self.images.items() if reader == rank),
+            *((Kind.PARITY, owner) for owner, reader in self.parities.items() if reader == rank),
+        ]
+
+
+def plan_repairs(lost: Lost) -> list[Repair]:
+    """Plan what each group computes, and who reads what for it."""
+    inventory = lost.inventory
+    holders, kept = inventory.holders(lost.checkpoint), inventory.groups(lost.checkpoint)
+    wanted: dict[Group, dict[int, int]] = {}
+    for member, group in lost.wanted.items():
+        wanted.setdefault(group, {})[member] = lost.computed_by[member]
+    return [
+        Repair(
+            group,
+            {r: inventory.reader(holders[r], r) for r in group.ranks if r in holders},
+            {r: inventory.reader(kept[group][r], r) for r in group.ranks if r in kept[group]},
+            computing,
+        )
+        for group, computing in sorted(wanted.items(), key=lambda item: item[0].ranks)
+    ]
+
+
+def piece_of(kind: int, owner: int) -> Piece:
+    """The piece that a :class:`Kind` of symbol is read from."""
+    return Piece(owner, PARITY_KIND if kind == Kind.PARITY else SHARD_KIND)
+
+
+def longest_wait(repairs: Iterable[Repair]) -> int:
+    """Number of repairs that may wait for one another, where each rank makes its own in order."""
+    of_rank: dict[int, int] = {}
+    for repair in repairs:
+        last = 1 + max(of_rank.get(rank, 0) for rank in repair.ranks)
+        of_rank.update(dict.fromkeys(repair.ranks, last))
+    return max(of_rank.values(), default=0)
+
+
+class Seen(NamedTuple):
+    """Report of a rank that read an image or a parity; plain data.
+
+    Attributes:
+        kind, owner: What it read.
+        problem: Why it is of no use, if so.
+        of: What a parity is of, as its header says.
+        nbytes: The size of an image.
+    """
+
+    kind: int
+    owner: int
+    problem: str | None = None
+    of: str | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Reports of all ranks on what a repair is to read.
+
+    Attributes:
+        problems: What is of no use.
+        of: What the parities are of; ``None`` if there is none.
+        left: For :func:`plan_rebuild`.
+    """
+
+    problems: tuple[PieceProblem, ...]
+    of: ParityOf | None
+    left: Left
+
+
+NOTHING_FOUND = Findings((), None, Left({}, {}))
+"""Before anybody has looked."""
+
+
+def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
+    """Put together what ranks found."""
+    place = {rank: number for number, rank in enumerate(repair.group.ranks)}
+    in_order = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
+    told = next((s.of for _, s in in_order if s.of is not None and s.problem is None), None)
+    of = None if told is None else ParityOf.from_json(told)
+    problems: list[PieceProblem] = []
+    at: dict[int, dict[int, int]] = {Kind.IMAGE: {}, Kind.PARITY: {}}
+    for reader, found in in_order:
+        problem = found.problem
+        if problem is None and found.kind == Kind.PARITY and found.of != told:
+            problem = f"it is the parity of {ParityOf.from_json(found.of)}, and others are of {of}"
+        if problem is None and found.kind == Kind.IMAGE and of is not None:
+            nbytes = of.image_nbytes[place[found.owner]]
+            if found.nbytes != nbytes:
+                problem = f"it has {found.nbytes} bytes, and its group's parity is of {nbytes}"
+        if problem is None:
+            at[found.kind][place[found.owner]] = reader
+        else:
+            problems.append(PieceProblem(piece_of(found.kind, found.owner), reader, problem))
+    return Findings(tuple(problems), of, Left(at[Kind.IMAGE], at[Kind.PARITY]))

@@ -1,16 +1,13 @@
 """Computes shards that no node holds any more from what is left of their groups, at a load.
 
-All that is read is verified first, block by block; what is computed is checked against the
-envelopes that other members keep, and lies then where a shard to be kept lies: it is written behind
-training.
+All that is read is verified first, block by block. What is computed lies then where a shard to be
+kept lies; it is verified when the state is restored, and written behind training.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from localckpt.errors import (
@@ -23,50 +20,34 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import described
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.parity.chains import Chain
-from localckpt.replication.parity.encode_group import ranks_behind
-from localckpt.replication.parity.image import ImageEnvelope, ParityPart, read_envelopes
-from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.image import ParityOf, ParityPart
 from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.planning import Want, plan_rebuild
-from localckpt.replication.parity.rebuild import rebuild
-from localckpt.replication.parity.repairs import (
+from localckpt.replication.parity.planning import (
     NOTHING_FOUND,
     Repair,
     Seen,
     longest_wait,
     piece_of,
+    plan_rebuild,
     plan_repairs,
-    require_group,
     take_together,
 )
 from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.redundancy import Lost, PieceProblem, Recovered
-from localckpt.replication.retrieval import new_name
-from localckpt.replication.watched import WatchedSource
-from localckpt.state_dict.identify import find_bad_blocks
-from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.replication.retrieval import WatchedSource, new_name
+from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.store import Store
 
 __all__ = ["Rebuilding"]
 
-logger = logging.getLogger(__name__)
-
 
 class Rebuilding:
-    """One attempt to compute what is lost; all ranks of the job make it and call it together.
-
-    Args:
-        lost: What is lost.
-        store: This rank's pieces.
-        ranks: The ranks of the job.
-        timeout_s: Deadline of each step, in seconds.
-    """
+    """One attempt to compute what is lost; all ranks of the job make it and call it together."""
 
     def __init__(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> None:
         self._ranks = ranks
@@ -84,7 +65,7 @@ class Rebuilding:
         self._recovered = Recovered()
 
     def run(self) -> Recovered:
-        """Carry the repairs out; see :meth:`Scheme.recover`."""
+        """Carry the repairs out; see :meth:`RecoveryScheme.recover`."""
         try:
             self._recovered.is_done = self._run()
         finally:
@@ -97,13 +78,7 @@ class Rebuilding:
             name = self._look(opened)
             for group in self._groups:
                 self._recovered.problems += group.findings.problems
-            wanted = {rank for group in self._groups for rank in group.repair.wanted}
-            if any(
-                problem.is_gone or (problem.piece.is_shard and problem.piece.rank not in wanted)
-                for problem in self._recovered.problems
-            ):
-                return False
-            return self._carry_out(name, opened)
+            return not self._recovered.problems and self._carry_out(name, opened)
 
     def _release(self) -> None:
         """Give back the slots of shards that were to be computed here."""
@@ -128,7 +103,7 @@ class Rebuilding:
         mine: list[list[Any]] = []
         with Attempt() as looking:
             mine += [
-                [number, self._look_at(group, kind, owner, opened).to_json()]
+                [number, self._look_at(group, kind, owner, opened)]
                 for number, group in enumerate(self._groups)
                 for kind, owner in group.repair.reads(self._rank)
             ]
@@ -139,7 +114,7 @@ class Rebuilding:
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, found in findings:
             for number, fields in found:
-                seen[number].append((rank, Seen.from_json(fields)))
+                seen[number].append((rank, Seen(*fields)))
         for group, of_group in zip(self._groups, seen, strict=True):
             group.findings = take_together(group.repair, of_group)
         return str(name)
@@ -149,45 +124,31 @@ class Rebuilding:
         try:
             source: ShardSource = self._store.open(identity)
             opened.callback(source.close)
-            bad = find_bad_blocks(source, identity)
+            ImageBytes(source, identity).verify()
             if kind is Kind.IMAGE:
                 group.sources[kind, owner] = WatchedSource(source)
-                return Seen(kind, owner, bad_blocks=tuple(sorted(bad)), nbytes=source.nbytes)
+                return Seen(kind, owner, nbytes=source.nbytes)
             part = ParityPart(source)
-            require_group(part.of, group.repair.group)
-            layout = part.of.layout
-            if part.nbytes != layout.parity_nbytes:
-                raise CorruptShardError(f"{identity} has {part.nbytes} bytes of parity")
-            envelopes: list[bytes] = []
-            if min(bad, default=part.first_block) >= part.first_block:
-                behind = [group.place[rank] for rank in ranks_behind(group.repair.group, owner)]
-                envelopes = read_envelopes(
-                    source, [part.of.image_nbytes[place] for place in behind]
+            if part.of.group != group.repair.group:
+                # Its node has reported another group.
+                raise MismatchError(
+                    f"it is the parity of {part.of.group}, not of {group.repair.group}"
                 )
-                group.kept_envelopes[owner] = b"".join(envelopes)
+            if part.nbytes != part.of.layout.parity_nbytes:
+                raise CorruptShardError(f"{identity} has {part.nbytes} bytes of parity")
             group.sources[kind, owner] = WatchedSource(part)
-            blocks = range(layout.parity_nbytes // BLOCK_NBYTES)
-            of_parity = (block - part.first_block for block in sorted(bad))
-            return Seen(
-                kind,
-                owner,
-                bad_blocks=tuple(block for block in of_parity if block in blocks),
-                of=part.of,
-                envelopes=tuple(map(len, envelopes)),
-            )
+            return Seen(kind, owner, of=part.of.to_json())
         except (StorageError, CorruptShardError, MismatchError) as error:
             return Seen(kind, owner, problem=described(error))
 
     def _carry_out(self, name: str, opened: ExitStack) -> bool:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"
-        with Attempt() as sharing:
-            self._for_each_group(lambda group: self._share_envelopes(name, group, opened))
-        self._ranks.agree(f"connect to {what}", sharing, deadline=self._deadline())
-        if any(group.findings.to_verify for group in self._groups):
-            self._verify_again()
+        with Attempt() as connecting:
+            self._for_each_group(lambda group: self._connect(name, group, opened))
+        self._ranks.agree(f"connect to {what}", connecting, deadline=self._deadline())
         for group in self._groups:
             self._plan(group)
-        if self._recovered.hopeless:
+        if self._recovered.unrecoverable:
             return False
         sizes = {
             rank: group.of.image_nbytes[group.place[rank]]
@@ -207,8 +168,8 @@ class Rebuilding:
             self._ranks.agree(what, rebuilding, deadline=self._deadline(), grace_s=self._patience_s)
         except PeerLostError:
             raise
-        except CheckpointingException as error:
-            if self._found_what_failed(what, error, sizes):
+        except CheckpointingException:
+            if self._found_what_failed(what):
                 return False
             raise
         self._recovered.nbytes = sizes
@@ -225,117 +186,38 @@ class Rebuilding:
         if failures:
             raise failures[0]
 
-    def _share_envelopes(self, name: str, group: _Group, opened: ExitStack) -> None:
-        """Send envelopes from the members that keep them to those that compute or verify images."""
-        repair, name = group.repair, f"{name}/{self._groups.index(group)}"
-        transport = HostTransport.connect(name, repair.ranks, self._rank, self._timeout_s)
-        opened.callback(transport.close)
-        group.transport = transport
-        sends: list[tuple[int, ShardSource]] = []
-        receives: list[tuple[int, memoryview]] = []
-        envelopes: dict[int, memoryview] = {}
-        for rank, (keeper, start, nbytes) in group.findings.envelopes.items():
-            sender = repair.parities[keeper]
-            computing = repair.wanted[rank]
-            for receiver in sorted({computing, repair.images.get(rank, computing)}):
-                if self._rank == sender:
-                    kept = memoryview(
-                        bytearray(group.kept_envelopes[keeper][start : start + nbytes])
-                    )
-                    if receiver == sender:
-                        envelopes[rank] = kept
-                    else:
-                        sends.append((receiver, MemorySource(kept)))
-                elif self._rank == receiver:
-                    envelopes[rank] = memoryview(bytearray(nbytes))
-                    receives.append((sender, envelopes[rank]))
-        transport.exchange(sends, receives, self._timeout_s)
-        for rank, envelope in envelopes.items():
-            identity = self._identity(Kind.IMAGE, rank)
-            nbytes = group.of.image_nbytes[group.place[rank]]
-            try:
-                group.envelopes[rank] = ImageEnvelope(bytes(envelope), identity, nbytes)
-            except (CorruptShardError, MismatchError) as error:
-                # What is computed is verified without it as well, when it is restored.
-                logger.warning("the envelope that was kept for %s is no good: %s", identity, error)
-
-    def _verify_again(self) -> None:
-        """Find out by their envelopes which blocks of images are really bad, and report them.
-
-        An image alone cannot tell whether a block is bad or its digest.
-        """
-        mine: list[list[Any]] = []
-        with Attempt() as looking:
-            mine += [
-                [number, rank, sorted(self._bad_blocks(group, rank))]
-                for number, group in enumerate(self._groups)
-                for rank in group.findings.to_verify
-                if group.repair.images[rank] == self._rank and rank in group.envelopes
-            ]
-        phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
-        reports = self._ranks.merge(
-            *(phase, looking, mine), deadline=self._deadline(), read=shaped([(int, int, [int])])
-        )
-        for found in reports.values():
-            for number, rank, blocks in found:
-                group = self._groups[number]
-                bad = group.findings.left.bad_blocks
-                group.bad_blocks = {**(group.bad_blocks or bad)}
-                group.bad_blocks[Kind.IMAGE, group.place[rank]] = frozenset(blocks)
-
-    def _bad_blocks(self, group: _Group, rank: int) -> set[int]:
-        source, bad = group.sources[Kind.IMAGE, rank], set()
-        for block in group.findings.left.bad_blocks[Kind.IMAGE, group.place[rank]]:
-            start = block * BLOCK_NBYTES
-            try:
-                content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
-            except (StorageError, CorruptShardError):
-                # It can be done without, as it was to be.
-                bad.add(block)
-                continue
-            if not group.envelopes[rank].matches(block, content):
-                bad.add(block)
-        return bad
+    def _connect(self, name: str, group: _Group, opened: ExitStack) -> None:
+        ranks, name = group.repair.ranks, f"{name}/{self._groups.index(group)}"
+        group.connections = HostConnections.connect(name, ranks, self._rank, self._timeout_s)
+        opened.callback(group.connections.close)
 
     def _plan(self, group: _Group) -> None:
         left = group.findings.left
         try:
-            if group.bad_blocks is not None:
-                left = replace(left, bad_blocks=group.bad_blocks)
-            wants = [Want(rank, group.place[of]) for of, rank in group.repair.wanted.items()]
-            group.chains = plan_rebuild(group.of.layout, left, wants)
+            wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
+            group.chains = plan_rebuild(group.of.layout, left, wanted)
         except NoReplicasAvailableError as error:
-            self._recovered.hopeless |= dict.fromkeys(group.repair.wanted, str(error))
+            self._recovered.unrecoverable |= dict.fromkeys(group.repair.wanted, str(error))
 
     def _rebuild(self, group: _Group) -> None:
-        assert group.transport is not None, "the ranks are connected before"
+        assert group.connections is not None, "the ranks are connected before"
         sinks = {
             (Kind.IMAGE, group.place[rank]): self._recovered.slots[rank].image
             for rank in group.computed_by(self._rank)
         }
-        envelopes = {group.place[rank]: envelope for rank, envelope in group.envelopes.items()}
-
-        def is_good(kind: Kind, member: int, block: int, content: memoryview) -> bool:
-            envelope = envelopes.get(member)
-            return envelope is None or envelope.matches(block, content)
-
-        pipeline = Pipeline(group.transport.connections)
+        pipeline = Pipeline(group.connections)
         try:
-            rebuild(
-                group.of.layout,
+            pipeline.run(
+                "rebuilding lost shards",
                 group.chains,
-                pipeline,
                 {(k, group.place[o]): source for (k, o), source in group.sources.items()},
                 sinks,
                 self._timeout_s,
-                verify=is_good,
             )
         finally:
             pipeline.close()
 
-    def _found_what_failed(
-        self, what: str, error: CheckpointingException, wanted: Iterable[int]
-    ) -> bool:
+    def _found_what_failed(self, what: str) -> bool:
         """Tell each other which sources failed; whether it is any use to plan again."""
         refused = [
             [kind, owner, str(source.refused)]
@@ -350,15 +232,12 @@ class Rebuilding:
             read=shaped([(object, int, str)]),
         )
         gone = [
-            PieceProblem(piece_of(Kind(kind), owner), rank, why, is_gone=True)
+            PieceProblem(piece_of(kind, owner), rank, why)
             for rank, found in refusals.items()
             for kind, owner, why in found
         ]
         self._recovered.problems += gone
-        if not gone and isinstance(error, CorruptShardError):
-            # What was computed is not what was lost, though all that was read is good.
-            self._recovered.hopeless = dict.fromkeys(wanted, str(error))
-        return bool(gone or self._recovered.hopeless)
+        return bool(gone)
 
 
 def _judge_seen(found: Sequence[Any]) -> list[Any]:
@@ -373,11 +252,8 @@ class _Group:
         self.repair = repair
         self.place = {rank: number for number, rank in enumerate(repair.group.ranks)}
         self.findings = NOTHING_FOUND
-        self.bad_blocks: dict[tuple[Kind, int], frozenset[int]] | None = None
         self.sources: dict[tuple[Kind, int], WatchedSource] = {}
-        self.kept_envelopes: dict[int, bytes] = {}
-        self.envelopes: dict[int, ImageEnvelope] = {}
-        self.transport: HostTransport | None = None
+        self.connections: HostConnections | None = None
         self.chains: Sequence[Chain] = ()
 
     def computed_by(self, rank: int) -> list[int]:

@@ -10,24 +10,21 @@ from typing import Any
 from localckpt.ids import Group, ShardIdentity
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, shaped
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.parity.code import PARITY_KIND
-from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
-from localckpt.replication.parity.image import envelope_nbytes
-from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.encode import encode
+from localckpt.replication.parity.image import ParityFrame, ParityOf
+from localckpt.replication.parity.pipeline import Pipeline
+from localckpt.replication.parity.stripes import PARITY_KIND
 from localckpt.replication.redundancy import Keeper
 from localckpt.state_dict.source import ShardSource
-from localckpt.storage.slot import Slot
+from localckpt.storage.store import Slot
 
 __all__ = ["ParityRenewal"]
 
 
 class ParityRenewal:
-    """See :class:`localckpt.replication.redundancy.Renewal`.
-
-    Args:
-        groups: The groups that lack parity.
-    """
+    """See :class:`localckpt.replication.redundancy.Renewal`."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -38,9 +35,9 @@ class ParityRenewal:
 
     def connect(self, name: str, rank: int, timeout_s: float, rate_limit: float | None) -> None:
         if (group := self._group_of(rank)) is not None:
-            self._ring = HostTransport.connect(
-                f"{name}/{group.ranks[0]}", group.ranks, rank, timeout_s, rate_limit=rate_limit
-            )
+            name = f"{name}/{group.ranks[0]}"
+            connections = HostConnections.connect(name, group.ranks, rank, timeout_s)
+            self._ring = HostTransport(connections, rate_limit=rate_limit)
 
     def make(self, keeper: Keeper) -> list[str]:
         ranks, rank = keeper.ranks, keeper.ranks.rank
@@ -48,25 +45,25 @@ class ParityRenewal:
         identity = keeper.identity(rank)
         with ExitStack() as opened:
             source: ShardSource | None = None
-            sizes: list[int] = []
+            nbytes = 0
             with Attempt() as opening:
                 if group is not None:
                     source = keeper.open(identity)
                     opened.callback(source.close)
-                    sizes = [source.nbytes, envelope_nbytes(source)]
+                    nbytes = source.nbytes
             phase = f"see whether parity of iteration {iteration} can be made"
             judge = partial(_judge_opened, self._groups)
             refusals, members = ranks.agree(
-                *(phase, Attempt(), [opening.error_text, sizes], judge), read=shaped((list, object))
+                *(phase, Attempt(), [opening.error_text, nbytes], judge),
+                read=shaped((list, object)),
             )
             unable = dict(refusals)
             # Members of a group to which one has nothing to add do not begin.
             able = [g for g in self._groups if unable.keys().isdisjoint(g.ranks)]
             with Attempt() as encoding:
                 if group in able and group is not None and source is not None:
-                    of = ParityOf(group, tuple(nbytes for nbytes, _ in members))
-                    envelopes = [envelope for _, envelope in members]
-                    keeper.commit([self._encode(keeper, identity, of, source, envelopes)])
+                    of = ParityOf(group, tuple(members))
+                    keeper.commit([self._encode(keeper, identity, of, source)])
         phase = f"make parity of iteration {iteration}"
         failed = ranks.merge(phase, Attempt(), encoding.error_text, read=shaped(str))
         for done in able:
@@ -77,25 +74,21 @@ class ParityRenewal:
         return [*unable.values(), *failed.values()]
 
     def _encode(
-        self,
-        keeper: Keeper,
-        identity: ShardIdentity,
-        of: ParityOf,
-        source: ShardSource,
-        envelopes: Sequence[int],
+        self, keeper: Keeper, identity: ShardIdentity, of: ParityOf, source: ShardSource
     ) -> Slot:
         assert self._ring is not None, "the members are connected before this begins"
-        encoder = GroupEncoder(self._ring)
+        pipeline = Pipeline(self._ring.connections, self._ring.pacer)
         try:
-            frame = frame_for(identity, of, envelopes)
+            frame = ParityFrame.of(identity, of)
             slot = keeper.reserve(identity.of_kind(PARITY_KIND), frame.nbytes)
-            encoder.run(of, source, frame.put(slot.image), envelopes, keeper.ranks.timeout_s)
+            parity = frame.put(slot.image)
+            encode(of.layout, pipeline, source, parity, keeper.ranks.timeout_s)
         except BaseException:
             # The other members are not to wait for this one until their deadline.
             self._ring.abort()
             raise
         finally:
-            encoder.close()
+            pipeline.close()
         return slot
 
     def abort(self) -> None:
@@ -114,9 +107,7 @@ class ParityRenewal:
 def _judge_opened(groups: Sequence[Group], reports: Sequence[Any]) -> PerRank:
     """Judge which ranks can encode: those that cannot, and for each member its group's sizes.
 
-    Args:
-        groups: Ranks that encode together.
-        reports: For each rank its error, and the sizes of its image and of the image's envelope.
+    A report has a rank's error, and the size of its image.
     """
     unable = [[rank, text] for rank, (text, _) in enumerate(reports) if text]
     sizes = {group: [reports[member][1] for member in group.ranks] for group in groups}

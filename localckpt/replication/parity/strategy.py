@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,25 +20,20 @@ from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.refusals import MANAGER, refused_together
-from localckpt.replication.base import Accept
+from localckpt.replication.exchange import shards_away
 from localckpt.replication.member_strategy import (
     Announcement,
     MemberStrategy,
     deadline_with_others,
 )
-from localckpt.replication.membership import Membership
-from localckpt.replication.parity.code import PARITY_KIND
-from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
-from localckpt.replication.parity.image import ParityParts, envelope_nbytes
-from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.encode import encode
+from localckpt.replication.parity.image import ParityFrame, ParityOf
+from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.renewal import ParityRenewal
-from localckpt.replication.parity.stripes import MOST_MEMBERS, MOST_PARITIES
+from localckpt.replication.parity.stripes import MOST_MEMBERS, MOST_PARITIES, PARITY_KIND
 from localckpt.replication.placement import place_cliques
 from localckpt.replication.redundancy import Lacking
-from localckpt.replication.shard_plans import shards_away
-from localckpt.state_dict.source import ShardSource
-from localckpt.storage.slot import Slot
-from localckpt.storage.store import Store
+from localckpt.storage.store import Slot, Store
 
 __all__ = ["ParityReplicationStrategy", "place_parity_groups"]
 
@@ -103,22 +99,14 @@ class ParityReplicationStrategy(MemberStrategy):
                 raise CheckpointingException(
                     f"group_size is {group_size}; it can be {MOST_MEMBERS} at most"
                 )
-            self._parity, self._group_size = parity, group_size
-            self._failure_domain = failure_domain
-            self._encoder: GroupEncoder | None = None
+            self._parity, self._factor = parity, group_size
+            self._pipeline: Pipeline | None = None
             self._protection: dict[int, Group] = {}
-            super().__init__(timeout_s, process_group, target_device, rate_limit=rate_limit)
+            super().__init__(
+                timeout_s, process_group, target_device, failure_domain, rate_limit=rate_limit
+            )
 
-    def replicate_image(
-        self,
-        source: ShardSource | None,
-        ckpt_id: CkptID,
-        accept: Accept,
-        *,
-        timeout_s: float | None = None,
-        tensors_on_gpu: bool = False,
-        error: str | None = None,
-    ) -> list[CkptID]:
+    def replicate_image(self, *_: Any, **__: Any) -> list[CkptID]:
         raise MismatchError(
             "parity is of images in a store: save with LocalCheckpointManager or "
             "InMemoryCheckpointManager, or replicate states with CliqueReplicationStrategy"
@@ -142,36 +130,30 @@ class ParityReplicationStrategy(MemberStrategy):
     ) -> list[Slot]:
         step_s = self.step_s(timeout_s, of_save=True)
         source = own.source if own is not None else None
-        own_envelope = 0
-        with Attempt() as looking:
-            own_envelope = envelope_nbytes(source) if source is not None else 0
-        if self._host is not None and self._encoder is not None and self._encoder.broken:
+        if self._pipeline is not None and self._pipeline.broken:
             self._close_connections()
         ckpt_id = identity.ckpt_id
-        announced = self._announce(
-            source, ckpt_id, error or looking.error_text, step_s, own_envelope
-        )
-        what, clique = f"iteration {ckpt_id.iteration}", self._members.coordinator
-        envelopes = [peer.more for peer in announced]
+        announced = self._announce(source, ckpt_id, error, step_s)
+        what, clique = f"iteration {ckpt_id.iteration}", self._clique_ranks
 
         slots: list[Slot] = []
-        parts: ParityParts | None = None
+        parity: memoryview | None = None
         try:
             with Attempt() as accepting:
                 ranks = tuple(peer.id_.rank for peer in announced)
                 of = ParityOf(self._group_of(ranks), tuple(peer.nbytes for peer in announced))
-                frame = frame_for(identity, of, envelopes)
-                parity = identity.of_kind(PARITY_KIND)
-                slots.append(store.reserve(parity, frame.nbytes, timeout_s))
-                parts = frame.put(slots[0].image)
+                frame = ParityFrame.of(identity, of)
+                piece = identity.of_kind(PARITY_KIND)
+                slots.append(store.reserve(piece, frame.nbytes, timeout_s))
+                parity = frame.put(slots[0].image)
             deadline = Deadline.after(step_s)
             clique.agree(f"make room for the parity of {what}", accepting, deadline=deadline)
 
             started = time.monotonic()
             with Attempt() as encoding:
                 assert source is not None
-                assert parts is not None
-                self._connected(announced, step_s).run(of, source, parts, envelopes, step_s)
+                assert parity is not None
+                encode(of.layout, self._connected(announced, step_s), source, parity, step_s)
             deadline = deadline_with_others(step_s)
             clique.agree(f"encode the parity of {what}", encoding, deadline=deadline)
             slots[0].arrived()
@@ -184,13 +166,9 @@ class ParityReplicationStrategy(MemberStrategy):
         )  # fmt: skip
         return slots
 
-    @property
-    def sends_from_devices(self) -> bool:
-        return False
-
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         super().place(domains, timeout_s)
-        groups = [self._group_of(tuple(ranks)) for ranks in self._members.cliques()]
+        groups = [self._group_of(tuple(ranks)) for ranks in self._all_cliques()]
         self._protection = {rank: group for group in groups for rank in group.ranks}
 
     @property
@@ -211,45 +189,35 @@ class ParityReplicationStrategy(MemberStrategy):
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
         return Group(ranks, self._parity, PARITY_KIND)
 
-    def _make_membership(self) -> Membership:
-        parity, group_size = self._parity, self._group_size
-        return Membership(
-            self._world,
-            None,
-            jump=None,
-            factor=group_size,
-            failure_domain=self._failure_domain,
-            timeout_s=self.step_s(None),
-            place=lambda nodes, outer: place_parity_groups(nodes, parity, group_size, outer),
-            parameters=f"parity={parity}, group_size={group_size}",
-            on_devices=False,
-        )
+    @property
+    def _parameters(self) -> str:
+        return f"parity={self._parity}, group_size={self._factor}"
 
-    def _connected(self, announced: Sequence[Announcement], timeout_s: float) -> GroupEncoder:
+    def _place_cliques(self, nodes: Sequence[str], outer: Sequence[str] | None) -> list[list[int]]:
+        return place_parity_groups(nodes, self._parity, self._factor, outer)
+
+    def _connected(self, announced: Sequence[Announcement], timeout_s: float) -> Pipeline:
         transport = self._host_transport(announced, timeout_s)
-        if self._encoder is None or self._encoder.transport is not transport:
-            if self._encoder is not None:
-                self._encoder.close()
-            self._encoder = GroupEncoder(transport)
-        return self._encoder
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.connections is not transport.connections:
+            self._close_pipeline()
+            self._pipeline = pipeline = Pipeline(transport.connections, transport.pacer)
+        return pipeline
 
     def _close_connections(self) -> None:
         super()._close_connections()
-        if self._encoder is not None:
-            self._encoder.close()
-        self._encoder = None
+        self._close_pipeline()
+
+    def _close_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
 
 
 def place_parity_groups(
     nodes: Sequence[str], parity: int, group_size: int, outer: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """Groups of ranks in different failure domains; see :func:`place_cliques`.
-
-    Raises:
-        SameMachineReplicationException: There are too few domains, or ranks are not dealt to them
-            evenly enough. It says what would fit.
-        MismatchError: Ranks of one node are in different outer domains.
-    """
+    """Groups of ranks in different failure domains; see :func:`place_cliques`."""
     domains = nodes if outer is None else outer
     count = len(set(domains))
     kind = "nodes" if outer is None else "failure domains"

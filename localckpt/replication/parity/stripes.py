@@ -18,7 +18,18 @@ from enum import IntEnum
 from localckpt.errors import MismatchError
 from localckpt.memory.digests import BLOCK_NBYTES
 
-__all__ = ["MOST_MEMBERS", "MOST_PARITIES", "Kind", "ParityLayout", "Strip"]
+__all__ = [
+    "MOST_MEMBERS",
+    "MOST_NBYTES",
+    "MOST_PARITIES",
+    "PARITY_KIND",
+    "Kind",
+    "ParityLayout",
+    "Strip",
+]
+
+PARITY_KIND = "parity"
+"""Kind of the piece that each member of a group keeps."""
 
 MOST_MEMBERS = 255
 """No parity group has more: so many different powers x has in the field of its arithmetic."""
@@ -27,7 +38,7 @@ MOST_PARITIES = 2
 """No parity group has more."""
 
 # Far above any image, and sums of it stay exact in whatever reads the JSON.
-_MOST_NBYTES = 1 << 50
+MOST_NBYTES = 1 << 50
 
 
 class Kind(IntEnum):
@@ -54,12 +65,7 @@ class Strip:
 class ParityLayout:
     """Layout of a group's images and parity.
 
-    Args:
-        image_nbytes: Bytes of each member's image.
-        parity: How many members may be lost: 1 or 2.
-
-    Raises:
-        MismatchError: No group can be so.
+    ``parity`` is 1 or 2, the number of members that may be lost.
     """
 
     image_nbytes: tuple[int, ...]
@@ -67,11 +73,11 @@ class ParityLayout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.image_nbytes, tuple) or not all(
-            _is_number(nbytes, _MOST_NBYTES) for nbytes in self.image_nbytes
+            _is_number(nbytes, MOST_NBYTES) for nbytes in self.image_nbytes
         ):
             raise MismatchError(
                 f"the sizes of a parity group's images must be numbers of bytes from 0 to "
-                f"{_MOST_NBYTES}, not {self.image_nbytes!r:.200}"
+                f"{MOST_NBYTES}, not {self.image_nbytes!r:.200}"
             )
         if not _is_number(self.parity, MOST_PARITIES) or self.parity == 0:
             raise MismatchError(

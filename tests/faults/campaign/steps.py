@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # What there is in a rank's folder after it has left.
-_STAYS = (".safetensors", ".corrupt", ".epoch")
+_STAYS = (".safetensors", ".corrupt", ".notes")
 
 # While the job runs.
 

@@ -15,25 +15,11 @@ from safetensors import safe_open
 import localckpt
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import Generation, Group, ShardIdentity
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.replication.parity.code import PARITY_KIND
-from localckpt.replication.parity.image import (
-    ImageEnvelope,
-    ParityFrame,
-    ParityPart,
-    envelope_nbytes,
-    read_envelope,
-    read_envelopes,
-)
-from localckpt.replication.parity.members import ParityOf
-from localckpt.state_dict.identify import (
-    find_bad_blocks,
-    read_header,
-    read_verified_record,
-    verify,
-)
-from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.source import MemorySource
+from localckpt.memory.digests import BlockHasher
+from localckpt.replication.parity.image import ParityFrame, ParityOf, ParityPart
+from localckpt.replication.parity.stripes import PARITY_KIND
+from localckpt.state_dict.image import unpack
+from localckpt.state_dict.source import ImageBytes, MemorySource, read_header, read_verified_record
 from tests.cli.commands import call
 from tests.managers.jobs import make_manager, state_of
 from tests.ranks import node_store, run_ranks
@@ -44,82 +30,34 @@ _SHARD = ShardIdentity("run", Generation(1, 2), 3, 2, 4)
 _OF = ParityOf(Group((0, 1, 2, 3), 2, PARITY_KIND), (5_000_000,) * 4)
 
 
-def _parity_image(envelopes: list[bytes], of: ParityOf = _OF) -> memoryview:
+_NBYTES = _OF.layout.parity_nbytes
+
+
+def _parity_image() -> memoryview:
     identity = _SHARD.of_kind(PARITY_KIND)
-    frame = ParityFrame.of(identity, of, sum(map(len, envelopes)), 2 * BLOCK_NBYTES)
+    frame = ParityFrame.of(_SHARD, _OF)
     image = memoryview(bytearray(frame.nbytes))
-    parts = frame.put(image)
-    parts.envelopes[:] = b"".join(envelopes)
-    parts.parity[:] = b"\xab" * (2 * BLOCK_NBYTES)
+    frame.put(image)[:] = b"\xab" * _NBYTES
     BlockHasher(identity).fill(image, read_header(MemorySource(image)).digests_start)
     return image
 
 
-def _shard_image(rank: int, nbytes: int = 2_500_000) -> tuple[ShardIdentity, MemorySource]:
-    identity = ShardIdentity("run", Generation(1, 2), 3, rank, 4)
-    return identity, pack(state_of(rank, 3, nbytes), identity)
-
-
-@pytest.mark.parametrize("nbytes", [4, 2_500_000, 250_000_000])
-def test_a_parity_is_read_back_from_its_file(nbytes: int, tmp_path: Path) -> None:
-    sources = [_shard_image(rank, min(nbytes, 2_500_000))[1] for rank in (1, 0)]
-    envelopes = [read_envelope(source) for source in sources]
-    # However long the envelopes are, the parity begins at a block.
-    envelopes[1] += bytes(nbytes // 100)
-    image = _parity_image(envelopes)
+def test_a_parity_is_read_back_from_its_file(tmp_path: Path) -> None:
+    image = _parity_image()
     path = tmp_path / "parity.safetensors"
     path.write_bytes(image)
 
     record = read_verified_record(MemorySource(image))
     part = ParityPart(MemorySource(image))
 
-    verify(MemorySource(image), _SHARD.of_kind(PARITY_KIND))
+    ImageBytes(MemorySource(image), _SHARD.of_kind(PARITY_KIND)).verify()
     assert (record.identity, record.group) == (_SHARD.of_kind(PARITY_KIND), _OF.group)
     assert part.of == _OF
-    assert bytes(part.read(0, part.nbytes)) == b"\xab" * (2 * BLOCK_NBYTES)
-    assert [envelope_nbytes(s) for s in sources] == [len(read_envelope(s)) for s in sources]
-    sizes = [source.nbytes for source in sources]
-    assert read_envelopes(MemorySource(image), sizes) == [
-        read_envelope(source) for source in sources
-    ]
+    assert bytes(part.read(0, part.nbytes)) == b"\xab" * _NBYTES
     assert unpack(MemorySource(image)) is None
     with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["parity_of"])[:2] == [[0, 1, 2, 3], 2]
-        assert file.get_tensor("parity").numel() == 2 * BLOCK_NBYTES
-
-
-def test_a_head_knows_the_blocks_of_its_image_and_no_others() -> None:
-    identity, source = _shard_image(2)
-    envelope = ImageEnvelope(read_envelope(source), identity, source.nbytes)
-    blocks = -(-source.nbytes // BLOCK_NBYTES)
-
-    for block in range(blocks):
-        content = bytearray(source.read(block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES))
-        assert envelope.matches(block, memoryview(content))
-        for position in (0, len(content) - 1):
-            content[position] ^= 1
-            assert not envelope.matches(block, memoryview(content))
-            content[position] ^= 1
-    with pytest.raises(CorruptShardError, match="another's"):
-        ImageEnvelope(read_envelope(source), _SHARD.of_kind(PARITY_KIND), source.nbytes)
-
-
-@pytest.mark.fault("flipped-bit")
-def test_blocks_that_are_not_called_bad_are_what_was_saved() -> None:
-    identity, source = _shard_image(2)
-    good = bytes(source.view)
-    header = read_header(source)
-
-    for position in [*range(5000, len(good), 99_991), *range(header.digests_start, len(good))]:
-        spoiled = bytearray(good)
-        spoiled[position] ^= 4
-        bad = find_bad_blocks(MemorySource(memoryview(spoiled)), identity)
-
-        assert position // BLOCK_NBYTES in bad
-        for block in set(range(-(-len(good) // BLOCK_NBYTES))) - bad:
-            start, stop = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
-            assert spoiled[start:stop] == good[start:stop]
-    assert find_bad_blocks(source, identity) == frozenset()
+        assert file.get_tensor("parity").numel() == _NBYTES
 
 
 @pytest.mark.fault("hostile-file")
@@ -157,7 +95,7 @@ def test_a_parity_that_says_nonsense_of_its_members_is_not_used(text: str) -> No
 
 def _that_says(text: str) -> memoryview:
     """The file of a parity whose header says this of what it is the parity of."""
-    image = bytes(_parity_image([b"h"]))
+    image = bytes(_parity_image())
     told = json.dumps(text).encode()
     start = image.index(b'"parity_of": ') + len(b'"parity_of": ')
     stop = image.index(b'"}', start) + 1

@@ -16,7 +16,7 @@ import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
 from localckpt.ids import ShardIdentity
 from localckpt.replication.parity import rebuilding
-from localckpt.state_dict.identify import read_verified_record
+from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of
 from tests.managers.own_managers import DictManager
@@ -51,7 +51,7 @@ def _restart(rank: int, world_size: int, kind: str, parity: int, group_size: int
         state, _ = manager.load()
         expected = state_of(rank, 3, 3_000_000 * (1 + rank % 3))
         assert state["model"]["weight"].equal(expected["model"]["weight"])
-        manager._parts.await_reprotected()
+        manager._await_reprotected()
         return [manager.last_load.source, manager.degraded, str(manager.status()[0])]
 
 
@@ -144,7 +144,7 @@ def _restart_without(rank: int, world_size: int) -> tuple[str, int]:
     with make_manager("disk", node_store(), "job") as manager:
         assert manager.find_latest() == 3
         manager.load()
-        manager._parts.await_reprotected()
+        manager._await_reprotected()
         return manager.last_load.source, manager.degraded
 
 
@@ -185,7 +185,7 @@ def _in_a_part_of_the_job(rank: int, world_size: int, is_first: bool) -> tuple[s
             assert plan.pieces["parity"] > 1 << 20
             return str(manager.status()[0]), manager.degraded
         source = resume(manager, manager.rank, 3)
-        manager._parts.await_reprotected()
+        manager._await_reprotected()
         return source, manager.degraded
 
 
@@ -221,10 +221,10 @@ def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
             request = manager.save(state_of(rank, 2), 2, is_async=True)
             request.async_fn(*request.async_fn_args)
             request.call.then_fn()
-            (save,) = manager._parts.in_flight
+            (save,) = manager._saves.in_flight
             told = [save.error, save.outcome().group, len(save.slots)]
         finally:
-            manager._parts.stop_waiting()
+            manager._saves.stop_waiting()
             manager.close()
         return [*told, files(node_store())]
 
@@ -259,7 +259,7 @@ def _die_while_rebuilding(rank: int, world_size: int) -> str:
     manager = make_manager("disk", node_store(), "job", repl, timeout=3.0)
     assert manager.find_latest() == 3
     if rank == 1:
-        rebuilding.rebuild = lambda *_args, **_more: os.kill(os.getpid(), signal.SIGKILL)
+        rebuilding.Pipeline = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         return error_of(manager.load, PeerLostError)
     finally:

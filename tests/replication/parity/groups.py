@@ -29,19 +29,18 @@ def carry_out(
     scratch = Scratch()
     sent: dict[int, int] = {}
     for chain in chains:
-        for start, stop in chain.spans:
-            acc = np.full(stop - start, 0xEE, np.uint8)
-            for number, hop in enumerate(chain.hops):
+        acc = np.full(chain.nbytes, 0xEE, np.uint8)
+        for number, hop in enumerate(chain.hops):
 
-                def read(strip: Strip, at: int, end: int, rank: int = hop.rank) -> Bytes:
-                    kept = held[rank][strip.kind, strip.member]
-                    return kept[strip.start + at : strip.start + max(at, min(end, strip.nbytes))]
+            def read(strip: Strip, at: int, end: int, rank: int = hop.rank) -> Bytes:
+                kept = held[rank][strip.kind, strip.member]
+                return kept[strip.start + at : strip.start + max(at, min(end, strip.nbytes))]
 
-                add_terms(hop, acc, read, start, scratch, first=number == 0)
-                if number < len(chain.hops) - 1:
-                    sent[hop.rank] = sent.get(hop.rank, 0) + len(acc)
-            sink = sinks[chain.place.kind, chain.place.member]
-            sink[chain.place.start + start : chain.place.start + stop] = acc
+            add_terms(hop, acc, read, 0, scratch, first=number == 0)
+            if number < len(chain.hops) - 1:
+                sent[hop.rank] = sent.get(hop.rank, 0) + len(acc)
+        sink = sinks[chain.place.kind, chain.place.member]
+        sink[chain.place.start : chain.place.start + chain.nbytes] = acc
     return sent
 
 

@@ -23,16 +23,19 @@ from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.ranks.ranks import Ranks
-from localckpt.replication.parity.code import PARITY_KIND
-from localckpt.replication.parity.encode_group import ranks_behind
 from localckpt.replication.parity.gf import Bytes
-from localckpt.replication.parity.members import ParityOf
-from localckpt.replication.parity.planning import Want, plan_rebuild
-from localckpt.replication.parity.repairs import Repair, Seen, plan_repairs, take_together
-from localckpt.replication.parity.stripes import Kind, ParityLayout
+from localckpt.replication.parity.image import ParityOf
+from localckpt.replication.parity.planning import (
+    Repair,
+    Seen,
+    plan_rebuild,
+    plan_repairs,
+    take_together,
+)
+from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES
-from localckpt.storage.disk import DiskStore, ReadOnlyStore
+from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
 from localckpt.storage.names import session_name
 from tests.managers.jobs import make_manager
 from tests.ranks import node_store, run_ranks
@@ -90,20 +93,17 @@ def _compute(repair: Repair) -> None:
     for rank in repair.ranks:
         for kind, member in repair.reads(rank):
             nbytes = layout.image_nbytes[place[member]]
-            behind = ranks_behind(repair.group, member)
-            envelopes = tuple(7 + other for other in behind)
-            report = (
-                Seen(kind, member, nbytes=nbytes)
-                if kind is Kind.IMAGE
-                else Seen(kind, member, of=of, envelopes=envelopes)
-            )
-            seen.append((rank, Seen.from_json(json.loads(json.dumps(report.to_json())))))
+            is_image = kind is Kind.IMAGE
+            report = Seen(kind, member, nbytes=nbytes)
+            if not is_image:
+                report = Seen(kind, member, of=of.to_json())
+            seen.append((rank, Seen(*json.loads(json.dumps(report)))))
             held[rank][kind, place[member]] = kept[kind, place[member]]
     findings = take_together(repair, seen)
     sinks = {(Kind.IMAGE, place[m]): np.zeros_like(kept[Kind.IMAGE, place[m]]) for m in place}
-    wants = [Want(rank, place[member]) for member, rank in repair.wanted.items()]
+    wanted = {place[member]: rank for member, rank in repair.wanted.items()}
 
-    chains = plan_rebuild(layout, findings.left, wants)
+    chains = plan_rebuild(layout, findings.left, wanted)
     carry_out(chains, held, sinks)
 
     assert not findings.problems
@@ -111,14 +111,6 @@ def _compute(repair: Repair) -> None:
         assert np.array_equal(sinks[Kind.IMAGE, place[member]], kept[Kind.IMAGE, place[member]])
         ends = [chain.hops[-1].rank for chain in chains if chain.place.member == place[member]]
         assert set(ends) <= {rank}
-        if member in findings.envelopes:
-            keeper, start, nbytes = findings.envelopes[member]
-            assert nbytes == 7 + member
-            assert (keeper, start) in {
-                (k, sum(7 + o for o in ranks_behind(repair.group, k)[:number]))
-                for k in repair.parities
-                for number in range(repair.group.tolerated)
-            }
     for chain in chains:
         # No rank sends to itself, however many members it plays.
         assert all(one.rank != other.rank for one, other in pairwise(chain.hops))
@@ -133,14 +125,14 @@ def test_any_ranks_compute_what_is_lost_of_groups_of_any_other_ranks(
     job = [rank for ranks in inventory.ranks_on.values() for rank in ranks]
     is_complete = checkpoint in complete_checkpoints(inventory)
     try:
-        wanted = groups_to_compute(checkpoint, inventory, {}, ())
+        wanted = groups_to_compute(checkpoint, inventory, ())
     except NoReplicasAvailableError:
         assert not is_complete
         return
     assert is_complete
     computed_by = {member: data.draw(st.sampled_from(job)) for member in wanted}
 
-    repairs = plan_repairs(Lost(checkpoint, "run", inventory, wanted, {}, computed_by))
+    repairs = plan_repairs(Lost(checkpoint, "run", inventory, wanted, computed_by))
 
     assert {r.group for r in repairs} == set(wanted.values()) <= set(groups)
     held = inventory.holders(checkpoint)
@@ -193,20 +185,19 @@ def _recover(
     (checkpoint,) = inventory.checkpoints
     assert complete_checkpoints(inventory) == [checkpoint]
     assert checkpoint.world_size == 4
-    bad = {member: {node: "a bit was flipped"} for member, node in damaged.items()}
     for member, node in damaged.items():
         inventory.remove(checkpoint, Piece(member), node)
-    wanted = groups_to_compute(checkpoint, inventory, bad, ())
-    store = DiskStore(root, "run", rank, 20.0)
+    wanted = groups_to_compute(checkpoint, inventory, ())
+    store = DirectoryStore(root, "run", rank, 20.0)
     try:
         recovered = SCHEMES[PARITY_KIND].recover(
-            Lost(checkpoint, "run", inventory, wanted, bad, computed_by, is_kept=is_kept),
+            Lost(checkpoint, "run", inventory, wanted, computed_by, is_kept=is_kept),
             store,
             Ranks("recover", None, timeout_s=20.0),
             20.0,
         )
         assert recovered.is_done
-        assert recovered.hopeless == {}
+        assert recovered.unrecoverable == {}
         images = {shard: bytes(slot.image) for shard, slot in recovered.slots.items()}
         store.release(list(recovered.slots.values()))
         left = [slot.nbytes for slot in store.slots]

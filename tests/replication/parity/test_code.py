@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
 from localckpt.availability.durability import durability_found, durability_saved
-from localckpt.availability.explain import explain
+from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
 from localckpt.availability.recoverable import minimal
 from localckpt.errors import MismatchError
 from localckpt.ids import MOST_RANKS, Checkpoint, Generation, Group, Piece, ShardRecord
-from localckpt.replication.parity.code import PARITY_KIND, ParityCode
+from localckpt.replication.parity.code import ParityCode
 from localckpt.replication.parity.gf import inverse, multiply, power
-from localckpt.replication.parity.repairs import Repair, longest_wait
+from localckpt.replication.parity.planning import Repair, longest_wait
 from localckpt.replication.parity.strategy import place_parity_groups
-from localckpt.replication.parity.stripes import ParityLayout
+from localckpt.replication.parity.stripes import PARITY_KIND, ParityLayout
 from localckpt.replication.schemes import SCHEMES
 
 _CHECKPOINT = Checkpoint(Generation(1, 2), 3, 8)

@@ -1,0 +1,390 @@
+"""Data files of a checkpoint: their content, a hash of each MiB of it, and the save they belong to.
+
+Readers that know a file from the checkpoint's metadata, as torch's own, never look at its end.
+After any error a file is dead: it is removed, never written to again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import xxhash
+
+from localckpt.async_save.request import runs_in_trainer
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.failure_texts import with_class
+from localckpt.memory.copying import Copier
+from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
+from localckpt.memory.host_memory import PAGE_NBYTES, address_of, map_memory, round_up
+from localckpt.own_folders import file_mode
+from localckpt.storage.buffers import Buffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import OpenFile, open_owned
+from localckpt.storage.write import replace_file, sync_folder, write_range
+
+__all__ = [
+    "FOOTER_NBYTES",
+    "FileIdentity",
+    "FileWrite",
+    "HandedOver",
+    "Trailer",
+    "covered_nbytes",
+    "file_nbytes",
+    "gathered",
+    "is_written",
+    "read_outcome",
+    "read_trailer",
+    "require_trailer",
+    "trailer_nbytes",
+    "verify_blocks",
+    "write_data_file",
+    "write_durably",
+    "write_files",
+    "write_preloaded_data",
+    "write_preloaded_data_in_trainer",
+    "write_preloaded_data_multiproc",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"localckpt-trail1"
+# The magic, how many bytes the digests cover, the save's ID, and a hash of all before it.
+_FOOTER = Struct("<16sQ16sQ")
+FOOTER_NBYTES = _FOOTER.size
+
+_SHORT_NBYTES = 64 << 10
+# Whole digest blocks, hashed before they are written.
+_PIECE_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Identity of one file of one save."""
+
+    name: str
+    save_id: str
+    """32 hexadecimal digits, drawn for each save."""
+
+    @property
+    def seed(self) -> str:
+        """Seed of the digests of its blocks, so that a block of another file does not verify."""
+        return f"{self.save_id}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"the file {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """The digests of a file, and what they cover."""
+
+    save_id: str
+    covered_nbytes: int
+    digests: bytes
+
+    def footer(self) -> bytes:
+        """Footer of the file, which follows the digests."""
+        save_id = bytes.fromhex(self.save_id)
+        head = _FOOTER.pack(_MAGIC, self.covered_nbytes, save_id, 0)[:-8]
+        return head + xxhash.xxh3_64_intdigest(self.digests + head).to_bytes(8, "little")
+
+
+def covered_nbytes(content_nbytes: int) -> int:
+    """Bytes of a file that are covered when its items end at ``content_nbytes``."""
+    return round_up(content_nbytes, 8)
+
+
+def trailer_nbytes(covered: int) -> int:
+    """Bytes that follow those which are covered."""
+    return digests_nbytes(covered) + FOOTER_NBYTES
+
+
+def file_nbytes(content_nbytes: int) -> int:
+    """Bytes of a file whose items end at ``content_nbytes``."""
+    covered = covered_nbytes(content_nbytes)
+    return covered + trailer_nbytes(covered)
+
+
+# Reading.
+
+
+def read_trailer(file: OpenFile) -> Trailer | None:
+    """The trailer at the end of a file; ``None`` if it has none."""
+    if file.nbytes < FOOTER_NBYTES:
+        return None
+    footer = bytearray(FOOTER_NBYTES)
+    file.read_into(file.nbytes - FOOTER_NBYTES, memoryview(footer))
+    magic, covered, save_id, digest = _FOOTER.unpack(footer)
+    if magic != _MAGIC or covered + trailer_nbytes(covered) != file.nbytes:
+        return None
+    digests = bytearray(digests_nbytes(covered))
+    file.read_into(covered, memoryview(digests))
+    if xxhash.xxh3_64_intdigest(digests + footer[:-8]) != digest:
+        raise CorruptShardError(f"the file {file.path.name} is damaged: its digests are")
+    return Trailer(save_id.hex(), covered, bytes(digests))
+
+
+def require_trailer(file: OpenFile, save_id: str, what: object) -> Trailer:
+    """The trailer of a file of a save; the error is about ``what``."""
+    trailer = read_trailer(file)
+    if trailer is None:
+        raise CorruptShardError(
+            f"{what} is cut short or damaged: it does not end as it was written"
+        )
+    if trailer.save_id != save_id:
+        raise CorruptShardError(f"{what} belongs to another save than its checkpoint")
+    return trailer
+
+
+def verify_blocks(
+    file: OpenFile, trailer: Trailer, memory: memoryview, on_read: Callable[[int], None]
+) -> None:
+    """Read all that a trailer covers into ``memory``, of whole blocks, and check every block.
+
+    ``on_read`` is called with the bytes of each piece, and may raise what ends it.
+    """
+    hasher = BlockHasher(FileIdentity(file.path.name, trailer.save_id))
+    for start in range(0, trailer.covered_nbytes, len(memory)):
+        piece = memory[: min(len(memory), trailer.covered_nbytes - start)]
+        file.read_into(start, piece)
+        hasher.check(start, [piece], memoryview(trailer.digests))
+        on_read(len(piece))
+
+
+def is_written(
+    path: Path, save_id: str, nbytes: int, memory: memoryview, on_read: Callable[[int], None]
+) -> bool:
+    """Return whether a save has written all of a file of some size; see :func:`verify_blocks`."""
+    if not os.path.lexists(path):
+        return False
+    try:
+        with closing(OpenFile(path)) as file, storage_errors("read", path):
+            if file.nbytes == nbytes:
+                verify_blocks(file, require_trailer(file, save_id, path), memory, on_read)
+            return file.nbytes == nbytes
+    except CorruptShardError:
+        return False
+
+
+# Writing.
+
+
+def write_data_file(
+    path: Path,
+    save_id: str,
+    pieces: Callable[[], Iterable[memoryview]],
+    *,
+    sync: bool = True,
+    before_write: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """Write a file in place of what is there, durable with ``sync``; returns its size in bytes.
+
+    Each of the ``pieces`` begins on a page of memory, which is not needed any more when the next is
+    asked for. All but the last are whole blocks, and that is a multiple of 8 bytes.
+
+    ``before_write`` is called with a number of bytes before so many are written.
+    """
+    with storage_errors("write", path):
+        try:
+            return _write(path, save_id, pieces(), sync, before_write, os.O_DIRECT)
+        except OSError as error:
+            # Who does not take O_DIRECT says so when the file is opened, or at a write.
+            if error.errno != errno.EINVAL:
+                raise
+            return _write(path, save_id, pieces(), sync, before_write, 0)
+
+
+def _write(
+    path: Path,
+    save_id: str,
+    pieces: Iterable[memoryview],
+    sync: bool,
+    before_write: Callable[[int], None],
+    flag: int,
+) -> int:
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
+    # The umask says who may read it: it outlives the job, and others load it.
+    file = open_owned(path, flags, file_mode(path.parent))
+    try:
+        with file:
+            fd, direct = file.fileno(), bool(flag)
+            hasher, digests = BlockHasher(FileIdentity(path.name, save_id)), bytearray()
+            end, rest = 0, b""
+            for piece in pieces:
+                # What is hashed is still in the cache, or on its way out of it, when it is written.
+                for start in range(0, len(piece), BLOCK_NBYTES):
+                    digest = hasher.digest(
+                        len(digests) // DIGEST_NBYTES, piece[start : start + BLOCK_NBYTES]
+                    )
+                    digests += digest.to_bytes(DIGEST_NBYTES, "little")
+                whole = len(piece) // PAGE_NBYTES * PAGE_NBYTES
+                before_write(whole)
+                write_range(fd, piece, 0, whole, direct=direct, base=end)
+                end += whole
+                rest = bytes(piece[whole:])
+            trailer = Trailer(save_id, end + len(rest), bytes(digests))
+            rest += trailer.digests + trailer.footer()
+            before_write(len(rest))
+            # With O_DIRECT the last page is written whole, and cut off.
+            pages = map_memory(round_up(len(rest), PAGE_NBYTES))
+            pages[: len(rest)] = rest
+            write_range(fd, pages, 0, len(rest), direct=direct, base=end)
+            os.ftruncate(fd, end + len(rest))
+            if sync:
+                os.fsync(fd)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return end + len(rest)
+
+
+def gathered(parts: Iterable[bytes | memoryview], memory: memoryview) -> Iterator[memoryview]:
+    """Yield pieces for :func:`write_data_file`, made of parts of any size in ``memory``.
+
+    ``memory`` begins on a page, and is whole blocks.
+    """
+    filled = 0
+    for part in parts:
+        left = memoryview(part)
+        while len(left):
+            taken = min(len(left), len(memory) - filled)
+            place = memory[filled : filled + taken]
+            if taken < _SHORT_NBYTES or left.readonly:
+                place[:] = left[:taken]
+            else:
+                # With the GIL released.
+                ctypes.memmove(address_of(place), address_of(left), taken)
+            filled += taken
+            left = left[taken:]
+            if filled == len(memory):
+                yield memory
+                filled = 0
+    padded = round_up(filled, 8)
+    memory[filled:padded] = bytes(padded - filled)
+    if padded:
+        yield memory[:padded]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file that is there whole or not at all, also after the power failed."""
+    with storage_errors("write", path):
+        # The umask says who may read it.
+        replace_file(path, data, file_mode(path.parent))
+        sync_folder(path.parent)
+
+
+# Files that are staged, written behind training.
+
+
+@dataclass(frozen=True, slots=True)
+class FileWrite:
+    """One data file that is staged: plain data, for a thread of the trainer or another process.
+
+    Attributes:
+        path: The file; what is there is replaced.
+        start: Where the content begins in the buffer, on a page.
+        stop: Where it ends.
+    """
+
+    path: Path
+    save_id: str
+    buffer: Buffer
+    start: int
+    stop: int
+    sync: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return file_nbytes(self.stop - self.start)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the content in pieces."""
+        # This view keeps the memory mapped if the save is given up meanwhile.
+        view = self.buffer.view[self.start : self.stop]
+        if len(view) < self.stop - self.start:
+            raise StorageError(f"{self.path} is not written: its save was given up")
+        for start in range(0, len(view), _PIECE_NBYTES):
+            yield view[start : start + _PIECE_NBYTES]
+
+
+def write_files(writes: Sequence[FileWrite]) -> None:
+    """Write all files of a rank, in one folder, side by side, and give their buffer back."""
+
+    def work(left: Iterator[FileWrite]) -> None:
+        for write in left:
+            write_preloaded_data(write)
+
+    try:
+        Copier(len(writes)).share(writes, work)
+        if any(write.sync for write in writes):
+            folder = writes[0].path.parent
+            with storage_errors("make durable", folder):
+                sync_folder(folder)
+    finally:
+        for write in writes:
+            write.buffer.give_back()
+
+
+def write_preloaded_data(write: FileWrite) -> None:
+    """Write one file."""
+    write_data_file(write.path, write.save_id, write.pieces, sync=write.sync)
+
+
+class HandedOver(list[FileWrite]):
+    """Files that the persistent worker of another library's queue writes."""
+
+
+def write_preloaded_data_multiproc(outcome: Path, rank: int, writes: Sequence[FileWrite]) -> None:
+    """Write all files of a rank, and report to the trainer, good or bad.
+
+    The queue of Megatron-Core, NVRx or this package calls it behind training; the name is theirs,
+    the files are written by threads. It may do so in another process, without torch, and keep what
+    went wrong there to itself, so the outcome is left in a file.
+    """
+    report: dict[str, Any] = {"files": len(writes)}
+    try:
+        try:
+            write_files(writes)
+        except BaseException as error:
+            report = {"error": with_class(error)}
+            raise
+        finally:
+            with storage_errors(f"leave word of what rank {rank} has written in", outcome):
+                replace_file(outcome, json.dumps(report).encode(), 0o600)
+    except Exception:
+        # The worker of a foreign queue would end, and training would wait for it for ever.
+        if not isinstance(writes, HandedOver):
+            raise
+        logger.exception("rank %d could not write its files", rank)
+
+
+@runs_in_trainer
+def write_preloaded_data_in_trainer(outcome: Path, rank: int, writes: Sequence[FileWrite]) -> None:
+    """Write, in the trainer, from memory that only the trainer can see."""
+    write_preloaded_data_multiproc(outcome, rank, writes)
+
+
+def read_outcome(outcome: Path) -> int | str | None:
+    """Read how many files were written, or the error; ``None`` if no outcome was left.
+
+    It is there once: reading removes it.
+    """
+    with storage_errors("read", outcome):
+        try:
+            report = json.loads(outcome.read_text())
+        except FileNotFoundError:
+            return None
+        outcome.unlink()
+    return str(report["error"]) if "error" in report else int(report["files"])

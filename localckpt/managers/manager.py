@@ -1,0 +1,876 @@
+"""Manager of the nodes' checkpoints: the calls that all ranks make.
+
+``save.py`` is the life of a save, ``look.py`` and ``load.py`` are a restart. Here is what is made
+and closed with a manager, and the rule that it makes one call at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from pathlib import Path
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Self,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    overload,
+)
+
+import torch
+
+from localckpt.async_save.request import AsyncRequest
+from localckpt.availability.durability import Durability
+from localckpt.availability.explanation import Explanation
+from localckpt.errors import CheckpointingException, NoReplicasAvailableError
+from localckpt.events.stream import EventStream
+from localckpt.failure_texts import shown
+from localckpt.ids import Checkpoint, CkptID
+from localckpt.interrupted import interrupt_behind
+from localckpt.lineage import Lineage, Point
+from localckpt.managers.context import Context
+from localckpt.managers.epoch import Epoch, checked_origin
+from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.load import Load
+from localckpt.managers.look import Finder
+from localckpt.managers.promotion import DrainTarget, Promotion, promotable
+from localckpt.managers.reports import LoadReport, MemoryPlan, SaveReport
+from localckpt.managers.reprotection import Reprotection
+from localckpt.managers.restoring import Loaded, LoadOptions
+from localckpt.managers.save import Save, Saves, never_scheduled
+from localckpt.options import Options
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.replication.loss_chances import LossChance, chances_of_loss
+from localckpt.replication.strategies import (
+    LazyCliqueReplicationStrategy,
+    NoReplication,
+    ReplicationStrategy,
+)
+from localckpt.resuming import Resuming
+from localckpt.state_dict.basic import give_states, unwrapped, wrapped
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.catalog import Problem
+from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.kept_shard import KeptShard
+from localckpt.storage.store import Store
+from localckpt.trust import is_orderly
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_call(
+    method: Callable[Concatenate[CheckpointManager, P], T],
+) -> Callable[Concatenate[CheckpointManager, P], T]:
+    """Decorate a method of a manager that cannot be called while another one is under way."""
+
+    @wraps(method)
+    def guarded(manager: CheckpointManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return manager._call(method.__name__, partial(method, manager, *args, **kwargs))
+
+    return guarded
+
+
+class CheckpointManager:
+    """Saves and loads this rank's state together with all other ranks of the job.
+
+    Every rank makes its manager and calls its methods in the same order as the others. A call that
+    an interrupt ends, such as Ctrl-C, closes the manager; what is on the nodes stays.
+
+    Args:
+        session_id: A name for the training run; two runs may share a directory.
+        repl_strategy: Protects this rank's shards on other nodes; ``None`` for none.
+        options: Options of the manager.
+        open_store: Opens the store of this rank.
+
+    Attributes:
+        store: Keeps this rank's pieces.
+        latest_iteration: Result of the last ``find_latest``; ``-1`` makes the next one look again.
+        last_save: The last save on this rank.
+        last_load: The last load on this rank.
+        skipped_saves: Number of saves that found no room and were left out.
+        degraded_saves: Number of saves that are complete with fewer replicas than asked for.
+        is_to_stop: Tells whether the job is to stop, so that no save begins that has to wait for
+            storage. A training loop may set it.
+        read_only: True for a manager that only loads.
+    """
+
+    store: Store
+
+    def __init__(
+        self,
+        session_id: str,
+        repl_strategy: ReplicationStrategy | None,
+        options: Options,
+        open_store: Callable[[Ranks, SafeGlobals], Store],
+    ) -> None:
+        self.session_id = session_id
+        self.repl_strategy = repl_strategy
+        self.read_only = options.read_only
+        self.latest_iteration = -1
+        self.last_save: SaveReport | None = None
+        self.last_load: LoadReport | None = None
+        self.skipped_saves = self.degraded_saves = 0
+        self.is_to_stop: Callable[[], bool] = lambda: False
+        # What was loaded or saved last.
+        self._current: Checkpoint | None = None
+        self._process = os.getpid()
+        self._under_way = threading.Lock()
+        self._calling, self._thread = "", 0
+        # Why no call can be made any more; empty while calls can be made.
+        self._why_closed = ""
+        self._promotions: list[Promotion] = []
+        with refused_together(MANAGER, options.process_group, options.timeout):
+            # Without the session in its name: ranks with different ones must meet, to learn of it.
+            self._ranks = Ranks(
+                MANAGER, options.process_group, options.timeout, hint=lambda: self._hint
+            )
+            # Before anything can fail, so that all ranks have made as many.
+            reprotecting = Ranks("redundancy", options.process_group, options.timeout)
+            self._all_ranks = self._ranks, reprotecting
+            strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
+            allowed, events = SafeGlobals(options.safe_globals), options.events or EventStream()
+            self.store = open_store(self._ranks, allowed)
+            checkpoints = JobCheckpoints(strategy)
+            self._context = Context(
+                *(session_id, options, events, self._ranks, strategy, allowed),
+                *(self.store, checkpoints),
+                Epoch(
+                    *(self._ranks, self.store, strategy, session_id, checkpoints, events),
+                    is_elastic=options.elastic,
+                ),
+                Resuming(self.store.claim, options.max_attempts),
+            )
+            self._saves = Saves(
+                self._context,
+                lambda: self.is_to_stop(),  # noqa: PLW0108 - it may be set later
+                is_protected=repl_strategy is not None,
+            )
+            self._finder = Finder(self._context)
+            self._reprotection: Reprotection | None = None
+            if isinstance(self.store, DirectoryStore):
+                self.store.on_quarantine = self._note_quarantined
+                if not options.read_only:
+                    self._reprotection = Reprotection(self._context, self.store, reprotecting)
+        if repl_strategy is None or isinstance(repl_strategy, LazyCliqueReplicationStrategy):
+            return
+        if self._context.images is not None:
+            # A placement that protects from nothing is an error now, not at the first save.
+            try:
+                self._join()
+            except BaseException:
+                self._close(is_abandoned=True)
+                raise
+
+    def __repr__(self) -> str:
+        images = self._context.images
+        return shown(self, self.session_id, *(() if images is None else (images.root,)))
+
+    # The protocol.
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those of the job."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self._ranks.world_size
+
+    @overload
+    def save(
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: Literal[False] = False,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> None: ...
+
+    @overload
+    def save(
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: Literal[True],
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> AsyncRequest: ...
+
+    @overload
+    def save(
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: bool,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> AsyncRequest | None: ...
+
+    def save(
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: bool = False,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> AsyncRequest | None:
+        """Save this rank's state; all ranks call it.
+
+        What is saved is the value that the state has at the call; afterwards it may be changed.
+
+        Args:
+            state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph. Values
+                of the dict that have ``state_dict`` and ``load_state_dict`` (a model, an optimizer)
+                are saved as the state that they return.
+            iteration: Its number, above that of every checkpoint this manager saved or loaded: an
+                ``int``, or an integer of numpy.
+            is_async: Return as soon as the state is captured.
+            metrics: Numbers by name, such as a loss, for ``Retention(best=...)``, which notes the
+                one that it names. Those of the first rank count, and are read there.
+
+        Returns:
+            ``None`` once the checkpoint is complete on all ranks; with ``is_async`` the request to
+            hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong from here on.
+
+        Raises:
+            CheckpointingException: The iteration is not one that can be saved, or the request of an
+                older save was never scheduled; nothing was done. Or an older save, which this one
+                waited for, failed; the same on every rank. Or it is the manager's first save, and
+                the state of some rank could not be loaded again; the same on every rank, and
+                nothing was done. From the second save on such a state fails as any save does:
+                asking would hold up training.
+            UnsafeGlobalError: As before, if that is because of classes that are not allowed.
+            SaveFailedError: The save failed on some rank (a StorageError, if a node refused). It is
+                raised on every rank, older checkpoints are as they were, and training may go on and
+                save again.
+            DivergenceError: With ``check_replicas``: tensors that should be equal on several ranks
+                are not. It is raised on every rank, and older checkpoints are as they were.
+            PeerLostError: A rank did not answer in time.
+        """
+        called = time.monotonic()
+        self._require_writable()
+        begin = partial(self._begin_save, called, state_dict, iteration, is_async, metrics)
+        return self._call("save", begin)
+
+    def _begin_save(
+        self,
+        called: float,
+        state: Any,
+        number: SupportsIndex,
+        is_async: bool,
+        metrics: Mapping[str, SupportsFloat] | None,
+    ) -> AsyncRequest | None:
+        context, saves = self._context, self._saves
+        iteration = context.epoch.checked(number)
+        context.resuming.count()
+        with context.events.noting_failure("save", called, iteration):
+            saves.give_up_forgotten(iteration)
+            self._join()
+            asked = time.monotonic()
+            is_admitted = saves.admit(iteration, is_async)
+            waited_s = time.monotonic() - asked
+            if is_admitted:
+                state = saves.capture.checked(
+                    *(state, iteration, context.ranks, context.epoch.nodes),
+                    context.strategy.protection,
+                )
+                self._begin_epoch(iteration)
+        if not is_admitted:
+            context.events.emit("save", began=called, step=iteration, outcome="skipped")
+            self.last_save = SaveReport.of_skipped(iteration)
+            self.skipped_saves += 1
+            return AsyncRequest(None, (), [])
+        self._forget_latest()
+        save = Save(saves, context.epoch.next_identity(iteration), called, waited_s, metrics)
+        save.capture(state)
+        self.last_save = save.report()
+        if is_async:
+            return save.request(partial(self._finalize, save))
+        save.run()
+        self._end_save(save)
+        return None
+
+    def _finalize(self, save: Save) -> None:
+        # A save that waits for older ones finalizes them, and a poll that was interrupted does so
+        # again.
+        if not save.is_complete:
+            self._call("finalize", partial(self._end_save, save), inside=True)
+
+    def _end_save(self, save: Save) -> None:
+        self._await_reprotected()
+        # What find_latest saw while this save was under way is out of date.
+        self._forget_latest()
+        reached = save.finalize()
+        self._current = save.identity.checkpoint
+        if reached.lacking:
+            self.degraded_saves += 1
+            logger.warning("%s", reached)
+            fields = ("lacking", "copies", "wanted")
+            details = {name: getattr(reached, name) for name in fields}
+            self._context.events.emit("degraded", step=reached.iteration, details=details)
+        report = save.report()
+        if self.last_save is not None and self.last_save.iteration == report.iteration:
+            self.last_save = report
+        logger.info("saved %s; %s", report, reached.reached)
+
+    @one_call
+    def find_latest(self) -> int:
+        """Iteration of the newest complete checkpoint, or ``-1``; all ranks call it.
+
+        The answer is kept until the next save, or until ``latest_iteration`` is set to ``-1``.
+
+        Raises:
+            MismatchError: The ranks do not belong together, or the newest checkpoint was saved by
+                another number of ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        return self._find_latest() if self.latest_iteration == -1 else self.latest_iteration
+
+    def _find_latest(self) -> int:
+        """Find the newest complete checkpoint, whatever was found before."""
+        self._join()
+        newest = self._finder.newest()
+        self.latest_iteration = -1 if newest is None else newest.iteration
+        return self.latest_iteration
+
+    @one_call
+    def begin(self, from_iteration: SupportsIndex, *, lineage: Lineage | None = None) -> None:
+        """Say that the job resumes from elsewhere, not from what :meth:`load` gives; all ranks.
+
+        What is saved next descends from there. Complete checkpoints on the nodes that are above
+        that iteration are given up: the job has gone back from them. A
+        :class:`GlobalCheckpointManager` that was given this manager calls it by itself.
+
+        Args:
+            from_iteration: The iteration that the job goes on from; -1 for the beginning.
+            lineage: Lineage of the epoch that saved it, where it is known.
+
+        Raises:
+            CheckpointingException: That is no iteration, or saves are in flight.
+            MismatchError: The ranks do not resume from the same.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._require_writable()
+        from_iteration = checked_origin(from_iteration)
+        self._saves.require_none(f"go on from iteration {from_iteration}")
+        self._join()
+        self._context.epoch.resume_elsewhere(from_iteration, lineage)
+        # What was loaded here before is not what training goes on from.
+        self._context.resuming.take_back()
+        self._current = None
+
+    def leave(self, points: Sequence[Point]) -> None:
+        """Give up checkpoints on shared storage that the job goes back from; asks no other rank.
+
+        Args:
+            points: The checkpoints, the same on all ranks.
+        """
+        self._require_writable()
+        self._context.epoch.leave(points)
+
+    def lineage_of(self, iteration: int) -> Lineage | None:
+        """Return the lineage of the newest complete checkpoint of an iteration, if it has one."""
+        complete = self._context.checkpoints.complete
+        epochs = (c.generation.epoch_id for c in complete if c.iteration == iteration)
+        epoch = next(epochs, None)
+        return None if epoch is None else self._context.checkpoints.lineages.get(epoch)
+
+    @one_call
+    def lineage_of_save(self, iteration: int) -> Lineage:
+        """Return the lineage under which an iteration is saved now; all ranks call it.
+
+        Raises:
+            CheckpointingException: Some node cannot be read, or cannot note it; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._require_writable()
+        if self._context.epoch.lineage is None:
+            self._join()
+        return self._begin_epoch(iteration)
+
+    @one_call
+    def explain(self) -> Explanation:
+        """Say which checkpoint a restart would load, and why none that is newer.
+
+        All ranks call it, and get the same: what each node holds of each checkpoint, which are
+        complete, and which nodes may be lost. ``print`` shows it as a table.
+
+        Raises:
+            MismatchError: The ranks do not belong together.
+            CheckpointingException: Some node cannot be read; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._join()
+        return self._finder.explain()
+
+    @one_call
+    def all_iterations(self) -> list[int]:
+        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
+
+        All ranks call it, and get the same.
+
+        Raises:
+            MismatchError: As for :meth:`find_latest`.
+            PeerLostError: A rank did not answer in time.
+        """
+        if self._finder.last is None:
+            self._find_latest()
+        return self._finder.iterations()
+
+    @one_call
+    def load(
+        self,
+        *,
+        into: Any = None,
+        iteration: int | None = None,
+        map_location: str | torch.device | None = None,
+        partial: bool = False,
+        allow_dtype_change: bool = False,
+    ) -> tuple[Any, CkptID]:
+        """Read this rank's shard of a complete checkpoint; all ranks call it.
+
+        Every block is verified as it is read. A copy that turns out bad is quarantined on its node,
+        and another copy is taken. If a shard has none left, all ranks take an older checkpoint,
+        unless one was asked for.
+
+        Args:
+            into: A state of the same structure as the saved one, whose tensors are filled in place.
+                After an error they may be partly filled. Values of a dict that have ``state_dict``
+                and ``load_state_dict`` (a model, an optimizer) take their state from what was
+                loaded, and stand in its place in the state that is returned.
+            iteration: The checkpoint; ``None`` for the newest. The next save goes on from what was
+                loaded, and overrules the newer checkpoints that the job went back from.
+            map_location: The device of new tensors; ``None`` for the one each was saved from.
+            partial: Whether ``into`` may lack tensors that were saved. Those come back as new
+                ones; without it they are an error, as a name that was mistyped would be.
+            allow_dtype_change: Whether tensors of ``into`` may have another dtype than was saved.
+                Their values are then converted by ``copy_``; without it they are an error.
+
+        Returns:
+            The state as it was given to ``save`` (with ``into``, holding the given tensors), and
+            its ID, which says which iteration it is.
+
+        Raises:
+            CheckpointingException: The job is to go back while saves are in flight.
+            NoReplicasAvailableError: No checkpoint is complete, or not the one that was asked for;
+                it says which shards are gone.
+            MismatchError: ``into`` has another structure; or another number of ranks saved the
+                checkpoint, and there is no ``into``, or values that differ between these ranks have
+                no rule. Nothing was changed.
+            RestoreError: The bytes are good, and some rank cannot rebuild its state from them: a
+                class changed, its ``__setstate__`` raised, memory ran out. It is raised on every
+                rank and names the class and the path in the state. Nothing is renamed, and no older
+                checkpoint is taken; ``load`` may be called again.
+            UnsafeGlobalError: A shard names a class or function that is not allowed.
+            PeerLostError: A rank did not answer in time.
+        """
+        options = LoadOptions.of(
+            into, map_location, is_partial=partial, converts=allow_dtype_change
+        )
+        return self._load_as(options, iteration)
+
+    def load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
+        """Load with options for which :meth:`load` has no arguments, as ``Checkpointer`` does."""
+        return self._call("load", partial(self._load_as, options, iteration))
+
+    def _load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
+        called = time.monotonic()
+        if iteration is not None:
+            self._saves.require_none(f"load iteration {iteration}")
+        if self._finder.last is None:
+            self._find_latest()
+        self._await_reprotected()
+        try:
+            loaded = self._run_load(options, iteration)
+        except NoReplicasAvailableError:
+            if iteration is None:
+                self.latest_iteration = -1
+            raise
+        reached = loaded.checkpoint.iteration
+        if iteration is None:
+            self.latest_iteration = reached
+        seconds = time.monotonic() - called
+        self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
+        logger.info("loaded %s", self.last_load)
+        state = give_states(options.given, unwrapped(loaded.state), loaded.left)
+        self._current = loaded.checkpoint
+        self._context.resuming.begin(loaded.checkpoint)
+        return state, CkptID(reached, self.rank, self.session_id)
+
+    def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
+        """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
+        deadline = Deadline.after(self._context.ranks.timeout_s)
+        while True:
+            try:
+                load = Load(self._context, self._finder, options, self._reprotection)
+                return load.run(iteration)
+            except NoReplicasAvailableError:
+                may_differ = self.read_only and iteration is None
+                if not (may_differ and self._finder.has_changed(deadline)):
+                    raise
+
+    def warm_up(self, state_dict: Any) -> None:
+        """Prepare, in the background, for saves of such a state; its values are not read.
+
+        Lays it out and makes the staging buffers, which the first save would have to wait for.
+
+        Raises:
+            CheckpointingException: The state holds something that cannot be saved.
+        """
+        self._require_writable()
+        self._require_own_process()
+        self._require_open("warm_up")
+        self._await_reprotected()
+        epoch, captures = self._context.epoch, self._saves.capture
+        identity = epoch.identity(0)
+        node_ranks = captures.node_ranks(epoch.known_nodes, self.rank)
+        capture = captures.planner.capture(wrapped(state_dict), node_ranks)
+        self._images("warm_up").prepare(identity.piece, capture.nbytes(identity), capture.gpu)
+
+    @one_call
+    def promote(
+        self, iteration: SupportsIndex, to: DrainTarget, *, rate_limit: float | None = None
+    ) -> AsyncRequest:
+        """Drain a complete checkpoint to shared storage, behind training; all ranks call it.
+
+        It is written from the images on the nodes, so training neither copies its state once more
+        nor waits. Each rank drains its own shard; one that its node lacks is drained from a copy by
+        a rank whose node has it. What several ranks have alike is written once.
+        The nodes keep the checkpoint until the promotion is finalized. A drain that was cut off
+        goes on where it was when the same checkpoint is promoted again.
+
+        Args:
+            iteration: The checkpoint; the newest one, if several have the number.
+            to: A :class:`GlobalCheckpointManager` of the same ranks.
+            rate_limit: Bytes a second that each rank writes at most; ``None`` for any number. The
+                ranks of a node together write as many times more.
+
+        Returns:
+            The request to hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong
+            from here on. Give promotions a queue of their own: a queue finalizes its calls in
+            order, and saves would wait.
+
+        Raises:
+            NoReplicasAvailableError: The checkpoint is not complete, or not kept any more.
+            MismatchError: Another number of ranks has saved it.
+            CheckpointingException: Its save is under way; or it is marked bad; or ``to`` is closed,
+                or of other ranks. As all of these the same on every rank, and nothing was done.
+            PeerLostError: A rank did not answer in time, when the job had not looked yet what the
+                nodes hold.
+        """
+        self._require_writable()
+        iteration = operator.index(iteration)
+        images = self._images("promote")
+        # This rank's shard may be among what a load has fetched, and not be kept yet.
+        self._await_reprotected()
+        checkpoints = self._context.checkpoints
+        if checkpoints.seen is None and not checkpoints.complete:
+            self._find_latest()
+        checkpoint = promotable(iteration, checkpoints, self.world_size)
+        identity = checkpoint.shard(self.rank, self.session_id)
+        shard = KeptShard(images, identity, self._context.allowed)
+        promotion = Promotion(checkpoint, shard, to, rate_limit, checkpoints)
+        self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
+        return promotion.request(partial(self._finalize_promotion, promotion))
+
+    def _finalize_promotion(self, promotion: Promotion) -> None:
+        promotion.finalize()
+        logger.info("iteration %d is drained", promotion.checkpoint.iteration)
+
+    def wait_staged(self) -> None:
+        """Wait until no save reads the state, which may then be changed in any way.
+
+        Only with ``guard`` is there something to wait for, and its optimizers wait by themselves.
+        """
+        self._saves.capture.await_copied()
+
+    def memory_plan(self) -> MemoryPlan:
+        """Return the memory of this node that saves of this rank take.
+
+        Raises:
+            CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
+        """
+        return MemoryPlan.of_store(self._images("memory_plan"))
+
+    def close(self) -> None:
+        """Free buffers, files kept for reuse, and threads. Finish the saves under way before.
+
+        A request that ``save`` returned and that was never scheduled is an error in the log.
+        """
+        if os.getpid() != self._process:
+            # A fork of the trainer has none of it, and must not take it away.
+            for ranks in self._all_ranks:
+                ranks.close()
+            return
+        if never := self._saves.not_scheduled():
+            logger.error("%s", never_scheduled(never, "The manager is closed."))
+        # Also in the finally block of a loop that failed.
+        self._end_attempt(sys.exception())
+        self._call("close", self._close, also_closed=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if os.getpid() != self._process:
+            # A fork that ends here must not cancel what the trainer has under way.
+            return
+        if kind is None:
+            self.close()
+            return
+        self._end_attempt(error)
+        # The other ranks may not come any more.
+        abandon = partial(self._close, is_abandoned=True)
+        self._call("close", abandon, also_closed=True)
+
+    def _close(self, *, is_abandoned: bool = False) -> None:
+        """Wait for all work and end it, at once if other ranks may not come any more."""
+        self._why_closed = self._why_closed or "this manager is closed"
+        with ExitStack() as closing:
+            for ranks in self._all_ranks:
+                closing.callback(ranks.abandon if is_abandoned else ranks.close)
+            if self.repl_strategy is None:
+                closing.callback(self._context.strategy.close)
+            closing.callback(self.store.close)
+            closing.callback(self._saves.capture.close)
+            for step in reversed(list(self._saves.closing_steps())):
+                closing.callback(step)
+            for promotion in self._promotions:
+                closing.callback(promotion.await_end, self._context.options.timeout)
+            closing.callback(self._await_reprotected)
+            if is_abandoned:
+                self._saves.stop_waiting()
+                if self._reprotection is not None:
+                    self._reprotection.cancel()
+
+    def count_attempt(self) -> None:
+        """Count this start from here on: the job has made a step since :meth:`load`.
+
+        The first save counts it, too. Without ``max_attempts``, or a ``load``, nothing is counted.
+        It asks no other rank.
+        """
+        if os.getpid() == self._process:
+            self._context.resuming.count()
+
+    def take_back_attempt(self) -> None:
+        """Do not count this start as an attempt in vain: it is about to end because it is to.
+
+        With ``max_attempts`` a start that resumed from a checkpoint, was counted by
+        :meth:`count_attempt` or a save, and ends before a later one is complete counts, unless the
+        manager is closed without an error, or by Ctrl-C. Call this when the job is told to stop; a
+        signal handler may. It asks no other rank.
+        """
+        if os.getpid() == self._process:
+            self._context.resuming.take_back()
+
+    @property
+    def newest(self) -> int | None:
+        """Iteration that was loaded or is complete since, the later; ``None`` for none."""
+        return None if self._current is None else self._current.iteration
+
+    def mark_good(self, why: str = "") -> int:
+        """Mark the checkpoint that was loaded last, or is complete since, as good.
+
+        The newest one that is marked good is kept beside the ``keep_last`` newest. The job has got
+        on by its own account, so no start so far counts as one in vain. All ranks call it; no
+        message is sent, and the mark of any node counts.
+
+        Args:
+            why: Reason, for people.
+
+        Returns:
+            Its iteration.
+
+        Raises:
+            CheckpointingException: There is no such checkpoint.
+            StorageError: The mark cannot be noted on this node.
+        """
+        self._require_writable()
+        if self._current is None:
+            raise CheckpointingException(
+                "there is no checkpoint to mark as good: none was loaded from the nodes, and none "
+                "is complete since. Wait for the save first"
+            )
+        self._context.store.claim.note_trust(self._current, mark="good", why=why)
+        self._context.checkpoints.note(self._current, mark="good", why=why)
+        self._context.resuming.forget()
+        return self._current.iteration
+
+    def is_bad(self, iteration: int) -> bool:
+        """Return whether a complete checkpoint is marked bad, at the last look or save."""
+        marks = self._context.checkpoints.marked("bad")
+        return any(checkpoint.iteration == iteration for checkpoint in marks)
+
+    def is_progress(self, iteration: int) -> bool:
+        """Return whether a complete checkpoint is above all from which starts ended in vain."""
+        return self._context.resuming.is_progress(iteration)
+
+    def _end_attempt(self, error: BaseException | None) -> None:
+        if is_orderly(error):
+            self.take_back_attempt()
+
+    @property
+    def degraded(self) -> int:
+        """Number of shards of the newest checkpoint with fewer copies than asked for.
+
+        After a ``load`` the built-in managers make those copies again behind training.
+        """
+        return self._context.checkpoints.lacking
+
+    def status(self) -> list[Durability]:
+        """Durability levels of this manager's checkpoints, the newest first; asks no other rank.
+
+        Those under way are captured. Of those that are complete it says on how many nodes each
+        shard is, as the ranks reported when the save was finalized, or the load was over.
+        """
+        return self._context.checkpoints.status(self.rank)
+
+    @one_call
+    def survivability(self) -> list[LossChance]:
+        """Chances that the loss of 1, 2, 3 and 4 nodes loses data; all ranks call it.
+
+        They are those of a checkpoint with all its copies, on the nodes of this job. ``localckpt
+        survive`` compares other schemes.
+
+        Raises:
+            MismatchError: The ranks do not belong together.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._join()
+        return chances_of_loss(self._context.epoch.nodes, self._context.strategy.protection)
+
+    def _require_writable(self) -> None:
+        if self.read_only:
+            raise CheckpointingException(
+                "this manager was made with read_only=True: it loads, and saves nothing"
+            )
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise CheckpointingException(
+                f"this manager belongs to process {self._process}, of which this one is a fork: "
+                f"save and load there. Nothing was changed"
+            )
+
+    # One call at a time.
+
+    def _call(
+        self,
+        name: str,
+        call: Callable[[], T],
+        *,
+        inside: bool = False,
+        also_closed: bool = False,
+    ) -> T:
+        """Make a call, unless another one is under way. An interrupt closes the manager.
+
+        With ``inside`` it may be a part of another call of this thread; with ``also_closed`` it can
+        be made once the manager is closed.
+        """
+        self._require_own_process()
+        if self._under_way.locked():
+            is_here = self._thread == threading.get_ident()
+            if inside and is_here:
+                return call()
+            raise CheckpointingException(
+                f"{name}() was called while {self._calling or 'another call'}() of the same "
+                f"manager is under way{'' if is_here else ' in a thread'}: make one call at a "
+                f"time. Nothing was done"
+            )
+        if not also_closed:
+            self._require_open(name)
+            self._ranks.require_same_world()
+        # Left in order whatever comes, since the lock is not written in Python.
+        with self._under_way:
+            self._calling, self._thread = name, threading.get_ident()
+            handled, interrupt = sys.exception(), None
+            try:
+                return call()
+            except BaseException as error:
+                interrupt = interrupt_behind(error, handled)
+                if interrupt is None:
+                    raise
+                self._end_interrupted(name, interrupt)
+                raise interrupt from None
+            finally:
+                self._calling, self._thread = "", 0
+                # Else an error would keep itself, and the state, by a variable of this call.
+                del handled, interrupt
+
+    def _end_interrupted(self, name: str, interrupt: BaseException) -> None:
+        self._why_closed = f"{name}() was interrupted on this rank"
+        self._end_attempt(interrupt)
+        try:
+            self._close(is_abandoned=True)
+        except Exception:
+            # The interrupt is what is to be raised.
+            logger.exception("what %s() left when it was interrupted stays", name)
+
+    def _require_open(self, name: str) -> None:
+        if self._why_closed:
+            raise CheckpointingException(
+                f"{name}() cannot be called: {self._why_closed}. Make a new manager, and a new "
+                f"queue, on every rank. Checkpoints saved before are as they were"
+            )
+
+    @property
+    def _hint(self) -> str:
+        """Most frequent cause of ranks that do not come, as the end of an error message."""
+        if self._calling == "finalize":
+            return " Does every rank poll its queue?"
+        return f" Is {self._calling}() called on every rank?" if self._calling else ""
+
+    # Steps of several calls.
+
+    def _await_reprotected(self) -> None:
+        """Wait until no copies of a loaded checkpoint are made behind other calls."""
+        if self._reprotection is not None:
+            self._reprotection.finish()
+
+    def _note_quarantined(self, path: Path, problem: Problem) -> None:
+        details = {"path": str(path), "error": str(problem)}
+        self._context.events.emit("quarantined", details=details)
+
+    def _images(self, name: str) -> DirectoryStore:
+        """Return the store for a call that needs images."""
+        if (images := self._context.images) is None:
+            raise CheckpointingException(
+                f"{name}() is for managers whose nodes keep images, as LocalCheckpointManager: "
+                f"the hooks of {type(self).__name__} keep states. Nothing was done"
+            )
+        return images
+
+    def _join(self) -> None:
+        """Meet the other ranks, once an epoch, when nothing is under way behind other calls."""
+        self._await_reprotected()
+        self._context.epoch.join()
+
+    def _begin_epoch(self, iteration: int) -> Lineage:
+        is_new = self._context.epoch.lineage is None
+        if is_new and self._context.store.keeps_images and self._context.checkpoints.seen is None:
+            # The job did not ask what is there, and what it starts over from must be known.
+            self._finder.look()
+        return self._context.epoch.begin(iteration, self.is_to_stop)
+
+    def _forget_latest(self) -> None:
+        self.latest_iteration = -1
+        self._finder.last = None

@@ -1,0 +1,262 @@
+"""The one reader of pickles, and the check of a pickle before any object of it is made.
+
+Python's unpickler gives a state, or items, to whatever the pickle says: also to a class of this
+process, or to an object that all share. A check therefore reads a pickle with a stand-in for each
+class, function and object first. What it does not look at are the arguments of our own functions,
+which check these themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy
+import torch
+
+from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
+from localckpt.state_dict.pickles import check_opcodes
+from localckpt.state_dict.safe_globals import Name, SafeGlobals
+
+__all__ = ["Contents", "Ignored", "Unpickler", "check_skeleton"]
+
+
+class Unpickler(pickle.Unpickler):
+    """Reader of one pickle.
+
+    Args:
+        find: Returns what is read for a class or function, given its module and name.
+        tensor: Returns what is read for the tensor of a number.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, find: Callable[[str, str], Any], tensor: Callable[[int], Any]
+    ) -> None:
+        super().__init__(file)
+        self._find = find
+        self._tensor = tensor
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is not int:
+            raise CorruptShardError(f"the pickle refers to a tensor by {pid!r:.100}")
+        return self._tensor(pid)
+
+
+class Contents(NamedTuple):
+    """Contents of a skeleton that was checked.
+
+    Attributes:
+        names: The classes and functions that the pickle names.
+        of_meshes: Numbers of the tensors in which device meshes keep their ranks.
+        composed: Numbers of the tensors that sparse and nested tensors are made of.
+    """
+
+    names: frozenset[Name]
+    of_meshes: frozenset[int]
+    composed: frozenset[int]
+
+
+def check_skeleton(
+    skeleton: bytes | memoryview,
+    allowed: SafeGlobals,
+    tensors: int | None = None,
+    *,
+    depth_is_limited: bool = False,
+) -> Contents:
+    """Check a skeleton without making any object in it; a save runs the same check.
+
+    Args:
+        tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
+        depth_is_limited: True for the output of a pickler that fails before an unpickler's limit.
+    """
+    pickled = bytes(skeleton)
+    check_opcodes(pickled, depth_is_limited=depth_is_limited)
+    named: set[Name] = set()
+    refused: dict[Name, None] = {}
+    of_meshes: set[int] = set()
+    composed: set[int] = set()
+
+    class Mesh(Ignored):
+        def __setstate__(self, state: Any) -> None:
+            of_meshes.update(_numbers_in(state.values() if type(state) is dict else ()))
+
+    class Composed(_Fixed):
+        def __init__(self, *args: Any) -> None:
+            for arg in args:
+                composed.update(_numbers_in(arg if isinstance(arg, tuple) else (arg,)))
+
+    own = {_MESH: Mesh, **dict.fromkeys(_COMPOSERS, Composed)}
+
+    def find(module: str, name: str) -> Any:
+        named.add(item := Name(module, name))
+        try:
+            found = allowed.find(module, name)
+        except UnsafeGlobalError:
+            refused[item] = None
+            return Ignored
+        return own.get(str(item)) or _stand_in_of(str(item), found)
+
+    def tensor(number: int) -> _Tensor:
+        if tensors is not None and not 0 <= number < tensors:
+            raise CorruptShardError(f"the pickle refers to tensor {number} of {tensors}")
+        return _Tensor(number)
+
+    try:
+        Unpickler(io.BytesIO(pickled), find, tensor).load()
+    except Exception as error:
+        if refused:
+            raise allowed.refusal(list(refused)) from None
+        if isinstance(error, CheckpointingException | MemoryError):
+            raise
+        # A damaged pickle can raise any exception; callers expect one for all of them.
+        raise CorruptShardError(f"the pickle cannot be read: {error!r}") from error
+    if refused:
+        raise allowed.refusal(list(refused))
+    return Contents(frozenset(named), frozenset(of_meshes), frozenset(composed))
+
+
+class Ignored:
+    """Stand-in for an object, or a class, that takes any call, state and items."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+    def extend(self, _: Any) -> None:
+        pass
+
+    def add(self, _: Any) -> None:
+        pass
+
+
+class _Fixed(Ignored):
+    """Stand-in for an object that a pickle never changes after making it."""
+
+    def _change(self, *_: Any) -> Any:
+        _refuse("changes a value that is made")
+
+    _unchanged: Any = _change
+    __setstate__ = __setitem__ = append = extend = add = _unchanged
+
+
+class _Result(Ignored):
+    """Stand-in for a function or an enumeration, whose results are never changed."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return _FIXED
+
+
+class _Tensor(_Fixed):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Named(_Fixed):
+    """Stand-in for a class that a pickle uses as a value and never calls."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        _refuse("calls a class that is not called")
+
+
+class _Passed(Ignored):
+    """Stand-in for a function that returns its argument."""
+
+    def __new__(cls, value: Any) -> Any:
+        return value
+
+
+class _OfLiterals(Ignored):
+    """Stand-in for a class that a pickle calls with plain containers and texts only."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        if any(isinstance(value, Ignored) for value in args):
+            _refuse("makes a value of another")
+        return object.__new__(cls)
+
+
+class _Fraction(_OfLiterals):
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        # Converting a text with an exponent, such as "1e999999999", could take for ever.
+        if any(isinstance(value, str) and "e" in value.lower() for value in args):
+            _refuse("makes a fraction")
+        return super().__new__(cls, *args)
+
+
+def _conversion(*kinds: type) -> type[Ignored]:
+    """Make a stand-in for a class that is called with one value of these types, or none."""
+
+    class Conversion(Ignored):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > 1 or kwargs or any(type(value) not in kinds for value in args):
+                _refuse("converts a value")
+            return object.__new__(cls)
+
+    return Conversion
+
+
+def _stand_in_of(full_name: str, found: Any) -> type[Ignored]:
+    if full_name in _STAND_INS:
+        return _STAND_INS[full_name]
+    if isinstance(found, type):
+        if found in _NEVER_CALLED or issubclass(found, numpy.generic):
+            return _Named
+        # Its members are shared by all of the process.
+        return _Result if issubclass(found, enum.Enum) else Ignored
+    home = getattr(found, "__module__", "").partition(".")[0]
+    return _Result if home in ("torch", "localckpt") else Ignored
+
+
+_FIXED = _Fixed()
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
+_COMPOSERS = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor")
+_NEVER_CALLED = (
+    *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.Generator, torch.dtype),
+    *(numpy.ndarray, numpy.dtype),
+)
+_CONTAINERS = list, tuple, set, frozenset, dict
+_STAND_INS: dict[str, type[Ignored]] = {
+    **{
+        f"builtins.{name}": _conversion(*_CONTAINERS)
+        for name in ("list", "tuple", "set", "frozenset")
+    },
+    "builtins.dict": _conversion(dict, list, tuple),
+    "builtins.str": _conversion(str),
+    "builtins.bytes": _conversion(bytes),
+    "builtins.int": _conversion(int, bool),
+    "builtins.bool": _conversion(int, bool),
+    "builtins.float": _conversion(float, int),
+    **{
+        f"collections.{name}": _OfLiterals
+        for name in ("OrderedDict", "defaultdict", "Counter", "deque")
+    },
+    "torch.Size": _OfLiterals,
+    "decimal.Decimal": _OfLiterals,
+    "fractions.Fraction": _Fraction,
+    "localckpt.state_dict.replicated.given": _Passed,
+    "localckpt.state_dict.skeleton._itself": _Passed,
+}
+
+
+def _numbers_in(values: Iterable[Any]) -> set[int]:
+    return {value.number for value in values if isinstance(value, _Tensor)}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CorruptShardError(f"the pickle {what}, in a way that no pickle does")

@@ -88,24 +88,24 @@ _BUDGETS = {
     "top": (2217, 1300, 14),
     "async_save": (1834, 1400, 7),
     "availability": (2992, 2000, 12),
-    "checkpointer": (5583, 1800, 22),
+    "checkpointer": (4568, 1800, 18),
     "cli": (3716, 3000, 18),
     "events": (800, 700, 7),
     "exporters": (531, 500, 4),
-    "global_tier": (6938, 4900, 22),
+    "global_tier": (7322, 4900, 23),
     "integrations": (2866, 2900, 22),
-    "managers": (5879, 3600, 22),
-    "memory": (857, 700, 7),
+    "managers": (5937, 3600, 22),
+    "memory": (868, 700, 7),
     "ranks": (3372, 1600, 16),
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
-    "state_dict": (8230, 5000, 31),
+    "state_dict": (8241, 5000, 31),
     "storage": (3888, 3100, 18),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (196, 150)
+_CORE_MODULES = (193, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

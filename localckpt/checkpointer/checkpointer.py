@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
+from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.availability.retention import Retention, node_rules, rules
 from localckpt.checkpointer.arguments import (
     as_cadence,
@@ -33,7 +34,6 @@ from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
 from localckpt.checkpointer.pulse import NODES, SHARED, Meter, Plan, Pulse, Schedule
 from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
-from localckpt.checkpointer.shared import SharedState
 from localckpt.checkpointer.state import Check, OnResize, TrainingState, combined_check
 from localckpt.checkpointer.stopping import LastSave, StopRequests
 from localckpt.checkpointer.tiers import (
@@ -300,17 +300,10 @@ class Checkpointer:
                     shared, session_id, retention=kept, local=manager, **of_both
                 )
                 self._managers.append(shared_manager)
-                state_of = partial(
-                    SharedState,
-                    manager=shared_manager,
-                    ranks=self._ranks,
-                    safe_globals=of_both["safe_globals"],
-                    private=private or {},
+                self._shared = SharedTier(
+                    shared_manager, self._nodes, timeout_s, self._failures[SHARED]
                 )
-                self._shared = SharedTier(shared_manager, state_of, self._failures[SHARED])
                 undo.callback(self._shared.close, is_in_step=False)
-                if self._state.parts:
-                    self._shared.use(self._state.parts)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._note_signal,
@@ -360,6 +353,11 @@ class Checkpointer:
     def manager(self) -> NodeManager:
         """Manager of the nodes' checkpoints: ``status``, ``explain``, ``survivability``."""
         return self._nodes.manager
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if a save is under way; the same on all ranks."""
+        return self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
 
     @property
     def newest(self) -> int | None:
@@ -446,8 +444,7 @@ class Checkpointer:
             self.wait_until_finished()
         # Its plan is for steps that the loop may not come to for long.
         self._pulse.finish()
-        if self._state.make() and self._shared is not None:
-            self._shared.use(self._state.parts)
+        self._state.make()
         # Of a call before: training has gone no further from there, or has come back.
         self._take_back_attempt()
         loaded = self._resumption.run(
@@ -462,6 +459,8 @@ class Checkpointer:
         self._last_step, self._is_counted = loaded, False
         self._nodes.begun = self._nodes.newest = None
         self._schedule.begin(loaded)
+        if self._shared is not None:
+            self._shared.go_on(loaded)
         return loaded + 1
 
     def epochs(self, count: int, *, first: int | None = None) -> Iterator[int]:
@@ -557,8 +556,8 @@ class Checkpointer:
             MismatchError: The ranks do not work together.
             PeerLostError: Some rank did not come in time.
         """
-        is_busy = self._nodes.is_busy
-        entered = self._meter.enter(is_beside_save=is_busy)
+        is_busy = self._is_busy
+        entered = self._meter.enter(is_beside_save=self._nodes.is_busy)
         if step is None:
             step = 0 if self._last_step is None else self._last_step + 1
         if self._last_step is None or step <= self._last_step:
@@ -667,7 +666,9 @@ class Checkpointer:
             NoReplicasAvailableError: It is not there; the same on every rank, as all errors.
             CheckpointingException: There is no shared storage, or it refused.
         """
-        self._shared_manager("pin").pin(step)
+        manager = self._shared_manager("pin")
+        self.wait_until_finished()
+        manager.pin(step)
 
     @in_own_words
     def unpin(self, step: int) -> None:
@@ -707,7 +708,7 @@ class Checkpointer:
             while self._nodes.is_busy:
                 self._finalize(self._last_step, blocking=True)
             if self._shared is not None:
-                self._shared.finish()
+                self._shared.finish(self._last_step)
 
     @in_own_words
     def close(self) -> None:
@@ -787,8 +788,6 @@ class Checkpointer:
         if self.stopped is not None:
             return
         self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
-        if self._shared is not None:
-            self._shared.look()
 
     def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
@@ -804,40 +803,38 @@ class Checkpointer:
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
-        manager, waits_s = self._shared.manager, self._ranks.timeout_s
-        if not self._is_bad(step):
-            # As above; a rank that waits alone is not to keep it from what the others do next.
-            self._ranks.patience(f"save step {step} to shared storage").until(
-                lambda: not manager.is_saving or self._is_to_stop(), waits_s, manager.waits_for
-            )
-            kind = "save to shared storage"
-            is_over, is_to_stop = self._ranks.agree(
-                *(f"{kind} after step {step}", Attempt()),
-                [not manager.is_saving, self._is_to_stop()],
-                lambda waits: [all(over for over, _ in waits), any(stop for _, stop in waits)],
-                kind=kind,
-                order=step,
-                read=shaped((bool, bool)),
-            )
-            if is_over:
-                self._shared.save(step, metrics)
-            elif not is_to_stop:
-                self._failures[SHARED].leave_out(waits_s)
+        if self._nodes.begun != step:
+            self._begin_save(step, metrics)
+        if self._shared.has_room or self._await_drains(step):
+            self._shared.drain(step, metrics)
         self._schedule.note_save(SHARED, step)
 
-    def _is_bad(self, step: int) -> bool:
-        """Return whether a step is not to be saved to shared storage; the same on all ranks."""
-        newest = self._nodes.newest
-        is_bad = newest is not None and self._nodes.manager.is_bad(newest)
-        if is_bad:
-            logger.warning(
-                "step %d is not saved to shared storage: step %d on the nodes is marked bad",
-                *(step, newest),
-            )
-        return is_bad
+    def _await_drains(self, step: int) -> bool:
+        """Wait for the drains before that of a step; return whether they are over on all ranks."""
+        assert self._shared is not None, "its drains are waited for"
+        queue, waits_s = self._shared.queue, self._ranks.timeout_s
+        # A request to stop ends the wait, and a rank that waits alone is not to keep it from what
+        # the others do next.
+        self._ranks.patience(f"drain step {step} to shared storage").until(
+            lambda: queue.is_over_here or self._is_to_stop(), waits_s, queue.waits_for
+        )
+        kind = "drain to shared storage"
+        is_over, is_to_stop = self._ranks.agree(
+            *(f"{kind} after step {step}", Attempt()),
+            [queue.is_over_here, self._is_to_stop()],
+            lambda waits: [all(over for over, _ in waits), any(stop for _, stop in waits)],
+            kind=kind,
+            order=step,
+            read=shaped((bool, bool)),
+        )
+        if is_over:
+            self._shared.finalize(step, blocking=True)
+        elif not is_to_stop:
+            self._failures[SHARED].leave_out(waits_s)
+        return bool(is_over)
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
-        """Finalize the saves to the nodes that are over on all ranks."""
+        """Finalize the saves that are over on all ranks; if it is ``blocking`` to the nodes."""
         was_busy, failed = self._nodes.is_busy, self.failed_saves
         if was_busy:
             self._nodes.finalize(step, blocking=blocking)
@@ -846,6 +843,8 @@ class Checkpointer:
         if was_busy and not self._nodes.is_busy:
             self._meter.end_save()
             self._note_progress()
+        if self._shared is not None and self._shared.is_busy:
+            self._shared.finalize(step, blocking=False)
 
     def _note_progress(self) -> None:
         """Note on shared storage that the job has got on, as the nodes' manager has."""
@@ -954,17 +953,12 @@ class Checkpointer:
         # Behind the last save, which is not to wait for storage that hangs.
         Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
 
-        def save_to_shared() -> None:
-            assert self._shared is not None, "without it there is no such save"
-            if not self._is_bad(step):
-                self._shared.save(step, metrics)
-
         self._is_late = self._last_save.run(
             step,
             lambda: self._nodes.save(self._state.parts, step, metrics),
             # It polls more than once in a step.
             lambda: self._finalize(None, blocking=False),
-            save_to_shared,
+            metrics,
             is_new=self._is_counted,
         )
         self._schedule.end()
@@ -1036,20 +1030,21 @@ class Checkpointer:
         self._stop(why, step, self._last_metrics)
 
     def _await_saves(self) -> None:
-        """Wait for the saves under way on this rank; once it is asked to stop for its grace."""
+        """Wait for the saves under way; a rank that is asked to stop does so for its grace."""
+        self._await(self._nodes.queue)
+        if self._shared is not None and not self._is_late:
+            # What is complete on the nodes is drained now.
+            while self._nodes.is_busy:
+                self._finalize(self._last_step, blocking=True)
+            self._await(self._shared.queue)
 
-        def are_over() -> bool:
-            is_saving = self._shared is not None and self._shared.manager.is_saving
-            return self._nodes.queue.is_over_here and not is_saving
-
+    def _await(self, queue: AsyncCallsQueue) -> None:
         asked = self._stop_requests.asked
         self._ranks.patience("finish its saves").until(
-            lambda: are_over() or asked.is_set(),
-            self._ranks.timeout_s,
-            self._nodes.queue.waits_for,
+            lambda: queue.is_over_here or asked.is_set(), self._ranks.timeout_s, queue.waits_for
         )
         if asked.is_set():
-            self._is_late = not self._last_save.await_in_time(are_over)
+            self._is_late = not self._last_save.await_in_time(lambda: queue.is_over_here)
 
     def _end(self, close: Callable[[], None]) -> None:
         """Close everything; of a job that is asked to stop in the time that is left."""

@@ -6,23 +6,14 @@ parts, their classes, and the parameter groups of optimizers. All that does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from operator import itemgetter
-from typing import Any
 
-from localckpt.checkpointer.parts import OURS
 from localckpt.checkpointer.values import Values
-from localckpt.checkpointer.words import fit
-from localckpt.errors import MismatchError
-from localckpt.failure_texts import said_by
-from localckpt.state_dict.names import ABOUT, CLASS, KEYS, ORDER, Names
+from localckpt.state_dict.names import ABOUT, CLASS, KEYS, MODULE, ORDER, OURS, Names
 
 __all__ = [
     "VALUES",
-    "judge_fits",
-    "names_of_groups",
-    "paired_groups",
     "why_parts_are_others",
 ]
 
@@ -68,7 +59,7 @@ def why_parts_are_others(saved: Names, given: Names, *, is_partial: bool) -> dic
     for key in about[0].keys() & about[1].keys() & saved.keys() & given.keys():
         # Several if ranks have different ones.
         before, now = (" or ".join(sorted(of_parts[key][CLASS])) for of_parts in about)
-        is_module = before == now == "module"
+        is_module = before == now == MODULE
         keys = [[] if is_module else _keys(names[key]) for names in (saved, given)]
         lines, more = [], {*keys[1]} - {*keys[0]}
         groups = [[*(names[key] or {})] for names in (saved, given)]
@@ -120,70 +111,6 @@ def _keys(names: Names | None) -> list[str]:
 def _is_torchs(kind: str) -> bool:
     """Return whether a kind of a part is a class of torch."""
     return kind.partition(" ")[2].startswith("torch.")
-
-
-def names_of_groups(groups: Sequence[Mapping[str, Any]]) -> tuple[Names, str]:
-    """Name what must be alike in parameter groups, whose ``params`` are names, in any order.
-
-    Returns the names of the groups, and those of the parameters in the order of groups.
-    """
-    ordered = sorted(
-        [(sorted(group["params"]), group.keys()) for group in groups], key=itemgetter(0)
-    )
-    names = {
-        f"param_groups[{number}] of {len(params)} parameters": dict.fromkeys(keys - {"params"})
-        for number, (params, keys) in enumerate(ordered)
-    }
-    return names, "\n".join(name for params, _ in ordered for name in params)
-
-
-def paired_groups(
-    saved: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Pair saved and given parameter groups of the same parameters, in the order of the given.
-
-    Groups that have none are paired in their order.
-    """
-    left = list(saved)
-    pairs = []
-    for own in given:
-        params = frozenset(own["params"])
-        number = next((n for n, group in enumerate(left) if params == {*group["params"]}), None)
-        if number is not None:
-            pairs.append((left.pop(number), own))
-    return pairs
-
-
-def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
-    """Judge what all ranks have found.
-
-    A fit names the parts that are ``given``, those that are ``saved``, those that this rank has
-    saved and lacks now (``lost``), values that were saved and that it does not give (``lacking``),
-    and what does not fit (``lines``).
-    """
-    given = {key: kind for fit in fits for key, kind in fit["given"].items()}
-    saved = fits[0]["saved"]
-    lines = [f"{key} ({saved[key]}): saved, not given" for key in saved if key not in given]
-    lines += [f"{key} ({given[key]}): given, not saved" for key in given if key not in saved]
-    lines += [
-        f"{key}: rank {rank} has saved it, and has none now"
-        for rank, fit in enumerate(fits)
-        for key in fit["lost"]
-        if key in given
-    ]
-    nobody_gives = set(fits[0]["lacking"]).intersection(*(fit["lacking"] for fit in fits))
-    lines += [f"{name}: saved, not given" for name in fits[0]["lacking"] if name in nobody_gives]
-    of_ranks = {
-        rank: "; ".join(_cut(fit["lines"])) for rank, fit in enumerate(fits) if fit["lines"]
-    }
-    if len(set(of_ranks.values())) == 1 and len(of_ranks) == len(fits):
-        lines += _cut(fits[0]["lines"])
-    elif of_ranks:
-        lines.append(said_by(of_ranks))
-    if lines:
-        raise MismatchError(
-            f"the state is not as it was saved: {'; '.join(_cut(lines))}. Nothing was changed"
-        ).advised("fit", fit())
 
 
 def _cut(lines: Sequence[str]) -> list[str]:

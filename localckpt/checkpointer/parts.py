@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.memory.tensor_bytes import copy_values
+from localckpt.memory.tensor_bytes import copy_values, is_number
 from localckpt.state_dict.basic import is_stateful
-from localckpt.state_dict.names import ABOUT, CLASS, ORDER, Names
+from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS, Names
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
     Freedom,
@@ -31,7 +31,6 @@ from localckpt.state_dict.stateful import (
 
 __all__ = [
     "EPOCHS",
-    "OURS",
     "RNG",
     "ModulePart",
     "OptimizerPart",
@@ -39,22 +38,14 @@ __all__ = [
     "ValuePart",
     "described",
     "described_part",
-    "is_odd",
     "kind_of",
     "parts_of",
 ]
 
-OURS = "localckpt"
-"""Key of what is saved beside the parts."""
 EPOCHS = "epoch_loop"
 """Key of the place in the loop over epochs."""
 RNG = "rng"
 """Key of the states of the random number generators."""
-# Those that torch.iinfo knows, and bool.
-_INTEGERS = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-}
 _SHOWN = 10
 
 
@@ -112,8 +103,8 @@ def _part_of(key: str, value: Any) -> Any:
     )
 
 
-def is_odd(value: Any) -> bool:
-    """Return whether a value is a tensor that torch.distributed.checkpoint would not return."""
+def _is_odd(value: Any) -> bool:
+    """Return whether a value is a tensor that torch's modules do not load as any other."""
     if not isinstance(value, torch.Tensor):
         return False
     if type(value).__name__ in ("DTensor", "ShardedTensor"):
@@ -122,8 +113,7 @@ def is_odd(value: Any) -> bool:
         return True
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return True
-    is_number = value.is_floating_point() or value.is_complex() or value.dtype in _INTEGERS
-    return not is_number or bool(_expanded_dims(value))
+    return not is_number(value.dtype) or bool(_expanded_dims(value))
 
 
 def kind_of(part: Any) -> str:
@@ -165,7 +155,7 @@ def described_part(kind: str, order: str | None) -> Names:
 
     :func:`why_parts_are_others` compares it.
     """
-    about: Names = {CLASS: {"module" if kind.startswith("module ") else kind: None}}
+    about: Names = {CLASS: {MODULE if kind.startswith("module ") else kind: None}}
     return about if order is None else {**about, ORDER: {order: None}}
 
 
@@ -235,7 +225,7 @@ class ModulePart:
         """Copy a value into a tensor that ``torch.nn.Module.load_state_dict`` cannot write to."""
         if not isinstance(own, torch.Tensor) or not isinstance(loaded, torch.Tensor):
             return False
-        if own.shape != loaded.shape or not (is_odd(own) or own.is_inference()):
+        if own.shape != loaded.shape or not (_is_odd(own) or own.is_inference()):
             return False
         if own.is_meta:
             return True

@@ -9,7 +9,6 @@ import torch
 
 from localckpt.checkpointer.epochs import OF_RANK, Epochs
 from localckpt.checkpointer.parts import (
-    OURS,
     RNG,
     ModulePart,
     OptimizerPart,
@@ -18,6 +17,7 @@ from localckpt.checkpointer.parts import (
     parts_of,
 )
 from localckpt.options import PrivateRule
+from localckpt.state_dict.names import OURS
 from localckpt.state_dict.replica_digests import find_not_finite
 from localckpt.state_dict.replicated import without_marker
 

@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, PeerLostError
@@ -19,7 +19,6 @@ from localckpt.events.stream import EventStream
 from localckpt.failure_texts import described
 from localckpt.ranks.deadline import begin as begin_task
 from localckpt.ranks.deadline import end_waits_by
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task, exit_by
 from localckpt.waiting import wait_until
@@ -210,7 +209,7 @@ class LastSave:
         step: int,
         begin: Callable[[], None],
         finalize: Callable[[], None],
-        begin_shared: Callable[[], None],
+        metrics: Mapping[str, SupportsFloat] | None,
         *,
         is_new: bool,
     ) -> bool:
@@ -229,6 +228,10 @@ class LastSave:
             finalize()
             return not nodes.is_busy
 
+        def is_drained() -> bool:
+            finalize()
+            return self._shared is None or not self._shared.is_busy
+
         try:
             # Twice: a save before it may have failed, or the first attempt, on all ranks.
             for _ in range(2):
@@ -241,24 +244,26 @@ class LastSave:
                 is_late = self._is_on_any_rank(nodes.is_busy)
                 if is_late or nodes.newest == step:
                     break
-            if self._shared is not None and not is_late:
+            if (shared := self._shared) is not None and not is_late:
                 with self._events.timed("wait", step):
-                    # An older save is waited for as well.
-                    is_late = self._is_on_any_rank(not self._await_shared(patience))
-                    if not is_late:
-                        begin_shared()
-                        is_late = self._is_on_any_rank(not self._await_shared(patience))
-                        is_on_shared = not is_late and self._shared.manager.has_saved(step)
+                    shared.drain(step, metrics)
+                    waits_for = shared.queue.waits_for
+                    patience.until(is_drained, self._left_s, waits_for, longest_s=_LOOK_S)
+                    is_late = self._is_on_any_rank(shared.is_busy)
+                    is_on_shared = not is_late and shared.newest == step
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
             logger.error("the last save has failed: %s", described(error))
-            is_saving = self._shared is not None and self._shared.manager.is_saving
-            is_busy = nodes.is_busy or is_saving
+            is_busy = nodes.is_busy or (self._shared is not None and self._shared.is_busy)
             is_late = is_busy or isinstance(error, PeerLostError)
         if nodes.newest != step:
             logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
         if self._shared is not None and not is_on_shared:
-            logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
+            logger.error(
+                "step %d is not on shared storage after %g s; the next start on these nodes goes "
+                "on with it",
+                *(step, self._grace_s),
+            )
         return is_late
 
     def await_in_time(self, are_over: Callable[[], bool]) -> bool:
@@ -306,11 +311,6 @@ class LastSave:
 
         can: bool = self._ranks.decide("make room for the last save", wait, all)
         return can
-
-    def _await_shared(self, patience: Patience) -> bool:
-        assert self._shared is not None, "its save is waited for"
-        manager = self._shared.manager
-        return patience.until(lambda: not manager.is_saving, self._left_s, manager.waits_for)
 
     def _is_on_any_rank(self, is_late: bool) -> bool:
         """Return whether time is over for some rank, so that all go on in the same way."""

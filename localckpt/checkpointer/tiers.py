@@ -10,9 +10,8 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.checkpointer.fit import why_parts_are_others
-from localckpt.checkpointer.parts import OURS, described
+from localckpt.checkpointer.parts import described
 from localckpt.checkpointer.selection import PartsToLoad
-from localckpt.checkpointer.shared import SharedState
 from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
@@ -32,7 +31,7 @@ from localckpt.managers.restoring import LoadOptions
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
-from localckpt.state_dict.names import ABOUT
+from localckpt.state_dict.names import ABOUT, OURS
 from localckpt.state_dict.targets import let_nothing_go
 
 __all__ = [
@@ -47,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 NodeManager: TypeAlias = LocalCheckpointManager | InMemoryCheckpointManager
 
+# So many bytes a second a rank drains at most: the others are for training's own reads.
+_RATE = 1e9
+# Drains at a time: one that is written, and one behind it, which the nodes keep as well.
+_DRAINS = 2
 # A save that fails because of these fails the next time, too, or the ranks do not work together.
 _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalError)
 
@@ -67,11 +70,10 @@ class Failures:
         self._in_a_row = 0
         self._last: CheckpointingException | None = None
 
-    def note(self, error: CheckpointingException, *, is_known_to_all: bool = True) -> None:
+    def note(self, error: CheckpointingException) -> None:
         """Count a save that failed; raise the error if training is not to go on.
 
-        That is at once if it was not of that save alone; or where all ranks know of it, if too many
-        have failed.
+        That is at once if it was not of that save alone, or else if too many have failed.
         """
         if isinstance(error, _NOT_OF_ONE_SAVE):
             raise error
@@ -90,8 +92,7 @@ class Failures:
             "a save to %s failed (%d in a row; training ends at %d): %s",
             *(self._what, self._in_a_row, self._most, worded(error, "step")),
         )
-        if is_known_to_all:
-            self.raise_if_too_many()
+        self._raise_if_too_many()
 
     def leave_out(self, waited_s: float) -> None:
         """Count a save that was not begun, since an older one was in the way."""
@@ -102,7 +103,7 @@ class Failures:
             )
         )
 
-    def raise_if_too_many(self) -> None:
+    def _raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
         if self._last is not None and self._in_a_row >= self._most:
             why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
@@ -123,6 +124,7 @@ class NodeTier:
         queue: Queue of the saves.
         begun: Step of the last save that was begun and has not failed; ``None`` for none.
         newest: Step of the newest save that is complete on all ranks; ``None`` for none.
+        on_complete: Called with the step of each save that is complete on all ranks.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class NodeTier:
         self.begun: int | None = None
         self.newest: int | None = None
         self.queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self.on_complete: Callable[[int], None] = lambda step: None
         self._failures = failures
 
     @property
@@ -192,17 +195,7 @@ class NodeTier:
 
         Returns its step. Raises as the manager's ``load``.
         """
-        about = described(load.everything)[ABOUT]
-        into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
-        options = LoadOptions.of(
-            into,
-            converts=load.selection.allow_dtype_change,
-            lets_go=let_nothing_go if load.selection.is_whole else load.lets_go,
-            named=load.named,
-            compare=partial(why_parts_are_others, is_partial=load.selection.partial),
-            private=load.private,
-        )
-        return self.manager.load_as(options, step)[1].iteration
+        return self.manager.load_as(_options_of(load), step)[1].iteration
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves that are over on all ranks, or wait for all.
@@ -218,6 +211,7 @@ class NodeTier:
 
     def _note_complete(self, step: int) -> None:
         self.newest = step
+        self.on_complete(step)
 
     def close(self, *, is_in_step: bool) -> None:
         """Free everything. Unless ``is_in_step``, nobody is waited for."""
@@ -233,82 +227,138 @@ class NodeTier:
 
 
 class SharedTier:
-    """Checkpoints on shared storage, saved behind training.
+    """Checkpoints on shared storage, which are drained from the nodes behind training.
 
-    ``state_of`` makes the state there from parts by name.
+    Attributes:
+        queue: Queue of the drains.
+        newest: Step of the newest drain that is complete on all ranks; ``None`` for none.
     """
 
     def __init__(
         self,
         manager: GlobalCheckpointManager,
-        state_of: Callable[[Mapping[str, Any]], SharedState],
+        nodes: NodeTier,
+        timeout_s: float,
         failures: Failures,
     ) -> None:
         self.manager = manager
-        self._state_of = state_of
-        self._state: SharedState | None = None
+        self.queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self.newest: int | None = None
+        self._nodes = nodes
         self._failures = failures
-        self._is_checked = True
+        # Metrics of the steps to drain once their saves to the nodes are over.
+        self._wanted: dict[int, Mapping[str, SupportsFloat] | None] = {}
+        self._refused: list[CheckpointingException] = []
+        nodes.on_complete = self.note_saved
 
-    def use(self, parts: Mapping[str, Any]) -> None:
-        """Save these parts of the state, by name."""
-        self._state = self._state_of(parts)
+    @property
+    def is_busy(self) -> bool:
+        """True if a drain is under way, or is to begin; the same on all ranks."""
+        unfinalized = self.queue.get_num_unfinalized_calls()
+        return bool(self._wanted or self._refused) or unfinalized > 0
 
-    def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        """Begin a save, after the one before; all ranks do so in the same step."""
-        assert self._state is not None, "use() came before"
-        self.finish()
-        try:
-            self._state.save(step, metrics)
-        except StorageError as error:
-            # The same on all ranks, of which none has begun.
-            self._failures.note(error)
+    @property
+    def has_room(self) -> bool:
+        """True if no older drain is in the way of one more; the same on all ranks."""
+        return len(self._wanted) + self.queue.get_num_unfinalized_calls() < _DRAINS
+
+    def drain(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        """Drain a step once its save to the nodes is complete; all ranks do so in the same step."""
+        if self._nodes.begun is None or self._nodes.begun < step:
+            # Its save to the nodes was not begun, of which the log says why.
+            return
+        self._wanted[step] = metrics
+        if self._nodes.newest == step:
+            self.note_saved(step)
+
+    def note_saved(self, step: int) -> None:
+        """Begin the drain of a step whose save to the nodes is complete, if it is wanted.
+
+        All ranks do so as they finalize the save: afterwards the nodes keep the step for the drain.
+        """
+        if step not in self._wanted:
+            return
+        metrics = self._wanted.pop(step)
+        if self._nodes.manager.is_bad(step):
+            logger.warning("step %d is not drained to shared storage: it is marked bad", step)
         else:
-            self._is_checked = False
+            try:
+                self._begin(step, metrics)
+            except CheckpointingException as error:
+                self._refused.append(error)
+
+    def go_on(self, up_to: int) -> None:
+        """Go on with drains that an earlier start had begun, up to a step; all ranks do so."""
+        for step in self.manager.unfinished_drains():
+            if step > up_to:
+                continue
+            try:
+                self._begin(step, None)
+            except CheckpointingException as error:
+                logger.warning("the drain of step %d was cut off, and stays so: %s", step, error)
+
+    def _begin(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        request = self._nodes.manager.promote(step, self.manager, rate_limit=_RATE, metrics=metrics)
+        request.add_finalize_fn(partial(self._note_complete, step))
+        self.queue.schedule_async_request(request)
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; all ranks do so.
 
         Returns its step; raises the error of the last one if all are damaged.
         """
-        state = self._state_of(load.everything)
-        *others, last = steps
-        for step in others:
+        for step in steps:
             try:
-                state.load(step, load)
+                with self.manager.images(step) as (images, first):
+                    self._nodes.manager.load_from(images, first, _options_of(load))
             except CorruptShardError as error:
                 # The same on all ranks. What it has filled is filled again.
+                if step == steps[-1]:
+                    raise
                 logger.error("step %d on shared storage is damaged: %s", step, error)
             else:
-                return step
-        state.load(last, load)
-        return last
+                break
+        return step
 
-    def look(self) -> None:
-        """Warn of a save that has failed; waits for nothing, and asks no other rank."""
-        if not self._is_checked:
-            try:
-                self.manager.check_for_errors()
-            except CheckpointingException as error:
-                self._is_checked = True
-                self._failures.note(error, is_known_to_all=False)
-
-    def finish(self) -> None:
-        """Wait for the last save; all ranks do so. Raises if too many have failed in a row."""
-        is_checked, self._is_checked = self._is_checked, True
+    def finalize(self, step: int | None, *, blocking: bool) -> None:
+        """Finalize the drains that are over on all ranks, as :meth:`NodeTier.finalize`."""
+        if not self._nodes.is_busy:
+            # What is left was to be drained, and is not complete on the nodes.
+            self._wanted.clear()
+        while self._refused:
+            self._failures.note(self._refused.pop(0))
+        self.queue.pass_step(step)
         try:
-            self.manager.wait_until_finished()
+            if self.queue.maybe_finalize_async_calls(blocking=blocking):
+                self._failures.end_row()
         except CheckpointingException as error:
             self._failures.note(error)
-        else:
-            if not is_checked:
-                self._failures.end_row()
-        # What look() has noted, too, of which all ranks have heard by now.
-        self._failures.raise_if_too_many()
+
+    def finish(self, step: int | None) -> None:
+        """Wait for all drains; all ranks do so, once their saves to the nodes are over."""
+        while self.is_busy:
+            self.finalize(step, blocking=True)
 
     def close(self, *, is_in_step: bool) -> None:
-        """Free everything, as :meth:`NodeTier.close` does."""
-        _close(self.manager, is_in_step=is_in_step)
+        """Free everything, as :meth:`NodeTier.close` does. What is not drained yet stays so."""
+        with ExitStack() as closing:
+            closing.callback(_close, self.manager, is_in_step=is_in_step)
+            closing.callback(_close, self.queue, is_in_step=is_in_step)
+
+    def _note_complete(self, step: int) -> None:
+        self.newest = step
+
+
+def _options_of(load: PartsToLoad) -> LoadOptions:
+    about = described(load.everything)[ABOUT]
+    return LoadOptions.of(
+        {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts},
+        converts=load.selection.allow_dtype_change,
+        lets_go=let_nothing_go if load.selection.is_whole else load.lets_go,
+        named=load.named,
+        compare=partial(why_parts_are_others, is_partial=load.selection.partial),
+        private=load.private,
+    )
 
 
 def _close(

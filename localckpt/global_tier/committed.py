@@ -104,6 +104,16 @@ class Committed:
         iterations: list[int] = self._ask("find all checkpoints", "all", look, shaped([int]))
         return iterations
 
+    def unfinished_drains(self) -> list[int]:
+        """Iterations whose drains were begun, and are not committed, in their order."""
+
+        def look() -> list[int]:
+            _, leftovers = folders_in(self.path)
+            return sorted({left.folder.iteration for left in leftovers if left.is_drain})
+
+        found: list[int] = self._ask("find unfinished drains", "all", look, shaped([int]))
+        return found
+
     def change_pin(self, what: str, iteration: int) -> None:
         """``"pin"`` the newest checkpoint of an iteration, or ``"unpin"`` all of it."""
 

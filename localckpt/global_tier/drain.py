@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,7 @@ from localckpt.global_tier.drain_plan import (
     own_key,
     unsettled,
 )
+from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import pack, require_same, unpack
@@ -94,6 +95,7 @@ class Drain(BackgroundSave):
         shard: KeptShard,
         number: int,
         rate_limit: float | None,
+        metrics: Mapping[str, float],
         ranks: Ranks,
         root: CheckpointRoot,
         safe_globals: tuple[Any, ...],
@@ -104,7 +106,7 @@ class Drain(BackgroundSave):
         self.written_nbytes = self.kept_nbytes = 0
         self._shard = shard
         self._number = number
-        self._rate_limit = rate_limit
+        self._rate_limit, self._metrics = rate_limit, metrics
         self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
@@ -295,9 +297,9 @@ class Drain(BackgroundSave):
                     None, pack({o: shards[o].digests(asked[o], self._check) for o in asked})
                 ),
                 self._merge_compared,
-                shaped(((int, str, bool, int), Message | None)),
+                shaped(((int, str, bool, int, [str]), Message | None)),
             )
-        epoch, save_id, is_there, nbytes = common
+        epoch, save_id, is_there, nbytes, unequal = common
         if not is_there:
             if not self._ranks.is_root:
                 self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
@@ -306,7 +308,7 @@ class Drain(BackgroundSave):
             slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
             self._act(
                 *("drain", f"drain {self._what}"),
-                *(lambda: self._write(shards, plans), self._commit),
+                *(lambda: self._write(shards, plans, unequal), self._commit),
                 timeout_s=self._ranks.timeout_s + slower_s,
             )
         self.committed = True
@@ -355,19 +357,26 @@ class Drain(BackgroundSave):
 
     def _divide(self) -> PerRank:
         """Divide what is to be written, and begin or go on."""
+        names_ranks = any(plan.names_ranks for plan in self._plans)
         merged, self._plans = merge_plans(self._plans), []
         if merged.unequal:
             self.unequal = merged.unequal
-            logger.warning(
-                "iteration %d: values that differ between ranks are drained under a key for each "
-                "rank (as %s), and as the first rank has them: %s",
-                *(self.iteration, own_key(merged.unequal[0], 1), ", ".join(merged.unequal[:10])),
+            how = "in the image of each rank"
+            if names_ranks:
+                how = f"under a key for each rank (as {own_key(merged.unequal[0], 1)})"
+            logger.log(
+                logging.WARNING if names_ranks else logging.INFO,
+                "iteration %d: values that differ between ranks are drained %s, and as the first "
+                "rank has them: %s",
+                *(self.iteration, how, ", ".join(merged.unequal[:10])),
             )
         save_id = _save_id(self._shard.identity, merged)
-        begun, is_there = self._root.begin_drain(self.iteration, save_id, self._lineage)
+        begun, is_there = self._root.begin_drain(
+            self.iteration, save_id, self._lineage, self._metrics
+        )
         sizes = [_nbytes(plan) for plan in merged.plans]
         most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
-        common = [begun.folder.epoch, save_id, is_there, most]
+        common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
@@ -376,24 +385,31 @@ class Drain(BackgroundSave):
 
     # Written.
 
-    def _write(self, shards: dict[int, DrainedShard], plans: dict[int, SavePlan]) -> Message:
+    def _write(
+        self,
+        shards: dict[int, DrainedShard],
+        plans: dict[int, SavePlan],
+        unequal: Sequence[str],
+    ) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.path
         self.written_nbytes = self.kept_nbytes = 0
         results: list[WriteResult] = []
+        envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
             write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
             for owner, shard in shards.items():
-                results += shard.write(plans[owner], write)
-        if results:
-            with storage_errors("make durable", path):
-                sync_folder(path)
+                placed, nbytes = shard.write(plans[owner], unequal, write)
+                results += placed
+                envelopes.append([owner, nbytes])
+        with storage_errors("make durable", path):
+            sync_folder(path)
         seconds = time.monotonic() - began
         logger.info(
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
             *(path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
-        return Message(None, pack(results))
+        return Message(envelopes, pack(results))
 
     def _write_file(
         self,
@@ -432,7 +448,12 @@ class Drain(BackgroundSave):
     def _commit(self, reports: list[Message]) -> None:
         assert self._merged is not None, "it is planned"
         written = (unpack(report.data, list, self._allowed) for report in reports)
-        self._commit_files(*pickled_metadata(self._merged.metadata, chain.from_iterable(written)))
+        places = chain.from_iterable(written)
+        metadata, files = pickled_metadata(self._merged.metadata, places)
+        for report in reports:
+            envelopes = shaped([(int, int)])(report.record)
+            files |= {envelope_name(owner): nbytes for owner, nbytes in envelopes}
+        self._commit_files(metadata, files)
 
 
 def _nbytes(plan: SavePlan) -> int:
@@ -466,12 +487,14 @@ class Drains:
         self._begun = 0
         self._under_way: list[Drain] = []
 
-    def begin(self, shard: KeptShard, rate_limit: float | None) -> Drain:
+    def begin(
+        self, shard: KeptShard, rate_limit: float | None, metrics: Mapping[str, float]
+    ) -> Drain:
         """Begin a drain, or put it behind those that are not over."""
         self._check(shard.identity, rate_limit)
         self._ranks.prepare()
         self._under_way = [drain for drain in self._under_way if not drain.task.done()]
-        drain = self._new(shard, self._begun, rate_limit)
+        drain = self._new(shard, self._begun, rate_limit, metrics)
         self._begun += 1
         self._under_way.append(drain)
         try:

@@ -6,10 +6,11 @@ table of boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -34,14 +35,17 @@ from localckpt.global_tier.data_files import (
     file_nbytes,
 )
 from localckpt.global_tier.drain_plan import RankPlan, own_key
+from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
 from localckpt.global_tier.staging import FileLayout, FileSlot, lay_out_in_order
 from localckpt.global_tier.write_items import ItemReader, frame_of
 from localckpt.lineage import Lineage
 from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import is_number
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet
 from localckpt.state_dict.global_view import has_other_order, shard_runs
+from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
@@ -101,15 +105,24 @@ class DrainedShard:
 
     # Their values.
 
-    def write(self, plan: SavePlan, write: WriteFile) -> list[WriteResult]:
-        """Write the items that are this shard's to write; raises as :meth:`KeptShard.use`.
+    def write(
+        self, plan: SavePlan, unequal: Collection[str], write: WriteFile
+    ) -> tuple[list[WriteResult], int]:
+        """Write the items that are this shard's to write, and the envelope of its image.
+
+        ``unequal`` has the keys of values that other ranks have otherwise.
+
+        Returns where the items are, and the size of the envelope's file. Raises as
+        :meth:`KeptShard.use`.
 
         ``write`` gets the size of a file that need not be written again; pickles of equal objects
         may differ.
         """
-        return self._shard.use(lambda image: self._write(image, plan, write))
+        return self._shard.use(lambda image: self._write(image, plan, unequal, write))
 
-    def _write(self, image: ImageReader, plan: SavePlan, write: WriteFile) -> list[WriteResult]:
+    def _write(
+        self, image: ImageReader, plan: SavePlan, unequal: Collection[str], write: WriteFile
+    ) -> tuple[list[WriteResult], int]:
         starts = {
             number: image.start_of(place.number)
             for number, item in enumerate(plan.items)
@@ -122,7 +135,24 @@ class DrainedShard:
             nbytes = None if others else file_nbytes(file.nbytes)
             write(file.name, nbytes, partial(self._content, image, plan, file, others))
             results += file.results(plan, others)
-        return results
+        envelope = Envelope(image, self._places_in(plan, unequal))
+        nbytes = file_nbytes(envelope.nbytes)
+        write(envelope_name(self._owner), nbytes, envelope.content)
+        return results, nbytes
+
+    def _places_in(
+        self, plan: SavePlan, unequal: Collection[str]
+    ) -> dict[MetadataIndex, ItemPlace]:
+        """Places of the tensors that the checkpoint has as this image does, by its items."""
+        own = {item.index for item in plan.items}
+        places = {}
+        for index, place in self._items.places.items():
+            renamed = replace(index, fqn=f"{index.fqn}{self._suffix}")
+            if renamed in own:
+                places[renamed] = place
+            elif index in own or index.fqn not in unequal:
+                places[index] = place
+        return places
 
     def _content(
         self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
@@ -172,24 +202,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
-class ItemPlace(NamedTuple):
-    """Place of one item's values in an image.
-
-    Attributes:
-        part: First index and end along each dimension of the tensor; ``None`` for all of it.
-    """
-
-    number: int
-    part: tuple[tuple[int, int], ...] | None = None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the item's part of the tensor, contiguous."""
-        tensor = tensor.detach()
-        for dim, (start, end) in enumerate(self.part or ()):
-            tensor = tensor.narrow(dim, start, end - start)
-        return tensor.contiguous()
-
-
 class ImageItems:
     """Items of one rank's image, and their values.
 
@@ -212,6 +224,7 @@ class ImageItems:
         # Items with values that other ranks need not have.
         self._own: set[MetadataIndex] = set()
         self._numbers: dict[int, int] = {}
+        self._is_of_loop = False
         self._stored = {n for n, entry in enumerate(image.entries) if entry.slot is not None}
         self._rebuild(image)
         for key, value in self.planner.state_dict.items():
@@ -226,7 +239,7 @@ class ImageItems:
         own = {}
         if self._world_size > 1:
             own = {index: self.digest(index, image, before_read) for index in self._own}
-        return RankPlan(self.plan, own, self._ranks)
+        return RankPlan(self.plan, own, self._ranks, names_ranks=not self._is_of_loop)
 
     # The state, with values for what is saved as an object.
 
@@ -245,6 +258,8 @@ class ImageItems:
     def _take(self, state: Any, tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(state, BasicTensorAwareStateDict):
             state = state.state_dict
+        if isinstance(state, dict) and isinstance(about := state.get(OURS), dict):
+            self._is_of_loop, state = True, _for_others(state, about.get(ABOUT, {}))
         if not isinstance(state, dict):
             raise MismatchError(
                 f"the state is a {type(state).__name__}, and the keys of a checkpoint on shared "
@@ -302,6 +317,10 @@ class ImageItems:
                 f"of a tensor. Megatron-Core's own dist_checkpointing saves it to shared storage. "
                 f"Nothing was drained"
             )
+        is_odd = isinstance(value, torch.Tensor) and not (numbers and is_number(value.dtype))
+        if is_odd and self._is_of_loop:
+            # torch.distributed.checkpoint would not return it as it was: the image does.
+            return
         items = create_write_items(key, value)
         self._items += items
         if numbers is None:
@@ -309,8 +328,10 @@ class ImageItems:
             return
         for item, number in zip(items, numbers, strict=True):
             self.places[item.index] = ItemPlace(number)
-            # Shards of a ShardedTensor are nowhere else.
-            if not isinstance(value, ShardedTensor) and not self._is_on_all(image.box_of(number)):
+            if isinstance(value, ShardedTensor):
+                # What other ranks have of the same name and place is compared.
+                self._ranks[item.index] = RankSet.of([self._saved_by])
+            elif not self._is_on_all(image.box_of(number)):
                 self._own.add(item.index)
 
     def _is_on_all(self, box: Box | None) -> bool:
@@ -373,6 +394,33 @@ class ImageItems:
                 hasher.update(part)
                 before_read()
         return hasher.hexdigest()
+
+
+def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what other programs load of a state that a training loop saved.
+
+    That is its modules, and its optimizers with the names of the parameters in place of their
+    numbers: those in the optimizer's module, as torch's ``get_optimizer_state_dict`` has them, or
+    with the module before them where there are several.
+    """
+    modules = {key: state[key] for key, names in about.items() if MODULE in names[CLASS]}
+    optimizers = {}
+    for key, names in about.items():
+        if ORDER in names and {"state", "param_groups"} <= state[key].keys():
+            (order,) = names[ORDER]
+            texts = order.split("\n")
+            of_one = (m for m in modules if all(text.startswith(f"{m}.") for text in texts))
+            prefix = "" if (module := next(of_one, None)) is None else f"{module}."
+            name = {n: text.removeprefix(prefix) or str(n) for n, text in enumerate(texts)}
+            optimizers[key] = {
+                **state[key],
+                "state": {name.get(k, k): value for k, value in state[key]["state"].items()},
+                "param_groups": [
+                    {**group, "params": [name.get(n, n) for n in group["params"]]}
+                    for group in state[key]["param_groups"]
+                ],
+            }
+    return modules | optimizers
 
 
 def _chunks(

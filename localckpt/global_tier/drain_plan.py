@@ -39,11 +39,14 @@ class RankPlan:
         plan: The items, as DCP's planner would list them.
         digests: Digests of the values that the image does not say to be equal on other ranks.
         ranks: Ranks on which the image says that a part of a global tensor is equal.
+        names_ranks: Whether values that differ get a key for each rank, too. A training loop finds
+            them in the images.
     """
 
     plan: SavePlan
     digests: dict[MetadataIndex, str] = field(default_factory=dict)
     ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
+    names_ranks: bool = True
 
 
 class Merged(NamedTuple):
@@ -103,8 +106,9 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     """Merge the plans of all ranks, in rank order; a pure function."""
     _require_one_value(parts)
     unequal, firsts = _unequal(parts)
-    plans = [_with_own_keys(part.plan, rank, unequal, firsts) for rank, part in enumerate(parts)]
-    _require_free(parts, unequal)
+    plans = [_with_own_keys(part, rank, unequal, firsts) for rank, part in enumerate(parts)]
+    if any(part.names_ranks for part in parts):
+        _require_free(parts, unequal)
     try:
         finals, metadata = DefaultSavePlanner().create_global_plan(plans)
     except ValueError as error:
@@ -162,13 +166,14 @@ def _unequal(parts: Sequence[RankPlan]) -> tuple[dict[str, list[int]], dict[str,
 
 
 def _with_own_keys(
-    plan: SavePlan, rank: int, unequal: Mapping[str, Sequence[int]], firsts: Mapping[str, int]
+    part: RankPlan, rank: int, unequal: Mapping[str, Sequence[int]], firsts: Mapping[str, int]
 ) -> SavePlan:
-    """Add each value that differs under its rank's key.
+    """Add each value that differs under its rank's key, if the part names ranks.
 
     Of each key the rank among ``firsts`` has the plain key, too.
     """
     items: list[WriteItem] = []
+    plan = part.plan
     paths = dict(plan.planner_data)
     for item in plan.items:
         key = item.index.fqn
@@ -177,6 +182,8 @@ def _with_own_keys(
             continue
         if rank == firsts.get(key):
             items.append(item)
+        if not part.names_ranks:
+            continue
         renamed = own_key(key, rank)
         items.append(dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=renamed)))
         paths[renamed] = (renamed,)

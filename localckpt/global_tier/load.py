@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,22 +44,14 @@ class FillOptions:
         is_partial: Whether values may be in one of them only; they are logged, and stay as they
             are.
         allow_dtype_change: Whether tensors may have other dtypes; their values are converted.
-        let_go: Tells by its name whether a saved value need not be in the state of any rank.
-        besides: By name, tensors that the caller fills after the load, and the values for them.
     """
 
     is_partial: bool = False
     allow_dtype_change: bool = False
-    let_go: Callable[[str], bool] = lambda name: False
-    besides: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class OpenCheckpoint:
-    """Checkpoint whose metadata all ranks have read.
-
-    Attributes:
-        paths: Keys on the way to each value in the state that was saved, by name.
-    """
+    """Checkpoint whose metadata all ranks have read."""
 
     def __init__(
         self, found: CommitFound, reader: CachedMetadataFileSystemReader, ranks: Ranks
@@ -68,9 +60,7 @@ class OpenCheckpoint:
         self._reader = reader
         self._ranks = ranks
         # While all are here, since they share it.
-        metadata = reader.read_metadata()
-        self.saved = metadata.state_dict_metadata
-        self.paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+        self.saved = reader.read_metadata().state_dict_metadata
 
     def fill(self, state_dict: dict[str, Any], options: FillOptions) -> None:
         """Fill a state in place; all ranks call it.
@@ -80,7 +70,7 @@ class OpenCheckpoint:
         """
         began = time.monotonic()
         iteration = self.found.folder.iteration
-        names = [name for name in sorted(self.saved) if not options.let_go(name)]
+        names = sorted(self.saved)
         planned: list[_Planned] = []
 
         def plan() -> str | None:
@@ -106,29 +96,6 @@ class OpenCheckpoint:
             "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
             *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
         )
-
-    def compare(
-        self, state_dict: dict[str, Any], options: FillOptions
-    ) -> tuple[list[str], list[str]]:
-        """Compare a state with the checkpoint on this rank alone, and read nothing.
-
-        Returns what does not fit, in words; and the names of the saved values that this rank does
-        not give, and that are not let go.
-        """
-        _, planner = self._set_up(state_dict, options)
-        lines, given = planner.differences(), planner.state_dict
-        try:
-            self._require_apart(given, options)
-        except MismatchError as error:
-            lines.append(error.text)
-        lacking = (name for name in self.saved if name not in given and not options.is_partial)
-        return lines, [name for name in lacking if not options.let_go(name)]
-
-    def read(self, state_dict: dict[str, Any]) -> None:
-        """Fill a state of plain values on this rank alone; the other ranks are not asked."""
-        planned = self._plan(state_dict, FillOptions())
-        self._read(planned)
-        _give(state_dict, planned[0])
 
     def _plan(self, state_dict: dict[str, Any], options: FillOptions) -> _Planned:
         """Plan what ``dcp.load`` reads on one rank."""
@@ -159,16 +126,12 @@ class OpenCheckpoint:
 
     def _require_apart(self, given: Mapping[str, Any], options: FillOptions) -> None:
         """Refuse tensors that share memory, unless it can hold what was saved of both."""
-        besides = options.besides
-        for one, other in _sharing_memory({**given, **{n: own for n, (own, _) in besides.items()}}):
-            if any(name not in besides and name not in self.saved for name in (one, other)):
+        for one, other in _sharing_memory(given):
+            if one not in self.saved or other not in self.saved:
                 continue
-            values = {n: _empty_like(given[n]) for n in (one, other) if n not in besides}
+            values = {name: _empty_like(given[name]) for name in (one, other)}
             self._read(self._plan(values, options))
-            pairs = [
-                besides[n] if n in besides else (_local(given[n]), _local(values[n]))
-                for n in (one, other)
-            ]
+            pairs = [(_local(given[name]), _local(values[name])) for name in (one, other)]
             if not _hold_both(*pairs):
                 raise MismatchError(
                     f"{one} and {other} share memory now, as tied weights do, and were saved with "

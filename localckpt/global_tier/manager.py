@@ -24,19 +24,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
 from localckpt.availability.retention import plain_metrics
-from localckpt.errors import CheckpointingException, NoReplicasAvailableError
+from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
+from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.load import FillOptions, OpenCheckpoint
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.ids import CkptID
+from localckpt.ids import CkptID, Generation, ShardIdentity
 from localckpt.interrupted import closed_by_interrupts, was_interrupted
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.options import Options, SharedOptions
@@ -196,13 +197,12 @@ class GlobalCheckpointManager:
     @closed_by_interrupts
     def save(
         self,
-        state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
+        state_dict: dict[str, Any],
         iteration: SupportsIndex,
         is_async: bool = False,
         on_commit: Callable[[], None] | None = None,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
-        is_compared: Callable[[str, Any], bool] = lambda name, value: True,
     ) -> None:
         """Save the state of all ranks; all ranks call it.
 
@@ -211,12 +211,11 @@ class GlobalCheckpointManager:
 
         What several ranks have under one name, and no DTensor or ShardedTensor says to be a part,
         is saved once, so it must be equal: it is compared by digests, and a difference fails the
-        save.
+        save. Comparing takes one reading of all that other ranks have as well.
 
         Args:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all
-                ranks, objects, and ``Stateful`` values. Or a function that returns it: what it
-                raises on one rank is raised on all.
+                ranks, objects, and ``Stateful`` values.
             iteration: Its number, above that of the save before.
             is_async: Return as soon as the tensors are copied; else when it is committed. What goes
                 wrong from there on is raised by :meth:`check_for_errors`,
@@ -224,9 +223,6 @@ class GlobalCheckpointManager:
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
             metrics: Numbers that are recorded with it, such as a loss, for ``Retention(best=...)``
                 and for whoever looks. Those of the first rank count.
-            is_compared: Tells by the name of a value, such as ``"model.0.weight"``, and the value
-                whether to compare it: not what other means keep equal, or may differ, so that any
-                rank's will do. Comparing takes one reading of all that other ranks have as well.
 
         Raises:
             MismatchError: Ranks have different values under one name; of the save before, or
@@ -265,7 +261,6 @@ class GlobalCheckpointManager:
                 began=began,
                 called=called,
                 events=self._events,
-                is_compared=is_compared,
             )
         save.stage(planner)
         save.start()
@@ -274,20 +269,6 @@ class GlobalCheckpointManager:
                 self.wait_until_finished()
         finally:
             save.note_blocking()
-
-    @property
-    def is_saving(self) -> bool:
-        """True while the last save is under way on this rank; asks no other rank."""
-        return self._save is not None and not self._save.over.is_set()
-
-    def waits_for(self) -> str:
-        """Return in words whom or what the last save waits for; empty if there is none."""
-        return "" if self._save is None else self._save.waits_for()
-
-    def has_saved(self, iteration: int) -> bool:
-        """Return whether the last save is of this iteration and committed; asks no other rank."""
-        save = self._save
-        return save is not None and save.iteration == iteration and save.committed
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -305,7 +286,13 @@ class GlobalCheckpointManager:
 
     # Draining.
 
-    def drain(self, shard: KeptShard, *, rate_limit: float | None = None) -> Drain:
+    def drain(
+        self,
+        shard: KeptShard,
+        *,
+        rate_limit: float | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> Drain:
         """Begin to make a checkpoint of what the ranks keep on their nodes; all ranks call it.
 
         The managers of the nodes call it in their ``promote``, and finalize the drain. It is
@@ -314,13 +301,20 @@ class GlobalCheckpointManager:
         Args:
             shard: This rank's shard, which stays until the drain is over.
             rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
+            metrics: Numbers that are recorded with it, as for :meth:`save`.
 
         Raises:
             CheckpointingException: This manager is closed, or the shard is another rank's.
         """
         self._require_writable()
         self._require_open()
-        return self._drains.begin(shard, rate_limit)
+        return self._drains.begin(shard, rate_limit, plain_metrics(metrics))
+
+    @closed_by_interrupts
+    def unfinished_drains(self) -> list[int]:
+        """List iterations whose drains were begun and cut off, oldest first; all ranks call it."""
+        self._require_usable()
+        return self._committed.unfinished_drains()
 
     def note_drained(self, iteration: int) -> None:
         """Note on every rank that a drain is committed: what is saved next is newer."""
@@ -507,12 +501,16 @@ class GlobalCheckpointManager:
         return into, CkptID(found.folder.iteration, self.rank, self.session_id)
 
     @contextmanager
-    def opened(self, iteration: int) -> Iterator[OpenCheckpoint]:
-        """Context in which all ranks load a checkpoint whose description they want to see first.
+    def images(self, iteration: int) -> Iterator[tuple[SharedImages, ShardIdentity]]:
+        """Context in which all ranks load the images of a checkpoint that was drained.
 
         What is saved after it goes on from the checkpoint, unless an error leaves the context.
 
+        Yields:
+            The images, and the identity of the first one.
+
         Raises:
+            MismatchError: The checkpoint was saved by other means, and has no images.
             NoReplicasAvailableError, CorruptShardError, StorageError: As for :meth:`load`.
         """
         self._prepare_load()
@@ -522,16 +520,27 @@ class GlobalCheckpointManager:
                 raise NoReplicasAvailableError(
                     f"there is no checkpoint of iteration {iteration} under {self._root.path}"
                 )
-            yield self._open(found)
+            # While all are here, since they share it.
+            images = SharedImages(found, self._reader_of(found).read_metadata().storage_data)
+            session_id, epoch, sequence, world_size = self._ranks.commit(
+                f"look at the images of iteration {iteration}",
+                lambda: None,
+                lambda _: _identity_of(images),
+                read=shaped((str, int, int, int)),
+            )
+            generation = Generation(epoch, sequence)
+            yield images, ShardIdentity(session_id, generation, iteration, 0, world_size)
         self._go_on_from(found)
 
     def _open(self, found: CommitFound) -> OpenCheckpoint:
-        reader = self._make_reader(
+        return OpenCheckpoint(found, self._reader_of(found), self._ranks)
+
+    def _reader_of(self, found: CommitFound) -> CachedMetadataFileSystemReader:
+        return self._make_reader(
             found.folder.path,
             save_id=found.record.save_id,
             metadata_digest=found.record.metadata_digest,
         )
-        return OpenCheckpoint(found, reader, self._ranks)
 
     def _prepare_load(self) -> None:
         self._require_usable()
@@ -634,7 +643,7 @@ class GlobalCheckpointManager:
 
     def _plan(
         self,
-        state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
+        state_dict: dict[str, Any],
         what: int | str,
         begin: Callable[[], Any],
     ) -> tuple[SavePlanner, PlannedSave]:
@@ -657,7 +666,7 @@ class GlobalCheckpointManager:
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
-                state_dict if callable(state_dict) else without_markers(state_dict),
+                without_markers(state_dict),
                 planner,
                 *(self._writer, self.plans),
                 what=what if isinstance(what, str) else f"the save of iteration {what}",
@@ -725,3 +734,13 @@ class GlobalCheckpointManager:
             raise CheckpointingException(
                 "this manager was made with read_only=True: it loads, and saves nothing"
             )
+
+
+def _identity_of(images: SharedImages) -> list[Any]:
+    """On the first rank: what all images of a checkpoint have in common."""
+    if (first := images.identity(0)) is None:
+        raise MismatchError(
+            f"{images.domain} was not saved by a Checkpointer: load it with "
+            f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
+        )
+    return [first.session_id, *first.generation, first.world_size]

@@ -8,7 +8,7 @@ ranks are not all of one mesh or group, which keeps its own replicas equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,6 @@ class CommonValues:
         common: Mapping[int, CommonItems],
         global_ranks: Sequence[int],
         planner: SavePlanner,
-        is_compared: Callable[[str, Any], bool],
     ) -> None:
         assert plan is not None, "the save is planned"
         assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
@@ -85,8 +84,7 @@ class CommonValues:
             for number in numbers:
                 index = plan.items[number].index
                 part = planner.lookup_object(index)
-                is_kept_equal = owners <= _kept_equal_on(planner.state_dict[index.fqn])
-                if is_kept_equal or not is_compared(index.fqn, part):
+                if owners <= _kept_equal_on(planner.state_dict[index.fqn]):
                     continue
                 digests = self._digests.setdefault(set_id, {})
                 # A rank may have several parts of one tensor.

@@ -151,7 +151,11 @@ class CheckpointRoot:
         )
 
     def begin_drain(
-        self, iteration: int, save_id: str, lineage: Lineage | None
+        self,
+        iteration: int,
+        save_id: str,
+        lineage: Lineage | None,
+        metrics: Mapping[str, float],
     ) -> tuple[BegunSave, bool]:
         """Make the directory of a drain on the first rank, or go on in that of an attempt before.
 
@@ -168,7 +172,8 @@ class CheckpointRoot:
             epoch = self._epoch
             if epoch is None:
                 epoch = _next_epoch(folders, [left for left in leftovers if not left.is_drain])
-            begun = replace(self.begun(iteration, epoch, save_id, is_drain=True), lineage=lineage)
+            begun = self.begun(iteration, epoch, save_id, is_drain=True, metrics=metrics)
+            begun = replace(begun, lineage=lineage)
             self._require_newest(begun, folders)
             self._draining.add(begun.path)
             try:

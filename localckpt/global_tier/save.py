@@ -62,7 +62,6 @@ class SharedSave(BackgroundSave):
         began: float,
         called: float,
         events: EventStream,
-        is_compared: Callable[[str, Any], bool],
     ) -> None:
         super().__init__(begun.folder.iteration, begun, ranks, root, events, on_over)
         self._planned = planned
@@ -70,7 +69,6 @@ class SharedSave(BackgroundSave):
         self._writer = writer
         self._plans = writer.plans
         self._on_commit = on_commit
-        self._is_compared = is_compared
         self._common: CommonValues | None = None
         self._writes: list[FileWrite] = []
         self._staging_error: Exception | None = None
@@ -91,7 +89,6 @@ class SharedSave(BackgroundSave):
                     self._plans.common,
                     self._ranks.global_ranks,
                     planner,
-                    self._is_compared,
                 )
                 self._writes = self._writer.preload_tensors()
         except Exception as error:  # noqa: BLE001 - raised on all ranks

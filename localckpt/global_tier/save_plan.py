@@ -159,7 +159,7 @@ class PlannedSave:
 
 def plan_save(
     ranks: Ranks,
-    state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
+    state_dict: dict[str, Any],
     planner: SavePlanner,
     writer: StorageWriter,
     cache: PlanCache,
@@ -184,11 +184,9 @@ def plan_save(
 
     def local_step() -> Message:
         nonlocal local
-        # First of all, since a state may be made by all ranks together.
-        given = state_dict() if callable(state_dict) else state_dict
         planner.set_up_planner(
             state_dict={
-                k: v.state_dict() if isinstance(v, Stateful) else v for k, v in given.items()
+                k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()
             },
             storage_meta=writer.storage_meta(),
             is_coordinator=ranks.is_root,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localckpt.events.stream import EventStream
@@ -33,6 +34,7 @@ class Context:
         checkpoints: The complete checkpoints of the job.
         epoch: The epoch that saves belong to.
         resuming: Counts starts of the job in vain.
+        placed: For each rank the place of its store, if that is no node's.
     """
 
     session_id: str
@@ -45,6 +47,12 @@ class Context:
     checkpoints: JobCheckpoints
     epoch: Epoch
     resuming: Resuming
+    placed: Sequence[str] = ()
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """For each rank the name of the node whose store it reads, once the ranks have joined."""
+        return self.placed or self.epoch.nodes
 
     @property
     def images(self) -> DirectoryStore | None:

@@ -111,7 +111,7 @@ class ElasticLoad:
         """Make one round; ``None`` if it has to be made again."""
         self._readers = readers
         self._judge = ElasticJudge(
-            *(self._checkpoint, self._rules, self._context.epoch.nodes, readers),
+            *(self._checkpoint, self._rules, self._context.nodes, readers),
             *(self._inventory.holders(self._checkpoint), self._options.rules),
             self._images,
         )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from localckpt.availability.coverage import judge_newest
+from localckpt.availability.inventory import Inventory
 from localckpt.availability.refusals import BadCopy, why_not_that, why_nothing_loads
 from localckpt.errors import (
     CheckpointingException,
@@ -82,24 +83,16 @@ class Load:
         bad: Copies that could not be read; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        finder: Finder,
-        options: LoadOptions,
-        reprotection: Reprotection | None,
-    ) -> None:
+    def __init__(self, context: Context, inventory: Inventory, options: LoadOptions) -> None:
         self._context = context
-        self._reprotection = reprotection
         self._ranks = context.ranks
         self._strategy = context.strategy
         self._store = context.store
         self._allowed = context.allowed
         self._checkpoints = context.checkpoints
         self._session_id = context.session_id
-        self._finder = finder
         # What each node holds; copies that turn out bad are taken out of it.
-        self._inventory = finder.inventory()
+        self._inventory = inventory
         self._options = options
         self.bad: list[BadCopy] = []
         # Why no copy at all can be loaded on this rank, until it is reported.
@@ -112,19 +105,19 @@ class Load:
         # By rank, the shards with parts of its tensors that are not on its node; on all ranks.
         self._lacking: dict[int, Sequence[int]] = {}
 
-    def run(self, iteration: int | None) -> Loaded:
+    def run(
+        self, iteration: int | None, finder: Finder, reprotection: Reprotection | None
+    ) -> Loaded:
         """Read this rank's shard of the newest checkpoint that can be had, and protect it again.
 
         ``iteration`` is the only one that will do; ``None`` for any.
         """
         while wanted := self._wanted(iteration):
             judge_newest(wanted, self._ranks.world_size, is_elastic=self._context.options.elastic)
-            self._choose(wanted[0])
-            with record_function("localckpt.load"), collection_paused():
-                loaded = self._load_any()
+            loaded = self.load(wanted[0])
             if loaded is not None:
                 self._context.epoch.resume_from(self._checkpoint)
-                self._protect()
+                self._protect(reprotection)
                 return loaded
             logger.error(
                 "iteration %d cannot be had any more; trying another checkpoint",
@@ -133,9 +126,9 @@ class Load:
             # It must not count among those that are kept, and push out one that can be had.
             self._checkpoints.remove(self._checkpoint)
         if iteration is not None:
-            others = self._finder.iterations()
+            others = finder.iterations()
             raise NoReplicasAvailableError(why_not_that(iteration, others, self.bad))
-        explanation, nodes = self._finder.explain(), self._context.epoch.nodes
+        explanation, nodes = finder.explain(), self._context.nodes
         raise NoReplicasAvailableError(
             why_nothing_loads(self._inventory, explanation, self.bad, nodes)
         )
@@ -147,25 +140,24 @@ class Load:
         known = (*self._checkpoints.complete, *self._checkpoints.exhausted)
         return [checkpoint for checkpoint in known if checkpoint.iteration == iteration]
 
-    def _protect(self) -> None:
+    def _protect(self, reprotection: Reprotection | None) -> None:
         """Begin to make again the copies that the loaded checkpoint lacks."""
         self._checkpoints.refresh(self._checkpoint, self._inventory)
-        if self._reprotection is not None:
-            self._reprotection.begin(self._recovery)
+        if reprotection is not None:
+            reprotection.begin(self._recovery)
         else:
             self._store.release(list(self._recovery.slots.values()))
 
-    def _choose(self, checkpoint: Checkpoint) -> None:
-        """Begin with another checkpoint."""
+    def load(self, checkpoint: Checkpoint) -> Loaded | None:
+        """Read this rank's shard of a checkpoint; ``None`` if that cannot be had."""
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
-
-    def _load_any(self) -> Loaded | None:
-        if self._checkpoint.world_size == self._ranks.world_size:
-            with suppress(_ShardedOtherwiseError):
-                return self._load()
-        return ElasticLoad(self._context, self._recovery, self._options).run()
+        with record_function("localckpt.load"), collection_paused():
+            if checkpoint.world_size == self._ranks.world_size:
+                with suppress(_ShardedOtherwiseError):
+                    return self._load()
+            return ElasticLoad(self._context, self._recovery, self._options).run()
 
     def _load(self) -> Loaded | None:
         try:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import (
@@ -33,10 +34,11 @@ import torch
 from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
-from localckpt.errors import CheckpointingException, NoReplicasAvailableError
+from localckpt.availability.inventory import Inventory
+from localckpt.errors import CheckpointingException, CorruptShardError, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
-from localckpt.ids import Checkpoint, CkptID
+from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.interrupted import interrupt_behind
 from localckpt.lineage import Lineage, Point
 from localckpt.managers.context import Context
@@ -71,6 +73,8 @@ from localckpt.trust import is_orderly
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 3
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -516,13 +520,44 @@ class CheckpointManager:
         self._context.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
 
+    @one_call
+    def load_from(self, store: Store, shard: ShardIdentity, options: LoadOptions) -> None:
+        """Load a checkpoint whose images another store has, which all ranks read.
+
+        Args:
+            store: The store, such as that of a checkpoint on shared storage.
+            shard: Identity of any of the images.
+            options: Options of the load, of which a state to fill is one.
+
+        Raises:
+            CorruptShardError: Some image is damaged, or cannot be read; the same on all ranks.
+            MismatchError: The state does not fit; nothing was changed.
+        """
+        checkpoint, place = shard.checkpoint, store.domain
+        inventory = Inventory({place: range(self.world_size)})
+        for rank in range(checkpoint.world_size):
+            inventory.add(checkpoint, rank, place, 1)
+        context = replace(
+            self._context,
+            session_id=shard.session_id,
+            store=store,
+            checkpoints=JobCheckpoints(self._context.strategy),
+            placed=[place] * self.world_size,
+        )
+        load = Load(context, inventory, options)
+        loaded = load.load(checkpoint)
+        if loaded is None:
+            texts = sorted({f"{bad.shard}: {bad.why}" for bad in load.bad})
+            raise CorruptShardError(f"{place} cannot be loaded: {'; '.join(texts[:_SHOWN])}")
+        give_states(options.given, unwrapped(loaded.state), loaded.left)
+
     def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
         """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
         deadline = Deadline.after(self._context.ranks.timeout_s)
         while True:
             try:
-                load = Load(self._context, self._finder, options, self._reprotection)
-                return load.run(iteration)
+                load = Load(self._context, self._finder.inventory(), options)
+                return load.run(iteration, self._finder, self._reprotection)
             except NoReplicasAvailableError:
                 may_differ = self.read_only and iteration is None
                 if not (may_differ and self._finder.has_changed(deadline)):
@@ -546,9 +581,13 @@ class CheckpointManager:
         capture = captures.planner.capture(wrapped(state_dict), node_ranks)
         self._images("warm_up").prepare(identity.piece, capture.nbytes(identity), capture.gpu)
 
-    @one_call
     def promote(
-        self, iteration: SupportsIndex, to: DrainTarget, *, rate_limit: float | None = None
+        self,
+        iteration: SupportsIndex,
+        to: DrainTarget,
+        *,
+        rate_limit: float | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> AsyncRequest:
         """Drain a complete checkpoint to shared storage, behind training; all ranks call it.
 
@@ -563,6 +602,7 @@ class CheckpointManager:
             to: A :class:`GlobalCheckpointManager` of the same ranks.
             rate_limit: Bytes a second that each rank writes at most; ``None`` for any number. The
                 ranks of a node together write as many times more.
+            metrics: Numbers that are recorded with it on shared storage.
 
         Returns:
             The request to hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong
@@ -577,8 +617,19 @@ class CheckpointManager:
             PeerLostError: A rank did not answer in time, when the job had not looked yet what the
                 nodes hold.
         """
-        self._require_writable()
         iteration = operator.index(iteration)
+        # Also by what finalizes its save, which another save may do as it makes room for itself.
+        promote = partial(self._promote, iteration, to, rate_limit, metrics)
+        return self._call("promote", promote, inside=True)
+
+    def _promote(
+        self,
+        iteration: int,
+        to: DrainTarget,
+        rate_limit: float | None,
+        metrics: Mapping[str, SupportsFloat] | None,
+    ) -> AsyncRequest:
+        self._require_writable()
         images = self._images("promote")
         # This rank's shard may be among what a load has fetched, and not be kept yet.
         self._await_reprotected()
@@ -588,7 +639,7 @@ class CheckpointManager:
         checkpoint = promotable(iteration, checkpoints, self.world_size)
         identity = checkpoint.shard(self.rank, self.session_id)
         shard = KeptShard(images, identity, self._context.allowed)
-        promotion = Promotion(checkpoint, shard, to, rate_limit, checkpoints)
+        promotion = Promotion(checkpoint, shard, to, rate_limit, metrics, checkpoints)
         self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
         return promotion.request(partial(self._finalize_promotion, promotion))
 

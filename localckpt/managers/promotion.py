@@ -9,8 +9,8 @@ so that no rank prunes them, until all ranks have finalized the promotion in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, SupportsFloat
 
 from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
 from localckpt.errors import (
@@ -42,7 +42,13 @@ class Draining(Protocol):
 class DrainTarget(Protocol):
     """Manager of a shared storage, as :class:`GlobalCheckpointManager`."""
 
-    def drain(self, shard: KeptShard, *, rate_limit: float | None = None) -> Draining:
+    def drain(
+        self,
+        shard: KeptShard,
+        *,
+        rate_limit: float | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> Draining:
         """Begin a drain of this rank's shard; all ranks call it."""
         ...
 
@@ -59,6 +65,7 @@ class Promotion:
         shard: KeptShard,
         target: DrainTarget,
         rate_limit: float | None,
+        metrics: Mapping[str, SupportsFloat] | None,
         checkpoints: JobCheckpoints,
     ) -> None:
         self.checkpoint = checkpoint
@@ -68,7 +75,7 @@ class Promotion:
         # Before anything reads it.
         checkpoints.hold(checkpoint)
         try:
-            self._drain = target.drain(shard, rate_limit=rate_limit)
+            self._drain = target.drain(shard, rate_limit=rate_limit, metrics=metrics)
         except BaseException:
             checkpoints.release(checkpoint)
             raise

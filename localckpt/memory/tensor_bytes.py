@@ -16,6 +16,7 @@ __all__ = [
     "is_flat",
     "is_host_run",
     "is_lazy",
+    "is_number",
     "narrowed",
     "same_view",
     "storage_address",
@@ -23,8 +24,18 @@ __all__ = [
 ]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Those that torch.iinfo knows, and bool.
+_INTEGER_DTYPES = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+}
 # Other classes may have no memory of their own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_number(dtype: torch.dtype) -> bool:
+    """Return whether all programs of torch know the dtype: no quantized one, no bits."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGER_DTYPES
 
 
 def storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:

@@ -18,7 +18,9 @@ __all__ = [
     "ABOUT",
     "CLASS",
     "KEYS",
+    "MODULE",
     "ORDER",
+    "OURS",
     "Names",
     "merged_names",
     "names_of",
@@ -31,8 +33,12 @@ Names = dict[str, Any]
 
 # Names that are not compared by themselves: what a caller's own comparison goes by.
 _BESIDE = "\0"
+MODULE = "module"
+"""Class of a part that is a module, of whatever class that is."""
 CLASS, KEYS = f"{_BESIDE}class", f"{_BESIDE}keys"
 """Name of the class of a part, where a state has one; and of the keys of a free part's state."""
+OURS = "localckpt"
+"""Key of what a training loop saves beside the parts of its state."""
 ABOUT, ORDER = f"{_BESIDE}about", f"{_BESIDE}order"
 """Name of what a caller says of the parts, by their names; and of the order of values in one."""
 _MOST_KEYS = 1000

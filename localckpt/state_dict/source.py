@@ -228,6 +228,11 @@ class ImageBytes:
         """Identity of the shard, with its lineage."""
         return self.header.identity
 
+    @property
+    def digest_bytes(self) -> memoryview:
+        """Digests of the image's blocks, which are its last bytes."""
+        return self._digests
+
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes ``[start, stop)`` in order.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from localckpt import (
     NoReplicasAvailableError,
     Retention,
 )
+from localckpt.checkpointer import tiers
 from localckpt.global_tier.catalog import find_shared_sessions, why_kept
 from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
 from tests.ranks import run_ranks
@@ -100,18 +102,25 @@ def test_a_cadence_that_measures_the_nodes_is_refused_for_shared_storage(tmp_pat
         )
 
 
-def test_an_optimizer_of_no_module_is_refused_for_shared_storage(tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+def test_an_optimizer_of_no_module_comes_back_from_shared_storage(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.ones(3)
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        return {"model": torch.nn.Linear(1, 1), "optimizer": optimizer}
 
-    with pytest.raises(CheckpointingException, match="'optimizer' of the training state"):
-        Checkpointer(
-            {"model": torch.nn.Linear(1, 1), "optimizer": optimizer},
-            local=tmp_path / "local",
-            shared=tmp_path / "shared",
-        )
-    # The directory is free again.
-    with Checkpointer({"model": torch.nn.Linear(1, 1)}, local=tmp_path / "local") as checkpointer:
-        assert checkpointer.resume() == 0
+    state = parts()
+    shared = tmp_path / "shared"
+    with Checkpointer(state, local=tmp_path / "a", shared=shared) as checkpointer:
+        checkpointer.resume()
+        state["optimizer"].step()
+        checkpointer.step()
+    other = parts()
+
+    with Checkpointer(other, local=tmp_path / "b", shared=shared) as again:
+        assert again.resume() == 1
+
+    assert str(other["optimizer"].state_dict()) == str(state["optimizer"].state_dict())
 
 
 def test_a_step_is_saved_to_shared_storage_when_asked(tmp_path: Path) -> None:
@@ -200,3 +209,35 @@ def test_pins_and_rules_without_shared_storage_are_refused(tmp_path: Path) -> No
             shared_keep_last=1,
             shared_retention=Retention(last=1),
         )
+
+
+def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, Path]) -> None:
+    with Checkpointer({"model": model}, **places) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        while checkpointer.newest is None:
+            time.sleep(0.01)
+            checkpointer.step()
+        raise RuntimeError("the job ends here")
+
+
+def test_a_drain_that_was_cut_off_goes_on_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"local": tmp_path / "local", "shared": tmp_path / "shared"}
+    model = torch.nn.Linear(300, 300)
+    monkeypatch.setattr(tiers, "_RATE", 1e4)
+    with pytest.raises(RuntimeError, match="ends here"):
+        _leave_while_it_drains(model, places)
+    monkeypatch.undo()
+    (session,) = find_shared_sessions(tmp_path / "shared")
+    assert not session.checkpoints()
+    assert session.leftovers()
+
+    with Checkpointer({"model": model}, **places, save_last=False) as checkpointer:
+        checkpointer.resume()
+        checkpointer.wait_until_finished()
+
+    assert [known.folder.iteration for known in session.checkpoints()] == [0]
+    assert not session.leftovers()

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, CheckpointingException, Every
-from localckpt.checkpointer import shared as shared_state
 from tests.ranks import run_ranks
 
-Tier = Literal["nodes", "shared", "shared tensors"]
+Tier = Literal["nodes", "shared"]
 _S = 60.0
 
 _REFUSED = {"nested", "quantized"}
@@ -148,9 +147,6 @@ class _Job:
         self.values = values
 
     def checkpointer(self, tier: Tier, root: Path) -> Checkpointer:
-        if tier == "shared tensors":
-            # As if the buffers were large: none belongs to a rank.
-            shared_state._SMALL_NBYTES = -1
         return Checkpointer(
             {"module": self.module, "values": (lambda: self.values, self._set)},
             local=root / "nodes",
@@ -178,13 +174,12 @@ def _load(rank: int, world_size: int, tier: Tier, root: Path, kinds: Sequence[st
     for kind in kinds:
         name = f"held {kind}"
         assert job.module.get_buffer(name) is held[name], kind
-        # On shared storage a value belongs to the rank that saved it.
-        made = [] if job.values is None and tier != "nodes" else [job.values[kind]]  # type: ignore[index]
-        for found in (held[name], *made):
+        assert job.values is not None
+        for found in (held[name], job.values[kind]):
             assert _image(found) == _image(_KINDS[kind](1)), kind
 
 
-@pytest.mark.parametrize("tier", ["nodes", "shared", "shared tensors"])
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 2), (2, 1)])
 def test_every_kind_of_tensor_comes_back_equal(
     tier: Tier, saved_by: int, loaded_by: int, tmp_path: Path
@@ -197,7 +192,7 @@ def test_every_kind_of_tensor_comes_back_equal(
     run_ranks(_load, loaded_by, tier, tmp_path, kinds, timeout_s=_S)
 
 
-@pytest.mark.parametrize("tier", ["nodes", "shared", "shared tensors"])
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
 @pytest.mark.parametrize("kind", sorted(_REFUSED))
 def test_other_kinds_are_refused_by_name_at_the_first_save(
     kind: str, tier: Tier, tmp_path: Path

@@ -1,0 +1,316 @@
+"""Images of ranks on shared storage: what a drain keeps of each beside the data files.
+
+A drained checkpoint has the values of an image's tensors in its data files, where any program that
+uses torch.distributed.checkpoint finds them. The envelope of an image is the rest of its bytes, and
+the places of its tensors. With both a rank reads the image as it was on its node, each block
+verified by the image's own digests.
+
+The content of an envelope is the length of a JSON text in 8 bytes, the text, and the rest of the
+image's bytes in order. The text has the size of the image, and ``[start, stop, name, offsets,
+skipped]`` for each range of the image in a data file: the item that has it, as
+torch.distributed.checkpoint's metadata names it, and the bytes of the item before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.global_tier.catalog import CommitFound
+from localckpt.global_tier.data_files import FileIdentity, require_trailer
+from localckpt.global_tier.metadata import StorageInfo
+from localckpt.global_tier.write_items import frame_of
+from localckpt.ids import ShardIdentity
+from localckpt.memory.digests import BlockHasher
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.source import Filled, Places, ShardSource, handle_pieces, read_header
+from localckpt.storage.buffers import Buffer
+from localckpt.storage.catalog import Problem
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import OpenFile
+from localckpt.storage.store import Claim, Slot, Store, Stored
+
+__all__ = ["Envelope", "ItemPlace", "SharedImages", "envelope_name"]
+
+_THREADS = 8
+
+
+class ItemPlace(NamedTuple):
+    """Place of one item's values in an image.
+
+    Attributes:
+        part: First index and end along each dimension of the tensor; ``None`` for all of it.
+    """
+
+    number: int
+    part: tuple[tuple[int, int], ...] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the item's part of the tensor, contiguous."""
+        tensor = tensor.detach()
+        for dim, (start, end) in enumerate(self.part or ()):
+            tensor = tensor.narrow(dim, start, end - start)
+        return tensor.contiguous()
+
+
+class _Range(NamedTuple):
+    """Range of an image that an item of a data file has."""
+
+    start: int
+    stop: int
+    item: MetadataIndex
+    skipped: int
+
+    def to_json(self) -> list[Any]:
+        offset = self.item.offset
+        offsets = None if offset is None else list(offset)
+        return [self.start, self.stop, self.item.fqn, offsets, self.skipped]
+
+
+def envelope_name(rank: int) -> str:
+    """Name of the file with the envelope of a rank's image."""
+    return f"__{rank}.envelope"
+
+
+class Envelope:
+    """Envelope of an image that is being drained. ``places`` has what data files hold of it."""
+
+    def __init__(self, image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> None:
+        self._image = image
+        self._rest: list[tuple[int, int]] = []
+        ranges, end = [], 0
+        for one in sorted(_ranges(image, places), key=lambda one: one[:2]):
+            # Tensors may share bytes: the first that has them is enough.
+            if one.start >= end:
+                self._add_rest(end, one.start)
+                ranges.append(one)
+                end = one.stop
+        self._add_rest(end, image.header.nbytes)
+        about = [image.header.nbytes, [one.to_json() for one in ranges]]
+        text = json.dumps(about, separators=(",", ":")).encode()
+        self._head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self._head) + sum(stop - start for start, stop in self._rest)
+
+    def content(self) -> Iterator[bytes | memoryview]:
+        """Yield the content; raises as the reader of the image."""
+        yield self._head
+        digests_start = self._image.header.digests_start
+        for start, stop in self._rest:
+            yield from self._image.pieces(start, min(stop, digests_start))
+            first, last = (max(at - digests_start, 0) for at in (start, stop))
+            yield self._image.digest_bytes[first:last]
+
+    def _add_rest(self, start: int, stop: int) -> None:
+        if start < stop:
+            self._rest.append((start, stop))
+
+
+def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[_Range]:
+    for index, (number, part) in places.items():
+        entry = image.entries[number]
+        rows, *others = entry.shape or (1,)
+        first, last = (0, rows) if part is None else part[0]
+        if part is not None and [*part[1:]] != [(0, size) for size in others]:
+            continue
+        stored = image.tables.parts.get(entry.slot or "")
+        if stored is not None:
+            begin, row, count = image.start_of(number), stored.start, stored.count
+        elif (run := image.run_of(number)) is not None:
+            begin, row, count = run[0], 0, rows
+        else:
+            continue
+        dtype = entry.torch_dtype()
+        row_nbytes = math.prod(others) * dtype.itemsize
+        low, high = max(first, row), min(last, row + count)
+        if low < high and row_nbytes:
+            shape = entry.shape if part is None else (last - first, *others)
+            skipped = len(frame_of(dtype, torch.Size(shape)).head) + (low - first) * row_nbytes
+            start = begin + (low - row) * row_nbytes
+            yield _Range(start, start + (high - low) * row_nbytes, index, skipped)
+
+
+class SharedImages(Store):
+    """Images of the ranks that have saved one checkpoint on shared storage, to read.
+
+    ``places`` has the places of the items in the data files.
+    """
+
+    def __init__(self, found: CommitFound, places: Mapping[MetadataIndex, StorageInfo]) -> None:
+        super().__init__(str(found.folder.path), Claim())
+        self._folder, self._save_id = found.folder.path, found.record.save_id
+        self._places = places
+
+    def identity(self, rank: int) -> ShardIdentity | None:
+        """Return the identity of a rank's image; ``None`` if the checkpoint has no images."""
+        if not (self._folder / envelope_name(rank)).exists():
+            return None
+        with closing(self._open(rank)) as source:
+            return read_header(source).identity
+
+    def open(self, identity: ShardIdentity) -> ShardSource:
+        return self._open(identity.rank)
+
+    def holds(self, identity: ShardIdentity) -> bool:
+        return (self._folder / envelope_name(identity.rank)).exists()
+
+    def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
+        """Do nothing: other ranks, and jobs of another number of ranks, read the same files."""
+
+    def list_stored(self) -> list[Stored]:
+        return []
+
+    def commit(self, slots: Sequence[Slot]) -> None:
+        self._refuse()
+
+    def close(self) -> None:
+        pass
+
+    def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        self._refuse()
+
+    def _drop_memory(self, slot: Slot) -> None:
+        pass
+
+    def _refuse(self) -> NoReturn:
+        raise StorageError(f"{self._folder} is read only")
+
+    def _open(self, rank: int) -> ShardSource:
+        path = self._folder / envelope_name(rank)
+        with ExitStack() as opened:
+            file = OpenFile(path)
+            opened.callback(file.close)
+            with storage_errors("read", path):
+                content = _verified(file, self._save_id)
+            return _Source(self._folder, path.name, content, self._places)
+
+
+def _verified(file: OpenFile, save_id: str) -> memoryview:
+    trailer = require_trailer(file, save_id, file.path)
+    content = memoryview(bytearray(trailer.covered_nbytes))
+    file.read_into(0, content)
+    hasher = BlockHasher(FileIdentity(file.path.name, save_id))
+    hasher.check(0, [content], memoryview(trailer.digests))
+    return content
+
+
+class _Segment(NamedTuple):
+    """Range of an image, and where its bytes are; ``name`` is that of a data file."""
+
+    start: int
+    stop: int
+    name: str | None
+    offset: int
+
+
+class _Source:
+    """Source of an image whose bytes are in an envelope, and in data files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        content: memoryview,
+        places: Mapping[MetadataIndex, StorageInfo],
+    ) -> None:
+        self._folder = folder
+        self._content = content
+        self._files: dict[str, OpenFile] = {}
+        self._lock = threading.Lock()
+        self._scratch = memoryview(b"")
+        try:
+            self.nbytes, self._segments = _segments(content, places)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            raise CorruptShardError(f"{folder / name} cannot be read: {error!r}") from error
+        self._starts = [segment.start for segment in self._segments]
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if len(self._scratch) < stop - start:
+            self._scratch = memoryview(bytearray(stop - start))
+        view = self._scratch[: stop - start]
+        self._read_into(start, view)
+        return view
+
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
+        def handle(start: int, end: int) -> None:
+            parts = places(start, end)
+            at = start
+            for part in parts:
+                self._read_into(at, part)
+                at += len(part)
+            filled(start, parts)
+
+        handle_pieces(stop, _THREADS, handle, starts)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _read_into(self, start: int, memory: memoryview) -> None:
+        number, done = bisect_right(self._starts, start) - 1, 0
+        while done < len(memory):
+            if not 0 <= number < len(self._segments):
+                raise CorruptShardError(f"an image in {self._folder} ends at byte {self.nbytes}")
+            segment = self._segments[number]
+            at = start + done - segment.start
+            part = memory[done : done + min(len(memory) - done, segment.stop - segment.start - at)]
+            offset = segment.offset + at
+            if segment.name is None:
+                part[:] = self._content[offset : offset + len(part)]
+            else:
+                file = self._file(segment.name)
+                with storage_errors("read", file.path):
+                    file.read_into(offset, part)
+            done += len(part)
+            number += 1
+
+    def _file(self, name: str) -> OpenFile:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = OpenFile(self._folder / name)
+            return self._files[name]
+
+
+def _segments(
+    content: memoryview, places: Mapping[MetadataIndex, StorageInfo]
+) -> tuple[int, list[_Segment]]:
+    """Parse an envelope: the size of the image, and all of its ranges in order."""
+    length = int.from_bytes(content[:8], "little")
+    nbytes, rows = json.loads(bytes(content[8 : 8 + length]))
+    segments: list[_Segment] = []
+    end, rest = 0, 8 + length
+
+    def fill(start: int) -> None:
+        nonlocal end, rest
+        if start > end:
+            segments.append(_Segment(end, start, None, rest))
+            rest += start - end
+            end = start
+
+    for start, stop, fqn, offsets, skipped in rows:
+        index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
+        info = places[index]
+        if not end <= start < stop <= nbytes or not 0 <= skipped <= info.length - (stop - start):
+            raise ValueError(f"a range {start}:{stop} of {fqn}")
+        if Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"a file {info.relative_path}")
+        fill(start)
+        segments.append(_Segment(start, stop, info.relative_path, info.offset + skipped))
+        end = stop
+    fill(nbytes)
+    if rest > len(content):
+        raise ValueError(f"{rest} bytes of {len(content)}")
+    return nbytes, segments

@@ -88,7 +88,7 @@ _BUDGETS = {
     "top": (2217, 1300, 14),
     "async_save": (1834, 1400, 7),
     "availability": (2992, 2000, 12),
-    "checkpointer": (4568, 1800, 18),
+    "checkpointer": (4520, 1800, 18),
     "cli": (3716, 3000, 18),
     "events": (800, 700, 7),
     "exporters": (531, 500, 4),

@@ -170,11 +170,10 @@ class ModulePart:
     Attributes:
         module: The module without the wrappers around it.
         is_fsdp1: True if FSDP1 shards some of it.
-        is_kept_equal: True if DDP keeps all parameters equal on all ranks of the job.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_partial: bool = False) -> None:
-        self.module, self.is_kept_equal = _unwrapped(module)
+        self.module = _unwrapped(module)
         self._is_partial = is_partial
         self.is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
 
@@ -260,33 +259,6 @@ class ModulePart:
         plain = plain_names(self.module, [name for name, _ in self.module.named_buffers()])
         return [_clean(name) for name in plain.values()]
 
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return an optimizer's state by the names of FSDP1's parameters; all ranks call it."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        with self._sharded():
-            named = FullyShardedDataParallel.optim_state_dict(self.module, optimizer, state)
-        return _renamed(named, self._plain_parameters())
-
-    def optimizer_state_to_load(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return what the optimizer loads for a state that :meth:`optimizer_state` returned."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        names = {plain: name for name, plain in self._plain_parameters().items()}
-        with self._sharded():
-            return FullyShardedDataParallel.optim_state_dict_to_load(
-                self.module, optimizer, _renamed(state, names)
-            )
-
-    def _plain_parameters(self) -> dict[str, str]:
-        """Return plain names of the parameters by those that FSDP1 has for them."""
-        plain = plain_names(self.module, [name for name, _ in self.module.named_parameters()])
-        return {_clean(name): _clean(p) for name, p in plain.items()}
-
     @contextmanager
     def _sharded(self) -> Iterator[None]:
         if not self.is_fsdp1:
@@ -294,7 +266,6 @@ class ModulePart:
             return
         from torch.distributed.fsdp import (
             FullyShardedDataParallel,
-            ShardedOptimStateDictConfig,
             ShardedStateDictConfig,
             StateDictType,
         )
@@ -303,7 +274,6 @@ class ModulePart:
             self.module,
             StateDictType.SHARDED_STATE_DICT,
             ShardedStateDictConfig(),
-            ShardedOptimStateDictConfig(),
         ):
             yield
 
@@ -366,24 +336,16 @@ class RandomPart:
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
-    """Find the module inside of DDP, DataParallel and ``torch.compile``, in whatever order.
-
-    Returns the module, and whether DDP keeps all of its parameters equal on all ranks of the job.
-    """
-    is_kept_equal = False
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Find the module inside of DDP, DataParallel and ``torch.compile``, in whatever order."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     while True:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            is_kept_equal = not module.parameters_to_ignore and (
-                module.process_group.size() == torch.distributed.get_world_size()
-            )
-            module = module.module
-        elif isinstance(module, torch.nn.DataParallel):
+        if isinstance(module, wrappers):
             module = module.module
         elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
             module = inner
         else:
-            return module, is_kept_equal
+            return module
 
 
 def _expanded_dims(tensor: torch.Tensor) -> list[int]:
@@ -394,16 +356,6 @@ def _expanded_dims(tensor: torch.Tensor) -> list[int]:
 def _clean(name: str) -> str:
     """Leave the wrappers of FSDP1 and of activation checkpointing out of a parameter's name."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename the parameters of an optimizer's state."""
-    groups = [
-        {**group, "params": [names.get(name, name) for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    values = {names.get(name, name): value for name, value in state["state"].items()}
-    return {**state, "state": values, "param_groups": groups}
 
 
 def _is_fsdp1(module: torch.nn.Module) -> bool:

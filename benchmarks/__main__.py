@@ -44,6 +44,7 @@ _SECTIONS = {
     "beside-nvrx": "benchmarks.beside_nvrx",
     "global": "benchmarks.global_tier",
     "drain": "benchmarks.drain",
+    "front-door": "benchmarks.front_door",
     "global-planning": "benchmarks.global_planning",
     "gpu": "benchmarks.device",
 }

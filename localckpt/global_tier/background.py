@@ -50,6 +50,10 @@ class BackgroundSave(ABC):
         self._on_over = on_over
         self._thread: threading.Thread | None = None
 
+    def waits_for(self) -> str:
+        """Return in words whom or what it waits for, in any thread."""
+        return self._ranks.awaits() or str(self._root.path)
+
     @property
     @abstractmethod
     def _not_done(self) -> str:

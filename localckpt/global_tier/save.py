@@ -132,10 +132,6 @@ class SharedSave(BackgroundSave):
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
 
-    def waits_for(self) -> str:
-        """Return in words whom or what it waits for, in any thread."""
-        return self._ranks.awaits() or str(self._root.path)
-
     @property
     def _nbytes(self) -> int:
         return sum(write.nbytes for write in self._writes)

@@ -38,6 +38,10 @@ class Draining(Protocol):
     def stop(self) -> None:
         """End the drain soon, from any thread."""
 
+    def waits_for(self) -> str:
+        """Return in words whom or what the drain waits for, in any thread."""
+        ...
+
 
 class DrainTarget(Protocol):
     """Manager of a shared storage, as :class:`GlobalCheckpointManager`."""
@@ -92,6 +96,7 @@ class Promotion:
             self._await_drained,
             failure_fns=[lambda error: self.give_up()],
             stop_fns=[self._drain.stop],
+            waits_for_fn=self._drain.waits_for,
             name="promote",
         )
         return AsyncRequest(call, (), [finalize])

@@ -173,7 +173,7 @@ def _of_rank(rank: int, item: WriteItem) -> WriteItem:
 
 
 def _plan_ours(state: dict[str, Any], others: Sequence[bytes]) -> list[_Planned]:
-    writer = FileSystemWriterAsync(_NOWHERE, writer="thread")
+    writer = FileSystemWriterAsync(_NOWHERE)
     ranks = _SimulatedRanks(others) if others else Ranks("planning")
 
     def plan() -> None:

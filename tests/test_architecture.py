@@ -86,13 +86,13 @@ _ARROWS = {
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
     "top": (2217, 1300, 14),
-    "async_save": (1834, 1400, 7),
+    "async_save": (1844, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (4520, 1800, 18),
     "cli": (3716, 3000, 18),
     "events": (800, 700, 7),
     "exporters": (531, 500, 4),
-    "global_tier": (7322, 4900, 23),
+    "global_tier": (7227, 4900, 23),
     "integrations": (2866, 2900, 22),
     "managers": (5942, 3600, 22),
     "memory": (868, 700, 7),

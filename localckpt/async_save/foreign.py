@@ -19,7 +19,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
-__all__ = ["HandedOver", "WaitForTrainer"]
+__all__ = ["HandedOver", "WaitForTrainer", "given", "wait_for"]
 
 _LONGEST_PAUSE_S = 0.01
 
@@ -48,6 +48,16 @@ class WaitForTrainer:
             return self.name in os.readlink(f"/proc/{self.pid}/fd/{self.fd}")
         except OSError:
             return False
+
+
+def wait_for(rank: int, wait: Callable[[], None]) -> None:
+    """Function of a request whose ``preload_fn`` has begun the work, and returns how to wait."""
+    wait()
+
+
+def given(wait: Callable[[], None]) -> Callable[[], None]:
+    """Return how to wait, in the process of a queue that calls a ``preload_fn`` there."""
+    return wait
 
 
 class HandedOver:

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import Any
 
 import xxhash
 
-from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.failure_texts import with_class
 from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, map_memory, round_up
@@ -36,13 +31,11 @@ __all__ = [
     "FOOTER_NBYTES",
     "FileIdentity",
     "FileWrite",
-    "HandedOver",
     "Trailer",
     "covered_nbytes",
     "file_nbytes",
     "gathered",
     "is_written",
-    "read_outcome",
     "read_trailer",
     "require_trailer",
     "trailer_nbytes",
@@ -50,12 +43,7 @@ __all__ = [
     "write_data_file",
     "write_durably",
     "write_files",
-    "write_preloaded_data",
-    "write_preloaded_data_in_trainer",
-    "write_preloaded_data_multiproc",
 ]
-
-logger = logging.getLogger(__name__)
 
 _MAGIC = b"localckpt-trail1"
 # The magic, how many bytes the digests cover, the save's ID, and a hash of all before it.
@@ -289,7 +277,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """One data file that is staged: plain data, for a thread of the trainer or another process.
+    """One data file that is staged, for a thread of the trainer.
 
     Attributes:
         path: The file; what is there is replaced.
@@ -324,7 +312,7 @@ def write_files(writes: Sequence[FileWrite]) -> None:
 
     def work(left: Iterator[FileWrite]) -> None:
         for write in left:
-            write_preloaded_data(write)
+            write_data_file(write.path, write.save_id, write.pieces, sync=write.sync)
 
     try:
         Copier(len(writes)).share(writes, work)
@@ -335,56 +323,3 @@ def write_files(writes: Sequence[FileWrite]) -> None:
     finally:
         for write in writes:
             write.buffer.give_back()
-
-
-def write_preloaded_data(write: FileWrite) -> None:
-    """Write one file."""
-    write_data_file(write.path, write.save_id, write.pieces, sync=write.sync)
-
-
-class HandedOver(list[FileWrite]):
-    """Files that the persistent worker of another library's queue writes."""
-
-
-def write_preloaded_data_multiproc(outcome: Path, rank: int, writes: Sequence[FileWrite]) -> None:
-    """Write all files of a rank, and report to the trainer, good or bad.
-
-    The queue of Megatron-Core, NVRx or this package calls it behind training; the name is theirs,
-    the files are written by threads. It may do so in another process, without torch, and keep what
-    went wrong there to itself, so the outcome is left in a file.
-    """
-    report: dict[str, Any] = {"files": len(writes)}
-    try:
-        try:
-            write_files(writes)
-        except BaseException as error:
-            report = {"error": with_class(error)}
-            raise
-        finally:
-            with storage_errors(f"leave word of what rank {rank} has written in", outcome):
-                replace_file(outcome, json.dumps(report).encode(), 0o600)
-    except Exception:
-        # The worker of a foreign queue would end, and training would wait for it for ever.
-        if not isinstance(writes, HandedOver):
-            raise
-        logger.exception("rank %d could not write its files", rank)
-
-
-@runs_in_trainer
-def write_preloaded_data_in_trainer(outcome: Path, rank: int, writes: Sequence[FileWrite]) -> None:
-    """Write, in the trainer, from memory that only the trainer can see."""
-    write_preloaded_data_multiproc(outcome, rank, writes)
-
-
-def read_outcome(outcome: Path) -> int | str | None:
-    """Read how many files were written, or the error; ``None`` if no outcome was left.
-
-    It is there once: reading removes it.
-    """
-    with storage_errors("read", outcome):
-        try:
-            report = json.loads(outcome.read_text())
-        except FileNotFoundError:
-            return None
-        outcome.unlink()
-    return str(report["error"]) if "error" in report else int(report["files"])

@@ -124,7 +124,6 @@ class GlobalCheckpointManager:
                 self._root.path,
                 thread_count=thread_count,
                 separation_hint=separation_hint,
-                writer="thread",
                 staging_threads=chosen.staging_threads,
                 timeout_s=timeout,
                 safe_globals=allowed,

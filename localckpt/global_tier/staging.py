@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -24,8 +24,7 @@ from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.memory.tensor_bytes import is_flat
-from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
-from localckpt.storage.staging import StagingFolder, remove_orphans
+from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
 
 __all__ = [
     "FILE_NBYTES",
@@ -221,25 +220,15 @@ class WriteData:
 class Staging:
     """Staging buffers of one writer, and the threads that copy.
 
-    A ``"thread"`` of this process writes from private memory, another ``"process"`` from shared
-    memory. ``timeout_s`` is the longest that a save waits for the one before to be written.
+    ``timeout_s`` is the longest that a save waits for the one before to be written.
     """
 
-    def __init__(
-        self,
-        writer: Literal["thread", "process"],
-        threads: int | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, threads: int | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._copier = Copier(threads)
         self._streams = SideStreams(timeout_s)
-        self._folder = StagingFolder()
-        if writer == "process":
-            remove_orphans()
         # One at a time: saves to shared storage are far between.
-        make = PrivateBuffer if writer == "thread" else self._make_shared
-        self._pool = BufferPool(make, depth=1)
+        self._pool = BufferPool(PrivateBuffer, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
         # Frames are in the buffer from the save before, as long as nothing moves.
         self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
@@ -322,7 +311,3 @@ class Staging:
         self._framed = None
         self._copier.stop()
         self._pool.close()
-        self._folder.close()
-
-    def _make_shared(self, nbytes: int) -> Buffer:
-        return SharedBuffer(self._folder.new_path(), nbytes)

@@ -1,4 +1,4 @@
-"""torch's file system writer, asynchronous: what is staged in the trainer is written elsewhere.
+"""torch's file system writer, asynchronous: a thread of the trainer writes what is staged.
 
 The flow is that of Megatron-Core's writer of the same name: plan, ``prepare_write_data``, hand
 ``get_save_function_and_args()`` to a queue, and when it is done on all ranks ``finish`` with the
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from localckpt.async_save.foreign import HandedOver, given, wait_for
+from localckpt.async_save.request import do_nothing
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
-from localckpt.global_tier.data_files import (
-    FileWrite,
-    HandedOver,
-    read_outcome,
-    write_durably,
-    write_preloaded_data,
-    write_preloaded_data_in_trainer,
-    write_preloaded_data_multiproc,
-)
+from localckpt.failure_texts import with_class
+from localckpt.global_tier.data_files import FileWrite, write_durably, write_files
 from localckpt.global_tier.metadata import (
     DATA_SUFFIX,
     METADATA_NAME,
@@ -50,10 +45,14 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
 from localckpt.storage.write import sync_folder
+from localckpt.threads import SerialThread
 
 __all__ = ["FileSystemWriterAsync"]
 
 logger = logging.getLogger(__name__)
+
+# So many times as long as ranks wait for each other a save may be written.
+_PATIENCE = 4
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -68,8 +67,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             gets into another save.
         sync_files: Return from writing when the files are durable.
         single_file_per_rank: ``True``: a file for each item is not offered.
-        writer: Where the save function runs: in another ``"process"``, or in a ``"thread"`` of this
-            one, which saves staging through shared memory.
         staging_threads: Threads that copy tensors; by default this rank's share of the cores.
         timeout_s: The longest that a save waits for the one before to be written, in seconds.
         safe_globals: Classes and functions that objects in the state may name, beyond torch's own.
@@ -88,7 +85,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         overwrite: bool = False,
         sync_files: bool = True,
         single_file_per_rank: bool = True,
-        writer: Literal["thread", "process"] = "process",
         staging_threads: int | None = None,
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
@@ -100,8 +96,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if thread_count < 1:
             raise CheckpointingException(f"thread_count is {thread_count}; it must be above 0")
-        if writer not in ("thread", "process"):
-            raise CheckpointingException(f"writer is {writer!r}; it can be 'thread' or 'process'")
         super().__init__(
             local_path(path),
             sync_files=sync_files,
@@ -112,12 +106,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.save_id = uuid.uuid4().hex
         allowed = tuple(safe_globals)
         self.plans = PlanCache(SafeGlobals(allowed))
-        self._kind = writer
         self._own_folders = _own_folders
         self._items = ItemReader(allowed)
-        self._staging = Staging(writer, staging_threads, timeout_s)
+        self._staging = Staging(staging_threads, timeout_s)
+        self._timeout_s = timeout_s
+        self._thread = SerialThread("localckpt-writer")
+        self._writing: HandedOver | None = None
         # A writer that is made for one checkpoint only is often left, not closed.
-        weakref.finalize(self, _close, self._staging, os.getpid())
+        weakref.finalize(self, _close, self._staging, self._thread, os.getpid())
         self._process = os.getpid()
         self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
         self._prepared: WriteData | None = None
@@ -212,8 +208,10 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def get_save_function_and_args(
         self,
-    ) -> tuple[Callable[..., None] | None, Callable[[], list[FileWrite]] | None, list[Any]]:
+    ) -> tuple[Callable[..., None] | None, Callable[[], Callable[[], None]] | None, list[Any]]:
         """Return what a queue calls behind training, as the fields of an :class:`AsyncRequest`.
+
+        A thread of the trainer writes, whatever queue calls the function, which waits for it.
 
         Returns:
             The function; what stages the tensors before training goes on, and gives the function
@@ -225,19 +223,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         if not prepared.files:
             return None, None, []
-        by_thread = self._kind == "thread"
-        write = write_preloaded_data_in_trainer if by_thread else write_preloaded_data_multiproc
-        return (
-            partial(write, self._outcome_of(prepared)),
-            _Preload(self),
-            [int(prepared.plan.storage_data.prefix.strip("_")), []],
-        )
+        return wait_for, _Begin(self), [int(prepared.plan.storage_data.prefix.strip("_")), None]
 
     def preload_tensors(self) -> list[FileWrite]:
         """Copy this rank's tensors to a buffer; returns when all values are there.
 
         Returns:
-            The files to write, by names and numbers only.
+            The files to write.
         """
         prepared = self._require_prepared()
         if not prepared.files:
@@ -252,22 +244,21 @@ class FileSystemWriterAsync(FileSystemWriter):
             for file, (start, stop) in zip(prepared.files, prepared.ranges(), strict=True)
         ]
 
-    def stage_for_foreign_queue(self) -> tuple[FileWrite, ...]:
-        """:meth:`preload_tensors`, but what goes wrong is raised when the save is finalized."""
-        try:
-            if self._kind == "thread":
-                raise CheckpointingException(
-                    f"{self.path} is not written: with writer='thread' the data is in memory of "
-                    f"the trainer, and the queue writes in another process. Make the writer with "
-                    f"writer='process', or use localckpt's AsyncCallsQueue"
-                )
-            return tuple(self.preload_tensors())
-        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
-            self._failed = error
-            return ()
+    def begin(self) -> Callable[[], None]:
+        """Stage, and have a thread write; return what waits for it, in any process."""
+        writes = self.preload_tensors()
 
-    write_preloaded_data_multiproc = staticmethod(write_preloaded_data_multiproc)
-    write_preloaded_data = staticmethod(write_preloaded_data)
+        def write() -> str | None:
+            try:
+                write_files(writes)
+            except Exception as error:  # noqa: BLE001 - raised when the save is finalized
+                return with_class(error)
+            return None
+
+        # Writing has no deadline of its own.
+        self._writing = HandedOver(write, _PATIENCE * self._timeout_s)
+        self._thread.submit(self._writing.task)
+        return self._writing.function
 
     def retrieve_write_results(self) -> list[WriteResult]:
         """Return the place of each item of this rank, for :meth:`finish`.
@@ -282,20 +273,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         if not prepared.files:
             return []
-        outcome = read_outcome(self._outcome_of(prepared))
-        if outcome is None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             raise SaveFailedError(
-                f"nobody has said what came of writing this rank's part of {self.path}: was the "
-                f"function of get_save_function_and_args() run to its end?"
+                f"nobody has written this rank's part of {self.path}: was the function of "
+                f"get_save_function_and_args() run to its end?"
             )
-        if isinstance(outcome, str):
-            raise SaveFailedError(f"this rank's part of {self.path} was not written: {outcome}")
-        results = prepared.results()
-        if outcome != len(results):
-            raise SaveFailedError(
-                f"of {len(results)} files with {sum(map(len, results))} items only {outcome} with "
-                f"{sum(map(len, results[:outcome]))} were written to {self.path}"
-            )
+        if (error := writing.await_error()) is not None:
+            raise SaveFailedError(f"this rank's part of {self.path} was not written: {error}")
         return self.planned_results()
 
     def planned_results(self) -> list[WriteResult]:
@@ -320,7 +305,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         write_durably(folder / METADATA_NAME, pickled)
         mine = {info.relative_path for info in metadata.storage_data.values()}
         try:
-            for path in (*folder.glob(f"*{DATA_SUFFIX}"), *folder.glob(".__*_written.*")):
+            for path in folder.glob(f"*{DATA_SUFFIX}"):
                 if path.name not in mine:
                     path.unlink(missing_ok=True)
         except OSError as error:
@@ -339,17 +324,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         # By its owner: an interrupt may have come before the buffer was noted here.
         self._staging.release(prepared.owner)
         self._prepared = None
-        if prepared.is_staged:
-            with storage_errors("clean up", Path(self.path)):
-                self._outcome_of(prepared).unlink(missing_ok=True)
+        if self._writing is not None:
+            self._writing.close()
 
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""
-        _close(self._staging, self._process)
-
-    def _outcome_of(self, prepared: WriteData) -> Path:
-        prefix = prepared.plan.storage_data.prefix
-        return Path(self.path) / f".{prefix}written.{self.save_id[:8]}"
+        _close(self._staging, self._thread, self._process)
 
     def _named(self, result: WriteResult) -> WriteResult:
         """A result of any rank with the name that the file has in this save."""
@@ -385,26 +365,32 @@ class FileSystemWriterAsync(FileSystemWriter):
         return files
 
 
-def _close(staging: Staging, process: int) -> None:
+def _close(staging: Staging, thread: SerialThread, process: int) -> None:
     # A fork of the trainer must not take the memory away from it.
     if os.getpid() == process:
         staging.close()
+        thread.close()
 
 
-class _Preload:
-    """Stages the tensors of a writer; returns the files to write.
+class _Begin:
+    """Stages the tensors of a writer and begins to write; returns what waits for the end.
 
     NVRx's persistent queue, and Megatron-Core's, pickle this function to have their worker call it,
-    while training waits. The worker does not have the tensors, so they are staged when the function
-    is pickled, and the worker is given the files.
+    while training waits. The worker does not have the tensors, so it is begun when the function is
+    pickled, and the worker is given what waits.
     """
 
     def __init__(self, writer: FileSystemWriterAsync) -> None:
         self._writer = writer
 
-    def __call__(self) -> list[FileWrite]:
-        return self._writer.preload_tensors()
+    def __call__(self) -> Callable[[], None]:
+        return self._writer.begin()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # An error here would be lost in a thread of that queue, and training would wait for ever.
-        return partial, (HandedOver, self._writer.stage_for_foreign_queue())
+        try:
+            wait = self._writer.begin()
+        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+            # Here it would be lost in a thread of that queue, and training would wait for ever.
+            self._writer.give_up(error)
+            wait = do_nothing
+        return partial, (given, wait)

@@ -153,3 +153,9 @@ def await_end(pid: int, timeout_s: float = 20.0) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def hang(path: Path, *args: object) -> None:
+    """Tell who hangs, and live until that process is killed."""
+    write(path, str(os.getpid()))
+    await_file(path.with_suffix(".never"))

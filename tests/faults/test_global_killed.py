@@ -399,9 +399,7 @@ def _found_on(job: _Job, root: Path) -> int:
 def _save_over(
     folder: Path, iteration: int, queue: localckpt.AsyncCallsQueue | None = None
 ) -> None:
-    writer = FileSystemWriterAsync(
-        folder, overwrite=True, writer="process" if queue else "thread", timeout_s=MAX_S
-    )
+    writer = FileSystemWriterAsync(folder, overwrite=True, timeout_s=MAX_S)
     plan = localckpt.save_state_dict_async_plan(state_of(iteration), writer, timeout_s=MAX_S)
     write, stage, args = writer.get_save_function_and_args()
 
@@ -479,7 +477,7 @@ def _run_over_once(folder: Path, fault: Fault) -> tuple[Section, bool]:
         assert watching.over.wait(2 * MAX_S)
         survived = _end(group, set(), 0)
     # What was staged goes when the next writer starts.
-    FileSystemWriterAsync(folder, writer="process").close()
+    FileSystemWriterAsync(folder).close()
     return watching.section, survived
 
 
@@ -514,6 +512,6 @@ def test_a_worker_that_outlives_its_trainer_is_not_mixed_into_what_the_next_job_
         group.announce("go on")
         psutil.wait_procs([worker], timeout=MAX_S)
         loaded = _loaded(folder)
-        FileSystemWriterAsync(folder, writer="process").close()
+        FileSystemWriterAsync(folder).close()
 
     assert loaded in (None, _NEWER)

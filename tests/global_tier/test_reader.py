@@ -57,7 +57,7 @@ class Bomb:
 
 
 def checkpoint(path: Path, state: dict[str, Any]) -> FileSystemWriterAsync:
-    writer = FileSystemWriterAsync(path, writer="thread")
+    writer = FileSystemWriterAsync(path)
     save(writer, state)
     writer.close()
     return writer

@@ -74,7 +74,7 @@ def metadata_of(path: Path) -> Metadata:
 
 
 def _save_three_times(rank: int, world_size: int, root: Path) -> list[tuple[int, int, int]]:
-    writer, told, counts = FileSystemWriterAsync(root / "0", writer="thread"), [], Counts()
+    writer, told, counts = FileSystemWriterAsync(root / "0"), [], Counts()
     for number in range(3):
         writer.reset(root / str(number))
         save(writer, model_of(rank, number), timeout_s=TIMEOUT_S)
@@ -140,7 +140,7 @@ def _changed(rank: int, number: int, changing: int) -> dict[str, Any]:
 
 
 def _save_changes(rank: int, world_size: int, root: Path, changing: int) -> list[tuple[int, int]]:
-    writer, told, counts = FileSystemWriterAsync(root / "0", writer="thread"), [], Counts()
+    writer, told, counts = FileSystemWriterAsync(root / "0"), [], Counts()
     for number in range(len(_CHANGES)):
         writer.reset(root / str(number))
         save(writer, _changed(rank, number, changing), timeout_s=TIMEOUT_S)
@@ -171,7 +171,7 @@ def test_a_change_on_one_rank_is_planned_and_what_is_loaded_is_right(
 
 
 def _save_dtypes(rank: int, world_size: int, root: Path) -> None:
-    writer = FileSystemWriterAsync(root / "0", writer="thread")
+    writer = FileSystemWriterAsync(root / "0")
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
         writer.reset(root / str(number))
         state = {"w": torch.ones(8, dtype=dtype), f"v{rank}": torch.ones(8, dtype=dtype)}
@@ -271,7 +271,7 @@ def _save_as_a_queue_that_knows_no_errors(
 def _fail_on(
     rank: int, world_size: int, root: Path, what: str, victim: int, coordinator: int
 ) -> tuple[str, str]:
-    writer = _FailingWriter(root / "0", writer="thread")
+    writer = _FailingWriter(root / "0")
     _save_as_a_queue_that_knows_no_errors(writer, model_of(rank, 0), coordinator, None)
     path, state, planner = root / "1", model_of(rank, 1), None
     if rank == victim:
@@ -354,7 +354,7 @@ class _SlowWriter(FileSystemWriterAsync):
 
 
 def _be_slow(rank: int, world_size: int, root: Path) -> tuple[str, str]:
-    writer = _SlowWriter(root / "0", writer="thread")
+    writer = _SlowWriter(root / "0")
     save(writer, model_of(rank, 0))
     writer.reset(root / "1")
     writer.slow = rank == 0
@@ -387,7 +387,7 @@ def test_the_save_after_one_that_only_some_ranks_took_for_lost_works(tmp_path: P
 
 
 def _forget_on_one_rank(rank: int, world_size: int, root: Path, forgetful: int) -> list[str]:
-    writers = [FileSystemWriterAsync(root / "0", writer="thread") for _ in range(2)]
+    writers = [FileSystemWriterAsync(root / "0") for _ in range(2)]
     told = []
     for number in range(3):
         # A trainer that makes its writer anew, on one rank alone.
@@ -416,7 +416,7 @@ def test_a_rank_that_has_forgotten_what_was_planned_costs_one_save_at_most(
 def _save_in_a_group(rank: int, world_size: int, path: Path) -> None:
     group = dist.new_group([1, 3])
     if rank in (1, 3):
-        writer = FileSystemWriterAsync(path, writer="thread")
+        writer = FileSystemWriterAsync(path)
         save(
             writer,
             model_of(rank, 0),

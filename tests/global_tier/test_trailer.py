@@ -72,7 +72,7 @@ class Saved:
             "c": tensor_of(torch.int16, (5, 7), seed),
             "step": seed,
         }
-        writer = FileSystemWriterAsync(path, writer="thread")
+        writer = FileSystemWriterAsync(path)
         save(writer, self.state)
         writer.close()
         self.save_id = writer.save_id

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
@@ -17,16 +19,13 @@ import torch
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
 from localckpt.async_save.callers import ThreadAsyncCaller
-from localckpt.global_tier.data_files import FileWrite, write_preloaded_data
 from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.storage.buffers import SharedBuffer
 from tests.async_save import work
 from tests.global_tier.states import Counts, assert_same, load_with_ours, tensor_of
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
-Where = Literal["thread", "process"]
 
 
 def state_of(rank: int, number: int) -> dict[str, Any]:
@@ -42,29 +41,15 @@ def state_of_all(world_size: int, number: int) -> dict[str, Any]:
     return {k: v for rank in range(world_size) for k, v in state_of(rank, number).items()}
 
 
-def request_of(
-    writer: FileSystemWriterAsync,
-    state: dict[str, Any],
-    wrap: Callable[..., Callable[..., None]] = lambda function: function,
-    staged: list[list[FileWrite]] | None = None,
-) -> AsyncRequest:
+def request_of(writer: FileSystemWriterAsync, state: dict[str, Any]) -> AsyncRequest:
     """What a training loop hands to its queue."""
     planned = save_state_dict_async_plan(state, writer, timeout_s=PATIENCE_S)
     function, preload, args = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-
-    def stage() -> list[FileWrite]:
-        writes = preload()
-        if staged is not None:
-            staged.append(writes)
-        return writes
-
     return AsyncRequest(
-        AsyncCall(wrap(function), failure_fns=[writer.give_up]),
+        AsyncCall(function, failure_fns=[writer.give_up], name="write"),
         tuple(args),
         [partial(save_state_dict_async_finalize, *planned)],
-        preload_fn=stage,
+        preload_fn=preload,
     )
 
 
@@ -73,15 +58,10 @@ def carry_out(queue: AsyncCallsQueue, request: AsyncRequest) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
 
 
-def _write_as_a_foreign_worker_does(
-    writer: FileSystemWriterAsync, spoil: Callable[[Path], Any] = lambda path: None
-) -> None:
-    """Call what was pickled; before a file is written, ``spoil`` its path."""
+def _write_as_a_foreign_worker_does(writer: FileSystemWriterAsync) -> None:
+    """Call what was pickled."""
     function, preload, args = pickle.loads(pickle.dumps(writer.get_save_function_and_args()))
-    writes = preload()
-    for write in writes:
-        spoil(write.path)
-    function(args[0], writes)
+    function(args[0], preload())
 
 
 def test_a_worker_that_preloads_itself_gets_what_was_staged_when_it_was_pickled(
@@ -97,41 +77,31 @@ def test_a_worker_that_preloads_itself_gets_what_was_staged_when_it_was_pickled(
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"), [("thread", "writer='process'"), ("process", "Is a directory")]
-)
 def test_a_worker_that_preloads_itself_outlives_a_failure_which_finalizing_raises(
-    tmp_path: Path, kind: Where, told: str
+    tmp_path: Path,
 ) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "checkpoint", writer=kind)
+    writer = FileSystemWriterAsync(tmp_path / "checkpoint")
     planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
+    shutil.rmtree(tmp_path / "checkpoint")
 
-    _write_as_a_foreign_worker_does(writer, Path.mkdir)
+    _write_as_a_foreign_worker_does(writer)
 
-    with pytest.raises(CheckpointingException, match=told):
+    with pytest.raises(CheckpointingException, match="No such file or directory"):
         save_state_dict_async_finalize(*planned)
     writer.close()
 
 
-def shared_file(writes: list[FileWrite]) -> Path:
-    (buffer,) = {write.buffer for write in writes}
-    assert isinstance(buffer, SharedBuffer)
-    return buffer.path
-
-
 def _three_saves(
     rank: int, world_size: int, root: Path, persistent: bool
-) -> tuple[int, int, set[Path], list[bool]]:
-    writer = FileSystemWriterAsync(root / "0", writer="process", timeout_s=PATIENCE_S)
-    staged: list[list[FileWrite]] = []
+) -> tuple[int, int, list[bool]]:
+    writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
     workers: list[bool] = []
     counts = Counts()
     with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
         for number in range(3):
             writer.reset(root / str(number))
             state = state_of(rank, number)
-            request = request_of(writer, state, staged=staged)
-            queue.schedule_async_request(request)
+            queue.schedule_async_request(request_of(writer, state))
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
@@ -140,26 +110,18 @@ def _three_saves(
             # One that is about to end has no memory any more.
             maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in children]
             workers += ["libtorch" in text for text in maps if text]
-    files = {shared_file(writes) for writes in staged}
-    assert all(file.exists() for file in files)
     writer.close()
-    assert not any(file.exists() for file in files)
-    return counts.layouts, counts.plans, files, workers
+    return counts.layouts, counts.plans, workers
 
 
 @pytest.mark.parametrize("persistent", [True, False], ids=["worker", "forks"])
-def test_three_saves_in_a_row_use_one_layout_one_plan_and_one_buffer(
-    tmp_path: Path, persistent: bool
-) -> None:
+def test_three_saves_in_a_row_use_one_layout_and_one_plan(tmp_path: Path, persistent: bool) -> None:
     told = run_ranks(_three_saves, 2, tmp_path, persistent)
 
-    assert [layouts for layouts, _, _, _ in told] == [1, 1]
-    assert [plans for _, plans, _, _ in told] == [1, 0]
-    buffers = [files for _, _, files, _ in told]
-    assert [len(files) for files in buffers] == [1, 1]
-    assert not buffers[0] & buffers[1]
+    assert [layouts for layouts, _, _ in told] == [1, 1]
+    assert [plans for _, plans, _ in told] == [1, 0]
     # A worker process has never loaded torch; a fork of the trainer is gone when it is done.
-    assert [workers for _, _, _, workers in told] == [[False] * 3 if persistent else []] * 2
+    assert [workers for _, _, workers in told] == [[False] * 3 if persistent else []] * 2
     for number in range(3):
         wanted = state_of_all(2, number)
         assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
@@ -177,7 +139,7 @@ def test_three_saves_run_in_a_thread_that_shares_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = Counts(monkeypatch.setattr)
-    writer = FileSystemWriterAsync(tmp_path / "0", writer="thread", timeout_s=PATIENCE_S)
+    writer = FileSystemWriterAsync(tmp_path / "0", timeout_s=PATIENCE_S)
     caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
 
     def call(request: AsyncRequest) -> None:
@@ -189,15 +151,6 @@ def test_three_saves_run_in_a_thread_that_shares_the_memory(
 
     assert counts.layouts == 1
     caller.close()
-    writer.close()
-
-
-def test_the_queue_runs_what_is_staged_for_a_thread_in_a_thread(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "0", writer="thread", timeout_s=2.0)
-
-    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
-        _save_in(writer, tmp_path, partial(carry_out, queue))
-
     writer.close()
 
 
@@ -222,9 +175,9 @@ def _in_a_forked_process(request: AsyncRequest) -> None:
 
 
 def _with_a_foreign_queue(
-    rank: int, world_size: int, root: Path, where: Where, run: Callable[[AsyncRequest], None]
+    rank: int, world_size: int, root: Path, run: Callable[[AsyncRequest], None]
 ) -> None:
-    writer = FileSystemWriterAsync(root / "0", writer=where, timeout_s=PATIENCE_S)
+    writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
     for number in range(3):
         writer.reset(root / str(number))
         request = request_of(writer, state_of(rank, number))
@@ -238,57 +191,35 @@ def _with_a_foreign_queue(
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("where", "run"),
-    [("thread", _in_a_thread), ("process", _in_a_thread), ("process", _in_a_forked_process)],
-)
+@pytest.mark.parametrize("run", [_in_a_thread, _in_a_forked_process])
 def test_requests_work_in_a_queue_that_is_not_ours(
-    tmp_path: Path, where: Where, run: Callable[[AsyncRequest], None]
+    tmp_path: Path, run: Callable[[AsyncRequest], None]
 ) -> None:
-    run_ranks(_with_a_foreign_queue, 2, tmp_path, where, run)
+    run_ranks(_with_a_foreign_queue, 2, tmp_path, run)
 
     for number in range(3):
         wanted = state_of_all(2, number)
         assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
 
 
-def write_or_hang(
-    hanging: Path | None, function: Callable[..., None], rank: int, writes: list[FileWrite]
-) -> None:
-    """May stop in the middle of a save, and live until it is killed."""
-    if hanging is None:
-        function(rank, writes)
-        return
-    write_preloaded_data(writes[0])
-    work.write(hanging, str(os.getpid()))
-    work.await_file(hanging.with_suffix(".never"))
-
-
 def _worker_is_killed(
     rank: int, world_size: int, root: Path, persistent: bool
 ) -> tuple[str, str, list[str]]:
-    writer = FileSystemWriterAsync(root / "0", writer="process", timeout_s=3.0)
-    staged: list[list[FileWrite]] = []
+    writer = FileSystemWriterAsync(root / "0", timeout_s=3.0)
     with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
+        request = request_of(writer, state_of(rank, 0))
         hanging = root / "hanging" if rank == 1 else None
-        queue.schedule_async_request(
-            request_of(
-                writer,
-                state_of(rank, 0),
-                lambda function: partial(write_or_hang, hanging, function),
-                staged,
-            )
-        )
+        if hanging is not None:
+            call = replace(request.call, function=partial(work.hang, hanging))
+            request = request._replace(async_fn=call)
+        queue.schedule_async_request(request)
         if hanging is not None:
             os.kill(int(work.await_file(hanging)), signal.SIGKILL)
         told = _error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
         there = sorted(file.name for file in (root / "0").iterdir())
         writer.reset(root / "1")
-        told_next = _error_of(
-            lambda: carry_out(queue, request_of(writer, state_of(rank, 1), staged=staged))
-        )
+        told_next = _error_of(lambda: carry_out(queue, request_of(writer, state_of(rank, 1))))
     writer.close()
-    assert not any(shared_file(writes).exists() for writes in staged)
     return told, told_next, there
 
 

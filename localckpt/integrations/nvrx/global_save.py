@@ -41,8 +41,8 @@ class FileSystemWriterAsync(_Writer):
         path, separation_hint, thread_count, options: As for
             :class:`localckpt.FileSystemWriterAsync`.
         use_msc: Must be false: the Multi-Storage Client is not supported.
-        is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Accepted. One
-            process writes all files of a rank from shared memory of the host, with threads.
+        is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Accepted. Threads
+            of the trainer write all files of a rank from memory of the host.
 
     Raises:
         CheckpointingException: ``use_msc`` is true.
@@ -158,7 +158,7 @@ _results_queue: None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """Do nothing: the results of writes are in a file beside the data, so no queue is needed."""
+    """Do nothing: threads of the trainer write, so no queue is needed."""
 
 
 _get_write_results_queue = get_write_results_queue

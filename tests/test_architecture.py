@@ -85,13 +85,13 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2217, 1300, 14),
+    "top": (2210, 1300, 14),
     "async_save": (1834, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (5583, 1800, 22),
-    "cli": (3716, 3000, 18),
-    "events": (800, 700, 7),
-    "exporters": (531, 500, 4),
+    "cli": (3450, 3000, 16),
+    "events": (736, 700, 6),
+    "exporters": (426, 500, 3),
     "global_tier": (6938, 4900, 22),
     "integrations": (2866, 2900, 22),
     "managers": (5879, 3600, 22),
@@ -100,12 +100,12 @@ _BUDGETS = {
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
     "state_dict": (8230, 5000, 31),
-    "storage": (3888, 3100, 18),
+    "storage": (3868, 3100, 18),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (196, 150)
+_CORE_MODULES = (195, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -6,7 +6,6 @@ A file in quarantine is verified again before it is removed, and put back if it 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,7 +25,6 @@ from localckpt.cli.output import (
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.lineage import EpochId
 from localckpt.own_folders import open_below
 from localckpt.storage.catalog import (
     Removable,
@@ -66,15 +64,6 @@ def clean(
             "was resumed from them in vain.",
         ),
     ] = False,
-    epoch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--epoch",
-            metavar="NAME",
-            help="Also remove the checkpoints of this epoch, as `localckpt explain` names it.",
-            show_default=False,
-        ),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a job that is starting here.")
     ] = _WAIT_S,
@@ -82,9 +71,9 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, recycled files, and shared memory. Shards stay, unless their epoch is
-    named, and so does whatever belongs to a process that runs. Call it on the node itself, where
-    the processes of its jobs can be seen.
+    That is: unfinished files, recycled files, and shared memory. Shards stay, and so does whatever
+    belongs to a process that runs. Call it on the node itself, where the processes of its jobs can
+    be seen.
     """
     with one_line_errors():
         root = store_or_default(directory)
@@ -96,7 +85,7 @@ def clean(
         find_sessions(root)
         # No job starts here meanwhile, so none that is not seen to run takes files over.
         with nullcontext() if dry_run else lock_store(root, timeout):
-            found = [*_removable(root), *_of_epochs(root, epoch or [])]
+            found = _removable(root)
             judged = _judge_corrupt(root, corrupt, put_back_given_up)
             removed = [*found, *judged.bad]
             good = {file: file.path for file in judged.good}
@@ -153,24 +142,6 @@ def _removable(root: Path) -> list[Removable]:
     return [
         file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
     ]
-
-
-def _of_epochs(root: Path, names: Sequence[str]) -> list[Removable]:
-    found = []
-    for name in dict.fromkeys(names):
-        epoch = EpochId.parse(name)
-        files = [f for s in find_sessions(root) for f in s.of_epoch(epoch)] if epoch else []
-        if not files:
-            raise StorageError(
-                f"{root} has no checkpoint of an epoch {name!r}: `localckpt explain` names them, "
-                f"as 3-0a1b2c3d. Nothing was removed"
-            )
-        if any(file.is_live for file in files):
-            raise StorageError(
-                f"epoch {name} is that of a job that runs: end it first. Nothing was removed"
-            )
-        found += files
-    return found
 
 
 def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:

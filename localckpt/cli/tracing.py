@@ -20,15 +20,19 @@ from localckpt.cli.output import (
     size,
     writing,
 )
-from localckpt.cli.records import RecordsArgument, SessionOption, read_records
+from localckpt.cli.reporting import RecordsArgument, SessionOption, read_records
 from localckpt.cli.starts import starts_of
-from localckpt.events.event import Event
-from localckpt.exporters.chrome import trace_entries, track_entries
+from localckpt.events.event import LOST, Event
 
 __all__ = ["trace"]
 
 # Number of the process that stands for the job; no rank has it.
 _JOB = 1_000_000_000
+# Threads of the picture. What training waits for is on one, where parts lie within their whole.
+_TRACKS = {1: "training waits", 2: "what happened"}
+_ON_TRAINING = LOST | {"resume", "wait_prev", "d2h"}
+# Several of these may be under way at once, so they are drawn side by side.
+_SIDE_BY_SIDE = frozenset(("save", "background", "reprotected", "drain"))
 
 
 def trace(
@@ -65,8 +69,8 @@ def _trace_of(events: Sequence[Event]) -> dict[str, Any]:
     Above the tracks of the ranks is one for each session: what the time of the job was.
     """
     ranks = {event.rank: event for event in events}
-    entries = [entry for _, event in sorted(ranks.items()) for entry in track_entries(event)]
-    entries += [entry for event in events for entry in trace_entries(event)]
+    entries = [entry for _, event in sorted(ranks.items()) for entry in _track_entries(event)]
+    entries += [entry for event in events for entry in _trace_entries(event)]
     return {"traceEvents": [*_job_entries(events), *entries], "displayTimeUnit": "ms"}
 
 
@@ -105,3 +109,46 @@ def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:
             if restart.start.ending in ("killed", "failed")
         ]
     return entries
+
+
+def _track_entries(event: Event) -> list[dict[str, Any]]:
+    """Entries that name the tracks of an event's rank."""
+    ours = {"ph": "M", "pid": event.rank}
+    rank = f"rank {event.rank} ({event.node})"
+    return [
+        {**ours, "name": "process_name", "args": {"name": rank}},
+        {**ours, "name": "process_sort_index", "args": {"sort_index": event.rank}},
+        *(
+            {**ours, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            for tid, name in _TRACKS.items()
+        ),
+    ]
+
+
+def _trace_entries(event: Event) -> list[dict[str, Any]]:
+    """Entries of the trace event format that draw one event; times in microseconds."""
+    begin, length = 1e6 * event.start, 1e6 * event.duration
+    fields = {
+        "step": event.step,
+        "bytes": event.nbytes,
+        "tier": event.tier,
+        "outcome": event.outcome,
+        "error_class": event.error_class or None,
+        **event.details,
+    }
+    step = "" if event.step is None else f" {event.step}"
+    entry = {
+        "name": f"{event.name}{step}",
+        "cat": "lost" if event.is_lost else "localckpt",
+        "pid": event.rank,
+        "tid": 1 if event.name in _ON_TRAINING else 2,
+        "ts": begin,
+        "args": {name: value for name, value in fields.items() if value is not None},
+    }
+    if event.name in _SIDE_BY_SIDE:
+        pair = entry | {"id": f"{event.run}.{event.number}"}
+        ends = {key: pair[key] for key in ("name", "cat", "pid", "tid", "id")}
+        return [pair | {"ph": "b"}, ends | {"ph": "e", "ts": begin + length}]
+    if event.name in _ON_TRAINING or event.duration:
+        return [entry | {"ph": "X", "dur": length}]
+    return [entry | {"ph": "i", "s": "t"}]

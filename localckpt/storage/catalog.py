@@ -27,7 +27,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import Checkpoint, ShardRecord
-from localckpt.lineage import EpochId, Lineage
+from localckpt.lineage import Lineage
 from localckpt.own_folders import open_below
 from localckpt.state_dict.source import ImageBytes, read_verified_record
 from localckpt.storage.failures import storage_errors
@@ -67,7 +67,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging", "shard"]
+LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging"]
 
 _ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", RECYCLED: "recycled", CORRUPT: "corrupt"}
 _LOOKS = 4
@@ -131,10 +131,7 @@ class UncountedFile:
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer.
-
-    Shards are leftovers only in the result of :meth:`SessionFolder.of_epoch`.
-    """
+    """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer."""
 
     path: Path
     nbytes: int
@@ -191,39 +188,22 @@ class SessionFolder:
 
     def noted_lineages(self) -> list[Lineage]:
         """Return the lineages in the notes of all ranks' folders."""
-        return [notes.lineage for _, notes in self._notes() if notes.lineage is not None]
+        return [notes.lineage for notes in self._notes() if notes.lineage is not None]
 
     def noted_trusts(self) -> Trusts:
         """Read all ranks' notes on trust in checkpoints."""
         running = Running()
-        return Trusts.of(notes.trusts(running) for _, notes in self._notes())
+        return Trusts.of(notes.trusts(running) for notes in self._notes())
 
-    def _notes(self) -> Iterator[tuple[Path, Notes]]:
+    def _notes(self) -> Iterator[Notes]:
         for folder in _folders(self.folder):
             with _readable(folder / NOTES_NAME):
-                notes = read_notes(folder)
-            yield folder, notes
+                yield read_notes(folder)
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove all ranks' notes on trust in one checkpoint."""
         for folder in _folders(self.folder):
             NotesFile(folder).change(lambda notes: notes.without(checkpoint))
-
-    def of_epoch(self, epoch: EpochId) -> list[Removable]:
-        """List the shards of one epoch; live are those that a running process may have saved."""
-        running = Running()
-        is_live: dict[Path, bool] = {}
-        for folder, notes in self._notes():
-            # An attempt that has not saved yet may still load any shard.
-            begun = notes.lineage.epoch if notes.lineage is not None else None
-            has_begun = begun is not None and begun.number == notes.epoch
-            with _readable(folder / OWNER_NAME):
-                is_live[folder] = (not has_begun or begun == epoch) and owner_of(folder) in running
-        return [
-            Removable(s.path, s.record.nbytes, "shard", is_live.get(s.path.parent, True))
-            for s in self.shards()[0]
-            if s.record.identity.generation.epoch_id == epoch
-        ]
 
     def leftovers(self) -> list[Removable]:
         """List unfinished, recycled and quarantined files in the folders of all ranks."""

@@ -183,10 +183,10 @@ def _cached_pages(path: Path, start: int, stop: int) -> int:
     nbytes = path.stat().st_size
     seen = (ctypes.c_ubyte * -(-nbytes // 4096))()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
-        start = ctypes.c_char.from_buffer(mapped)
-        address = ctypes.c_void_p(ctypes.addressof(start))
+        first = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(first))
         assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(nbytes), seen) == 0
-        del start
+        del first
     return sum(page & 1 for page in seen[start // 4096 : stop // 4096])
 
 

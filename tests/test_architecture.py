@@ -89,7 +89,7 @@ _BUDGETS = {
     "async_save": (1834, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (5583, 1800, 22),
-    "cli": (3450, 3000, 16),
+    "cli": (3446, 3000, 16),
     "events": (736, 700, 6),
     "exporters": (426, 500, 3),
     "global_tier": (6938, 4900, 22),
@@ -100,12 +100,12 @@ _BUDGETS = {
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
     "state_dict": (8230, 5000, 31),
-    "storage": (3868, 3100, 18),
+    "storage": (3719, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (195, 150)
+_CORE_MODULES = (194, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -32,7 +32,6 @@ from localckpt.storage.catalog import (
     ShardFile,
     UncountedFile,
     find_sessions,
-    find_staging,
     put_back,
     why_quarantined,
 )
@@ -71,7 +70,7 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, recycled files, and shared memory. Shards stay, and so does whatever
+    That is: unfinished files, and recycled files. Shards stay, and so does whatever
     belongs to a process that runs. Call it on the node itself, where the processes of its jobs can
     be seen.
     """
@@ -139,9 +138,7 @@ class _Judged(NamedTuple):
 
 def _removable(root: Path) -> list[Removable]:
     found = [file for session in find_sessions(root) for file in session.leftovers()]
-    return [
-        file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
-    ]
+    return [file for file in found if file.kind != "corrupt" and not file.is_live]
 
 
 def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
@@ -187,8 +184,7 @@ def _remove(file: Removable) -> bool:
     try:
         # Without following a link that is put in the place of a folder meanwhile.
         rank = file.path.parent
-        below = () if file.kind == "staging" else (rank.parent.name, rank.name)
-        folder = open_below(rank.parent.parent if below else rank, *below)
+        folder = open_below(rank.parent.parent, rank.parent.name, rank.name)
         try:
             os.unlink(file.path.name, dir_fd=folder)
         finally:

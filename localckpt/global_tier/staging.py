@@ -25,7 +25,6 @@ from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_hos
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
-from localckpt.storage.staging import StagingFolder, remove_orphans
 
 __all__ = [
     "FILE_NBYTES",
@@ -234,11 +233,8 @@ class Staging:
         self._timeout_s = timeout_s
         self._copier = Copier(threads)
         self._streams = SideStreams(timeout_s)
-        self._folder = StagingFolder()
-        if writer == "process":
-            remove_orphans()
         # One at a time: saves to shared storage are far between.
-        make = PrivateBuffer if writer == "thread" else self._make_shared
+        make = PrivateBuffer if writer == "thread" else SharedBuffer
         self._pool = BufferPool(make, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
         # Frames are in the buffer from the save before, as long as nothing moves.
@@ -322,7 +318,3 @@ class Staging:
         self._framed = None
         self._copier.stop()
         self._pool.close()
-        self._folder.close()
-
-    def _make_shared(self, nbytes: int) -> Buffer:
-        return SharedBuffer(self._folder.new_path(), nbytes)

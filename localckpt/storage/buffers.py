@@ -1,8 +1,9 @@
 """Staging buffers for images, in a pool: faulted in once, and reused by every save.
 
 Private buffers are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Shared
-buffers are files in shared memory, for a writer in another process, which opens them by path. Forks
-of the trainer (data loader workers) inherit neither; one that writes maps shared buffers anew.
+buffers are for a writer in another process: files without a name, which it opens by the descriptor
+of their maker. Forks of the trainer (data loader workers) inherit neither; one that writes maps
+shared buffers anew.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ __all__ = [
     "allocate",
     "buffer_nbytes",
     "check_memory",
-    "map_shared",
+    "map_file",
     "wait_until_free",
 ]
 
@@ -53,12 +53,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001
 _LONGEST_PREPARE_S = 60.0
-
-FULL = (
-    "it is full: free or enlarge it, since a worker process gets what it saves through shared "
-    "memory, or have a thread save"
-)
-"""What to do when a staging buffer for a worker process does not fit."""
 
 _ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
@@ -168,21 +162,25 @@ class PrivateBuffer(Buffer):
 
 
 class SharedBuffer(Buffer):
-    """Mapped file in shared memory, which other processes open by its path.
+    """Memory that other processes of this user map while its maker lives.
 
-    The byte after the buffer's bytes is 1 while the buffer is in use, for all processes.
+    No file has a name, so the kernel frees the memory when the maker is killed. The byte after the
+    buffer's bytes is 1 while the buffer is in use, for all processes. ``path`` leads to the
+    descriptor of the maker; without one, new memory is made.
     """
 
-    def __init__(
-        self, path: Path, nbytes: int, *, create: bool = True, to_read: bool = False
-    ) -> None:
+    def __init__(self, nbytes: int, path: str | None = None) -> None:
         super().__init__()
-        self.path = path
         self._nbytes = nbytes
-        self._remove: Callable[[], object] = lambda: None
-        self._map(create=create, to_read=to_read)
-        if create:
-            self._remove = weakref.finalize(self, _remove, os.getpid(), path)
+        self._release: Callable[[], object] = lambda: None
+        self._is_mine = path is None
+        if path is None:
+            fd = os.memfd_create("localckpt", os.MFD_CLOEXEC)
+            _descriptors.add(fd)
+            self._release = weakref.finalize(self, _close, os.getpid(), fd)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.path = path
+        self._map()
 
     @property
     def in_use(self) -> bool:
@@ -199,64 +197,69 @@ class SharedBuffer(Buffer):
         self._unpin()
         # A dummy flag, since give_back() may still be called after this.
         self._view, self._whole = memoryview(b""), memoryview(bytearray(1))
-        self._remove()
+        self._release()
 
-    def _map(self, *, create: bool, to_read: bool) -> None:
+    def _map(self) -> None:
         size = round_up(max(self._nbytes, 1), PAGE_NBYTES)
-        self._whole = map_shared(self.path, size + PAGE_NBYTES, create=create, to_read=to_read)
+        with (
+            storage_errors("map the staging memory of the trainer in", self.path),
+            open_owned(Path(self.path), os.O_RDWR) as file,
+        ):
+            # Whoever reads maps pages as they are read, which is cheaper than to fault in all.
+            is_to_read = not self._is_mine
+            self._whole = map_file(file.fileno(), size + PAGE_NBYTES, is_to_read=is_to_read)
         self._view = self._whole[:size]
 
     def _map_in_fork(self) -> None:
-        self._map(create=False, to_read=True)
+        self._is_mine = False
+        self._map()
         self._process = os.getpid()
 
     def _flag(self) -> memoryview:
         """Return the byte that is 1 while the buffer is in use."""
         return self._whole[len(self.view) :][:1]
 
-    def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
-        return partial(SharedBuffer, create=False, to_read=True), (self.path, self._nbytes)
+    def __reduce__(self) -> tuple[type[SharedBuffer], tuple[int, str]]:
+        return SharedBuffer, (self._nbytes, self.path)
 
 
-def _remove(process: int, path: Path) -> None:
+_descriptors: set[int] = set()
+"""Descriptors of the shared buffers that this process has made."""
+
+
+def _close(process: int, fd: int) -> None:
     if os.getpid() == process:
-        path.unlink(missing_ok=True)
+        _descriptors.discard(fd)
+        os.close(fd)
 
 
-def map_shared(
-    path: Path, nbytes: int, *, create: bool, to_read: bool = False, full: str = FULL
-) -> memoryview:
-    """Map a file in shared memory, and reserve all its pages; raises StorageError.
+def _close_in_fork() -> None:
+    """Close what a fork inherits, which would keep the memory as long as the fork lives."""
+    for fd in _descriptors:
+        os.close(fd)
+    _descriptors.clear()
 
-    With ``to_read``, pages are mapped as they are read, which is cheaper than to fault in all of
-    them for writing. ``full`` says what to do if shared memory is full.
-    """
-    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
-    with storage_errors("map shared memory in", path, full):
-        file = open_owned(path, flags)
-        try:
-            with file:
-                fd = file.fileno()
-                if os.fstat(fd).st_size < nbytes:
-                    os.ftruncate(fd, nbytes)
-                memory = map_memory(nbytes, fd)
-                try:
-                    # Before posix_fallocate, which would allocate small pages.
-                    prefer_huge_pages(address_of(memory), nbytes)
-                    if not to_read:
-                        populate(address_of(memory), nbytes)
-                    # Without reserved pages, a write to the mapping is a SIGBUS once memory is
-                    # full.
-                    os.posix_fallocate(fd, 0, nbytes)
-                except BaseException:
-                    # The error's traceback keeps this variable, which would keep the pages.
-                    del memory
-                    raise
-        except BaseException:
-            if create:
-                os.unlink(path)
-            raise
-        return memory
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def map_file(fd: int, nbytes: int, *, is_to_read: bool = False) -> memoryview:
+    """Map a file in shared memory, and reserve all its pages; raises OSError."""
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+    memory = map_memory(nbytes, fd)
+    try:
+        # Before posix_fallocate, which would allocate small pages.
+        prefer_huge_pages(address_of(memory), nbytes)
+        if not is_to_read:
+            populate(address_of(memory), nbytes)
+        # Without reserved pages, a write to the mapping is a SIGBUS once memory is full.
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        # The error's traceback keeps this variable, which would keep the pages.
+        del memory
+        raise
+    return memory
 
 
 class BufferPool:

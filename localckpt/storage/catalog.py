@@ -45,7 +45,6 @@ from localckpt.storage.names import (
 )
 from localckpt.storage.notes import Notes, NotesFile, read_notes
 from localckpt.storage.owner import Running, owner_of, read_note
-from localckpt.storage.staging import find_buffers, is_buffer, is_live
 from localckpt.trust import Trusts
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "ShardFile",
     "UncountedFile",
     "find_sessions",
-    "find_staging",
     "node_token",
     "put_back",
     "quarantine",
@@ -67,7 +65,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging"]
+LeftoverKind = Literal["dirty", "recycled", "corrupt"]
 
 _ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", RECYCLED: "recycled", CORRUPT: "corrupt"}
 _LOOKS = 4
@@ -131,7 +129,7 @@ class UncountedFile:
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer."""
+    """File that can be removed: unfinished, recycled, or in quarantine."""
 
     path: Path
     nbytes: int
@@ -278,24 +276,6 @@ def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
     """Describe a file that cannot be used because of an error."""
     status = _status(path)
     return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
-
-
-def find_staging() -> list[Removable]:
-    """List the staging buffers in this node's shared memory, of all stores.
-
-    Only root sees the buffers of other users.
-    """
-    running = Running()
-    found = []
-    for path in find_buffers():
-        live, status = is_live(path, running), _status(path)
-        # The lock file of a live process is no leftover; that of a dead process is one.
-        if live and not is_buffer(path):
-            continue
-        if live is None or status is None or os.geteuid() not in (0, status.st_uid):
-            continue
-        found.append(Removable(path, status.st_size, "staging", live))
-    return found
 
 
 def quarantine(path: Path, problem: Problem) -> bool:

@@ -36,7 +36,6 @@ from localckpt.storage.preflight import (
     try_out,
 )
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
-from localckpt.storage.staging import remove_orphans
 from localckpt.storage.store import Slot, Store, Stored
 from localckpt.storage.write import ShardWrite, write_shard
 
@@ -105,7 +104,6 @@ class DirectoryStore(Store):
 
     def _try_out(self) -> None:
         """Find out how the claimed folder can be written; raises StorageError if it cannot."""
-        remove_orphans()
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)

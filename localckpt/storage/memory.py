@@ -19,7 +19,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.limits import memory_limits
-from localckpt.storage.buffers import Buffer, check_memory, map_shared, wait_until_free
+from localckpt.storage.buffers import Buffer, check_memory, map_file, wait_until_free
 from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, RECYCLED
@@ -297,13 +297,14 @@ class _MappedFile(Buffer):
         else:
             check_memory(nbytes - path.stat().st_size)
         self._path, self._nbytes = path, nbytes
-        # Whole pages, so that a slightly larger image fits the next time.
-        mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, full=_FULL)
-        self._map, self._view = mapped, mapped[:nbytes]
-        try:
-            with storage_errors("reserve shared memory in", path, _FULL):
-                os.truncate(path, nbytes)
-        except BaseException:
-            if create:
-                path.unlink(missing_ok=True)
-            raise
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+        with storage_errors("map shared memory in", path, _FULL), open_owned(path, flags) as file:
+            try:
+                # Whole pages, so that a slightly larger image fits the next time.
+                mapped = map_file(file.fileno(), round_up(nbytes, PAGE_NBYTES))
+                self._map, self._view = mapped, mapped[:nbytes]
+                os.ftruncate(file.fileno(), nbytes)
+            except BaseException:
+                if create:
+                    path.unlink(missing_ok=True)
+                raise

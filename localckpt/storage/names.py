@@ -24,7 +24,6 @@ __all__ = [
     "RECYCLED",
     "SESSION_PREFIX",
     "SHARD",
-    "STAGING_PREFIX",
     "TOKEN_NAME",
     "local_path",
     "session_name",
@@ -46,8 +45,6 @@ TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
 OWNER_NAME, NOTES_NAME = ".owner", ".notes"
 """Files of a rank's folder: the process that writes there; its epoch, and trust in checkpoints."""
 
-STAGING_PREFIX = "localckpt-staging-"
-"""Prefix of the names of staging buffers in shared memory."""
 # With the prefix, no folder of a session is named "", "." or "..".
 SESSION_PREFIX = "session-"
 

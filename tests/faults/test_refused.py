@@ -236,8 +236,6 @@ def _start_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         if job.cold:
             for path in _shards(node_store()):
                 make_cold(path)
-        if job.orphan is not None and rank == job.victim and job.kind == "disk":
-            job.orphan.touch()
         case = _start_once(rank, job, repl, watched, fault)
         if not (job.serves and rank != job.victim):
             # Nothing was removed, and nothing set aside.
@@ -250,7 +248,6 @@ def _start_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         refused.append(case)
     if repl:
         repl.close()
-    assert job.orphan is None or not job.orphan.exists()
     assert (left := left_behind(node_store(), os.getpid())) == [], left
     return refused
 

@@ -121,11 +121,9 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.storage import staging
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
-kind, root, session, rank, shared = sys.argv[1:6]
-staging.SHARED_MEMORY = Path(shared)
+kind, root, session, rank = sys.argv[1:5]
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
@@ -146,11 +144,11 @@ sys.stdin.read()
 
 @contextmanager
 def another_process(
-    kind: str, root: Path, shared: Path, session: str = "run", rank: int = 0
+    kind: str, root: Path, session: str = "run", rank: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that has opened a store and is in the middle of a save; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank), str(shared)],
+        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,

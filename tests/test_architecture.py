@@ -87,11 +87,11 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2210, 1300, 14),
     "async_save": (1834, 1400, 7),
-    "availability": (2992, 2000, 12),
+    "availability": (2977, 2000, 11),
     "checkpointer": (5583, 1800, 22),
     "cli": (3446, 3000, 16),
-    "events": (736, 700, 6),
-    "exporters": (426, 500, 3),
+    "events": (720, 700, 6),
+    "exporters": (333, 500, 3),
     "global_tier": (6938, 4900, 22),
     "integrations": (2866, 2900, 22),
     "managers": (5879, 3600, 22),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (194, 150)
+_CORE_MODULES = (193, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

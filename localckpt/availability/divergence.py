@@ -85,7 +85,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas of one save that differ; the sets and tensors beyond a limit are only counted.
+    """Replicas of one save that differ, up to a limit of sets and tensors.
 
     Attributes:
         differences: Tensors that differ; empty while nobody has asked.
@@ -93,7 +93,6 @@ class Divergence:
     """
 
     sets: tuple[Diverged, ...]
-    more_sets: int = 0
     differences: tuple[Difference, ...] = ()
     more_tensors: int = 0
     nodes: tuple[str, ...] = ()
@@ -114,7 +113,6 @@ class Divergence:
     def to_json(self) -> list[Any]:
         return [
             [of.to_json() for of in self.sets],
-            self.more_sets,
             [difference.to_json() for difference in self.differences],
             self.more_tensors,
             self.nodes,
@@ -122,10 +120,9 @@ class Divergence:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Divergence:
-        sets, more_sets, differences, more_tensors, nodes = fields
+        sets, differences, more_tensors, nodes = fields
         return cls(
             tuple(map(Diverged.from_json, sets)),
-            more_sets,
             tuple(map(Difference.from_json, differences)),
             more_tensors,
             tuple(nodes),
@@ -145,7 +142,7 @@ def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence
     if not found:
         return None
     found.sort(key=lambda of: (of.groups, of.set_id))
-    return Divergence(tuple(found[:_MOST_SETS]), max(0, len(found) - _MOST_SETS))
+    return Divergence(tuple(found[:_MOST_SETS]))
 
 
 def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
@@ -177,7 +174,6 @@ def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Diverge
                 differences.append(_difference(key, values.values(), count))
     found = Divergence(
         divergence.sets,
-        divergence.more_sets,
         tuple(differences[:_MOST_NAMED]),
         max(0, len(differences) - _MOST_NAMED),
     )

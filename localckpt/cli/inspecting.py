@@ -6,7 +6,6 @@ import json as json_module
 import os
 import re
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,17 +37,12 @@ __all__ = ["inspect"]
 _MAX_NBYTES = 100_000_000
 _SHOWN_RANKS = 64
 _WIDTH = 120
-# How much of a damaged header is searched for what is intact.
-_SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
 # Kinds of files that are none of ours.
 _FOREIGN = {
     "safetensors": "a safetensors file, and no shard of localckpt",
     "unknown": "no safetensors file, as far as it can be read",
 }
-_STRING = r'"(?:[^"\\]|\\.){0,300}"'
-_FLAT_OBJECT = re.compile(rf"{_STRING}\s{{0,16}}:\s{{0,16}}\{{[^{{}}]*\}}")
-_PAIR = re.compile(r'"(\w{1,50})"\s*:\s*"([^"\\]{0,300})"')
 
 
 def inspect(
@@ -60,7 +54,7 @@ def inspect(
 ) -> None:
     """Show whose state a file is, and its tensors.
 
-    Files that are damaged (*.corrupt) or half written (*.dirty) are shown as far as they can be
+    Files that are damaged (*.corrupt) or half written (*.dirty) are shown if their header can be
     read. The exit status is 1 if something in the header is wrong, else 0; the tensors' bytes are
     looked at by `localckpt verify`.
     """
@@ -180,41 +174,25 @@ def _look(path: Path) -> _Seen:
         claimed_start = 8 + int.from_bytes(first, "little")
         start = claimed_start if len(first) == 8 and claimed_start <= _MAX_NBYTES else None
         seen = _Seen(path, source.nbytes, start)
-        stop = min(_SALVAGED_NBYTES if start is None else start, source.nbytes)
-        header = bytes(source.read(len(first), max(stop, len(first))))
-        entries, problem = _read_entries(header.decode(errors="replace"))
-        if problem is not None:
-            seen.problems.append(problem)
-        elif start is None:
+        if start is None:
             seen.problems.append(f"its header would take {claimed_start} bytes")
+            return seen
+        header = bytes(source.read(len(first), max(len(first), min(start, source.nbytes))))
+        try:
+            entries = json_module.loads(header)
+            if not isinstance(entries, dict):
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            seen.problems.append(f"its header is not JSON: {error}")
+            return seen
         _take_entries(seen, entries)
         if seen.kind not in _FOREIGN:
             _judge_shard(seen, source)
-        elif start is not None and problem is None:
+        else:
             _judge_length(seen, start)
         return seen
     finally:
         source.close()
-
-
-def _read_entries(text: str) -> tuple[dict[str, Any], str | None]:
-    """The entries of a header, if it is damaged those that are intact, and what is wrong."""
-    try:
-        entries = json_module.loads(text)
-        if isinstance(entries, dict):
-            return entries, None
-        return {}, "its header is not a JSON object"
-    except (ValueError, RecursionError) as error:
-        problem = f"its header is not JSON: {error}"
-    text = text[:_SALVAGED_NBYTES]
-    entries = {}
-    for match in _FLAT_OBJECT.finditer(text):
-        with suppress(ValueError):
-            entries.update(json_module.loads(f"{{{match.group()}}}"))
-    if METADATA not in entries:
-        # It comes first, if at all.
-        entries[METADATA] = dict(_PAIR.findall(text.partition('"dtype"')[0])) or None
-    return entries, problem
 
 
 def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from localckpt.cli.account import (
     Restart,
     SaveCounts,
     account,
-    cells,
-    place,
 )
 from localckpt.cli.output import (
     JsonOption,
@@ -57,14 +54,6 @@ _WORDS: dict[Kind, str] = {
     "repeated": "training that was lost and is repeated",
     "recovery": "recovery",
     "down": "nothing ran",
-}
-_LETTERS: dict[Kind, str] = {
-    "training": "=",
-    "blocking": "b",
-    "waiting": "w",
-    "repeated": "x",
-    "recovery": "r",
-    "down": ".",
 }
 _FAILURES = ("killed", "failed")
 _WIDTH = 80
@@ -149,7 +138,7 @@ def _say(name: str, told: Account) -> None:
         _say_restarts(restarts)
     say("")
     _say_kinds(told)
-    say("", *_timeline(told), "")
+    say("")
     _say_missing(restarts)
     last, unsaved = restarts[-1].start, told.unsaved_steps
     if last.ending == "open" and unsaved is not None:
@@ -257,23 +246,3 @@ def _say_kinds(told: Account) -> None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _timeline(told: Account) -> list[str]:
-    """A line with a letter for each part of the time, and one that points at failures."""
-    if not told.stretches:
-        return []
-    width = min(_WIDTH, shutil.get_terminal_size().columns) - 2
-    kinds = cells(told.stretches, width)
-    points = [" "] * width
-    for failure in _failures(told):
-        points[place(failure, told.stretches, width)] = "^"
-    legend = [f"{_LETTERS[kind]} {_WORDS[kind]}" for kind in _LETTERS if kind in kinds]
-    if "^" in points:
-        legend.append("^ failure")
-    lines = ["|" + "".join(_LETTERS[kind] for kind in kinds) + "|", " " + "".join(points)]
-    return [*(line.rstrip() for line in lines if line.strip()), ", ".join(legend)]
-
-
-def _failures(told: Account) -> list[float]:
-    return [r.start.ended for r in told.restarts if r.start.ending in _FAILURES]

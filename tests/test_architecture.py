@@ -89,8 +89,8 @@ _BUDGETS = {
     "async_save": (1834, 1400, 7),
     "availability": (2977, 2000, 11),
     "checkpointer": (5583, 1800, 22),
-    "cli": (3446, 3000, 16),
-    "events": (720, 700, 6),
+    "cli": (3365, 3000, 16),
+    "events": (666, 700, 5),
     "exporters": (333, 500, 3),
     "global_tier": (6938, 4900, 22),
     "integrations": (2866, 2900, 22),
@@ -100,12 +100,12 @@ _BUDGETS = {
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
     "state_dict": (8230, 5000, 31),
-    "storage": (3719, 3100, 17),
+    "storage": (3606, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (193, 150)
+_CORE_MODULES = (192, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

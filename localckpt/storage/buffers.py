@@ -31,7 +31,6 @@ from localckpt.memory.host_memory import (
 from localckpt.memory.limits import memory_limits
 from localckpt.storage.failures import KEPT, storage_errors
 from localckpt.storage.open_file import open_owned
-from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001
-_LONGEST_PREPARE_S = 60.0
 
 _ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
@@ -265,7 +263,7 @@ def map_file(fd: int, nbytes: int, *, is_to_read: bool = False) -> memoryview:
 class BufferPool:
     """Pool of at most ``depth`` buffers for each purpose, or fewer where memory is short.
 
-    One thread takes the buffers of a purpose. They are made in that thread, or ahead of time.
+    One thread takes the buffers of a purpose, and makes those that are missing.
     """
 
     def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
@@ -273,25 +271,14 @@ class BufferPool:
         self._depth = depth
         self._lock = threading.Lock()
         self._buffers: dict[Hashable, list[Buffer]] = {}
-        # Purposes for which a buffer is being made, with the task that does so ahead of time.
-        self._making: dict[Hashable, Task[None] | None] = {}
-        self._closed = False
         self._process = os.getpid()
 
     def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
-        """Make missing buffers in the background, page-locked for ``pin`` if that is a GPU."""
-        with self._lock:
-            count = len(self._buffers.setdefault(purpose, []))
-            if self._closed or purpose in self._making or count >= self._depth:
-                return
-            preparing = Task(lambda: self._prepare(purpose, nbytes, pin))
-            try:
-                preparing.start("localckpt-prepare", daemon=True)
-            except RuntimeError as error:
-                # The next save makes its buffer itself.
-                logger.warning("a staging buffer could not be made ahead of time: %s", error)
-            else:
-                self._making[purpose] = preparing
+        """Make missing buffers, page-locked for ``pin`` if that is a GPU; raises StorageError."""
+        while len(self._buffers.get(purpose, [])) < self._depth:
+            buffer = self._add(purpose, nbytes)
+            if buffer is not None and pin is not None:
+                buffer.pin(pin)
 
     @property
     def nbytes(self) -> int:
@@ -316,29 +303,15 @@ class BufferPool:
 
         Raises CheckpointingException at the deadline, and StorageError where there is no memory.
         """
-        wait_until_free(lambda: not self._must_wait(purpose, nbytes), timeout_s)
+        wait_until_free(lambda: not self.is_busy(purpose), timeout_s)
         with self._lock:
-            buffers = self._buffers.setdefault(purpose, [])
+            buffers = self._buffers.get(purpose, [])
             free = [buffer for buffer in buffers if not buffer.in_use]
             large = [buffer for buffer in free if len(buffer.view) >= nbytes]
-            if is_made_here := not large and purpose not in self._making:
-                self._making[purpose] = None
-                if free:
-                    buffers.remove(free[0])
-                    free[0].close()
-        buffer = large[0] if large else None
-        if is_made_here:
-            try:
-                buffer = self._new(nbytes)
-                # In the pool before take(), so that release() finds the buffer after an interrupt.
-                with self._lock:
-                    buffers.append(buffer)
-            except StorageError as error:
-                if not self._can_do_without(purpose, error):
-                    raise
-            finally:
-                with self._lock:
-                    del self._making[purpose]
+            if free and not large:
+                buffers.remove(free[0])
+                free[0].close()
+        buffer = large[0] if large else self._add(purpose, nbytes)
         if buffer is None:
             return self.take(purpose, nbytes, timeout_s, owner)
         buffer.take(owner)
@@ -374,66 +347,25 @@ class BufferPool:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._closed = True
-            preparing = [task for task in self._making.values() if task is not None]
-        for task in preparing:
-            task.wait(_LONGEST_PREPARE_S)
-        with self._lock:
             for buffers in self._buffers.values():
                 for buffer in buffers:
                     buffer.close()
             self._buffers.clear()
 
-    def _must_wait(self, purpose: Hashable, nbytes: int) -> bool:
-        with self._lock:
-            buffers = self._buffers.get(purpose, [])
-            free = [len(buffer.view) for buffer in buffers if not buffer.in_use]
-            if purpose in self._making:
-                # Wait for the buffer that is being made rather than make one more.
-                return not any(size >= nbytes for size in free)
-            return not free and len(buffers) >= self._depth
-
-    def _prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None) -> None:
+    def _add(self, purpose: Hashable, nbytes: int) -> Buffer | None:
+        """Make a buffer; without memory, ``None`` if there are others, which have to do."""
         try:
-            while True:
-                with self._lock:
-                    buffers = self._buffers.setdefault(purpose, [])
-                    if self._closed or len(buffers) >= self._depth:
-                        return
-                buffer = self._new(nbytes)
-                kept = False
-                try:
-                    if pin is not None:
-                        buffer.pin(pin)
-                    with self._lock:
-                        # close() may have stopped waiting for this thread.
-                        kept = not self._closed
-                        if kept:
-                            buffers.append(buffer)
-                finally:
-                    if not kept:
-                        buffer.close()
+            buffer = allocate(self._make, buffer_nbytes(nbytes))
         except StorageError as error:
-            if not self._can_do_without(purpose, error):
-                # The next save tries again, and raises the error.
-                logger.warning("a staging buffer could not be made ahead of time: %s", error)
-        finally:
-            with self._lock:
-                # With a default, since prepare() may have been interrupted before it set the key.
-                self._making.pop(purpose, None)
-
-    def _can_do_without(self, purpose: Hashable, error: StorageError) -> bool:
-        """Make do with the buffers that are there, if there are any, after one could not be had."""
-        with self._lock:
-            there = len(self._buffers[purpose])
+            there = len(self._buffers.get(purpose, []))
             if not there:
-                return False
-            self._depth = min(self._depth, there)
-        logger.warning("saves do with %d staging buffers for each image: %s", there, error)
-        return True
-
-    def _new(self, nbytes: int) -> Buffer:
-        return allocate(self._make, buffer_nbytes(nbytes))
+                raise
+            self.limit(there)
+            logger.warning("saves do with %d staging buffers for each image: %s", there, error)
+            return None
+        with self._lock:
+            self._buffers.setdefault(purpose, []).append(buffer)
+        return buffer
 
 
 def buffer_nbytes(image_nbytes: int) -> int:

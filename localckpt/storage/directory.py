@@ -178,7 +178,6 @@ class DirectoryStore(Store):
                 **options,
             )
             writes.append(write)
-            self.prepare(identity.piece, nbytes, slot.gpu)
         return writes
 
     @one_at_a_time
@@ -209,7 +208,7 @@ class DirectoryStore(Store):
         return {"recycled": recycled, "direct": self._direct}
 
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
-        """Make memory for the next saves of a piece in the background, if it is missing."""
+        """Make memory for saves of a piece, if it is missing; raises StorageError."""
         self._sizes[piece] = nbytes
         self._pool.prepare(piece, nbytes, gpu)
 

@@ -129,8 +129,6 @@ if kind == "memory":
 else:
     store = DirectoryStore(root, session, int(rank), 5.0)
 who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
-# Nothing is made ahead of time.
-store.prepare = lambda *_: None
 slot = store.reserve(who, 100_000, 5.0)
 slot.filled(90_000, None, is_complete=False)
 (job,) = store.writes([slot])

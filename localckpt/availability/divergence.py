@@ -28,11 +28,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Set of ranks that do not all have the same in common.
+    """Set of ranks that do not all have the same in common, in groups with equal digests.
 
-    Attributes:
-        groups: Ranks with equal digests, the largest group first.
-        others: Ranks of more groups, which are not told apart.
+    The largest group comes first; ``others`` are ranks of more groups, which are not told apart.
     """
 
     set_id: int

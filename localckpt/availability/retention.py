@@ -293,13 +293,9 @@ def _require_count(what: str, name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Rule for the checkpoints to prune.
+    """Rule for the checkpoints to prune: up to an iteration, and those that a lineage gave up.
 
-    Attributes:
-        up_to: Checkpoints up to this iteration are pruned.
-        lineage: Checkpoints that this lineage gave up are pruned, too.
-        but: Checkpoints that are kept in any case.
-        also: Checkpoints that are pruned in any case.
+    Those of ``but`` are kept in any case, and those of ``also`` are pruned in any case.
     """
 
     up_to: int

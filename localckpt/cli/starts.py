@@ -172,12 +172,10 @@ class JobSave:
 
     Attributes:
         outcome: How it ended; ``"ok"`` on one rank is so on all.
-        tier: What it reached; ``None`` unless it is ``"ok"``.
         began: When the first rank began it, in seconds since 1970.
         ended: When it was durable on the last rank, or failed; ``None`` while it is unfinished.
         blocking_s: How long training waited for it, on the slowest rank.
         nbytes: Bytes of all ranks.
-        error: Class and text of what it failed with; empty if it did not.
     """
 
     step: int

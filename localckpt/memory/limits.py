@@ -42,13 +42,9 @@ _THREADS_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit.
+    """One limit, and the bytes that the processes under it can still take together.
 
-    Attributes:
-        name: Name of the limit in messages.
-        scope: Key that all processes have in common that share the limit; empty for a limit of this
-            process alone.
-        available_nbytes: Bytes that these processes can still take together.
+    ``scope`` is a key that these have in common; empty for a limit of this process alone.
     """
 
     name: str

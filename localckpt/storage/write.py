@@ -50,9 +50,7 @@ class ShardWrite:
 
     Attributes:
         covered_nbytes: Bytes of the image that the digests cover.
-        digests: Work that is left on the digests.
         dirty: Path of the file until it is complete.
-        final: Path of the committed file.
         recycled: True if ``dirty`` is a recycled file to overwrite; False for a new file.
         in_place: True if the buffer is a mapping of the file ``dirty``, which needs no write.
         direct: True if the file system accepts O_DIRECT.

@@ -12,15 +12,6 @@ from typing import Any
 
 from localckpt.failure_texts import ranks_named
 
-__all__ = [
-    "Difference",
-    "Diverged",
-    "Divergence",
-    "compare_replicas",
-    "describe",
-    "judge_differences",
-]
-
 # Limits of what is told of a divergence, since every rank of the job reads it.
 _MOST_SETS, _MOST_GROUPS, _MOST_NAMED, _MOST_NODES = 16, 8, 20, 8
 _SHOWN = 3

@@ -26,16 +26,6 @@ from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
 from localckpt.trust import Trusts, choose
 
-__all__ = [
-    "Durability",
-    "Found",
-    "SaveVerdict",
-    "durability_found",
-    "durability_saved",
-    "judge_save",
-    "spared",
-]
-
 Level = Literal["captured", "local", "replicated", "drained"]
 
 

@@ -29,17 +29,6 @@ from localckpt.storage.names import shard_named
 from localckpt.storage.store import Stored
 from localckpt.trust import Choice, Trust, Trusts, choose, resumed_in_vain
 
-__all__ = [
-    "BadCopy",
-    "ExplainedCheckpoint",
-    "Explanation",
-    "Lack",
-    "explain",
-    "why_given_up",
-    "why_not_that",
-    "why_nothing_loads",
-]
-
 _WIDTH = 100
 _SHOWN = 12
 

@@ -16,21 +16,6 @@ from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
 from localckpt.trust import LONGEST_METRIC
 
-__all__ = [
-    "Best",
-    "Candidate",
-    "Reason",
-    "Retention",
-    "Retirement",
-    "Version",
-    "metrics_from_json",
-    "metrics_to_json",
-    "node_rules",
-    "plain_metrics",
-    "reasons_to_keep",
-    "rules",
-]
-
 CandidateT = TypeVar("CandidateT")
 
 Mode = Literal["min", "max"]

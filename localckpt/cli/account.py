@@ -15,17 +15,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from localckpt.cli.starts import JobSave, SaveOutcome, Start, ended_at, saves_of
 from localckpt.events.event import Event
 
-__all__ = [
-    "PARTS",
-    "Account",
-    "Kind",
-    "Restart",
-    "SaveCounts",
-    "Stretch",
-    "account",
-    "degraded_since",
-]
-
 Kind: TypeAlias = Literal["training", "blocking", "waiting", "repeated", "recovery", "down"]
 """Use of a stretch of time. ``blocking``: training waits for a save. ``waiting``: it waits for
 saves to end, before it stops. ``repeated``: training that a restart has lost. ``recovery``: from

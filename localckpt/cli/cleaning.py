@@ -37,8 +37,6 @@ from localckpt.storage.catalog import (
 )
 from localckpt.storage.rank_folder import lock_store
 
-__all__ = ["clean"]
-
 _WAIT_S = 30.0
 
 

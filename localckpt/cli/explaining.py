@@ -34,8 +34,6 @@ from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, n
 from localckpt.storage.store import Stored
 from localckpt.trust import Trusts
 
-__all__ = ["explain"]
-
 _SHORT = {
     "other version": "it is of another version of the format",
     "other session": "it belongs to another session",

@@ -31,8 +31,6 @@ from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
 
-__all__ = ["inspect"]
-
 # No header may be longer, and no table of tensors is.
 _MAX_NBYTES = 100_000_000
 _SHOWN_RANKS = 64

@@ -16,27 +16,6 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path
 
-__all__ = [
-    "BAD",
-    "REFUSED",
-    "JsonOption",
-    "StoreArgument",
-    "age",
-    "counted",
-    "duration",
-    "one_line_errors",
-    "printable",
-    "say",
-    "say_json",
-    "say_table",
-    "size",
-    "store_or_default",
-    "stores_argument",
-    "table_lines",
-    "warn",
-    "writing",
-]
-
 BAD = 1
 """Exit status: something that was looked at is bad."""
 _FOLD = "    "

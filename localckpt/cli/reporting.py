@@ -37,8 +37,6 @@ from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
 from localckpt.failure_texts import ranks_named
 
-__all__ = ["RecordsArgument", "SessionOption", "read_records", "report"]
-
 RecordsArgument = Annotated[
     list[Path] | None,
     stores_argument("The stores of all nodes, or directories or files of records"),

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from localckpt.events.event import Event, Tier
 
-__all__ = ["Ending", "JobSave", "SaveOutcome", "Start", "ended_at", "saves_of", "starts_of"]
-
 Ending: TypeAlias = Literal["ok", "stopped", "failed", "killed", "open"]
 """How a start ended. ``killed``: some rank has recorded no end, and a later start follows.
 ``open``: the same of the last start, which may still run."""

@@ -11,8 +11,6 @@ from localckpt.cli.output import age, counted, duration, size, table_lines
 from localckpt.cli.starts import JobSave, Start, ended_at, saves_of
 from localckpt.failure_texts import ranks_named
 
-__all__ = ["Status", "status_of"]
-
 _MOST_SAVES = 8
 # Ranks note something every 2 seconds; a rank this far behind the others does not.
 _SILENT_S = 30.0

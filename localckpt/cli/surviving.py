@@ -21,8 +21,6 @@ from localckpt.cli.output import (
 from localckpt.cli.survival import Scheme, Survival, survivability, usual_schemes
 from localckpt.errors import CheckpointingException
 
-__all__ = ["survive"]
-
 _POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE)
 

@@ -24,8 +24,6 @@ from localckpt.cli.reporting import RecordsArgument, SessionOption, read_records
 from localckpt.cli.starts import starts_of
 from localckpt.events.event import LOST, Event
 
-__all__ = ["trace"]
-
 # Number of the process that stands for the job; no rank has it.
 _JOB = 1_000_000_000
 # Threads of the picture. What training waits for is on one, where parts lie within their whole.

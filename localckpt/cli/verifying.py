@@ -42,8 +42,6 @@ from localckpt.storage.catalog import (
     uncounted_file,
 )
 
-__all__ = ["verify"]
-
 
 def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     """Check every block of every shard in a store.

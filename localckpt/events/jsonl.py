@@ -20,8 +20,6 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.events.event import Event
 from localckpt.own_folders import make_own_folders
 
-__all__ = ["JsonLines", "read_events"]
-
 logger = logging.getLogger(__name__)
 
 _ENDING = ".jsonl"

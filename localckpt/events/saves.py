@@ -7,8 +7,6 @@ import time
 from localckpt.events.event import Name, Outcome, Tier
 from localckpt.events.stream import EventStream
 
-__all__ = ["SaveRecord"]
-
 
 class SaveRecord:
     """Times of one save, by ``time.monotonic()``, which become its events.

@@ -22,8 +22,6 @@ from localckpt.events.event import LOST, Event, Name, Outcome, Tier
 from localckpt.failure_texts import described
 from localckpt.threads import Task
 
-__all__ = ["EventStream", "Sink"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from localckpt.errors import CheckpointingException
 from localckpt.events.event import Event
 
-__all__ = ["OpenTelemetry"]
-
 _SCOPE = "localckpt"
 # The whole comes after its parts, which wait for it; not more of them than this.
 _PARTS = {

@@ -13,8 +13,6 @@ from urllib.parse import quote
 
 from localckpt.events.event import Event
 
-__all__ = ["PrometheusTextfile"]
-
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]

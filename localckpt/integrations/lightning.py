@@ -47,8 +47,6 @@ with at_least("lightning", "pytorch-lightning"):
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["LocalCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 # Their modules and optimizers are torch's own, wrapped or sharded.

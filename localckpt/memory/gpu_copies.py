@@ -19,8 +19,6 @@ from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.waiting import wait_until
 
-__all__ = ["BounceBuffers", "CopiesUnderWay", "SideStreams", "await_training", "copy_to_host"]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 300.0

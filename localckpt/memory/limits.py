@@ -17,8 +17,6 @@ import psutil
 
 from localckpt.memory.host_memory import PAGE_NBYTES
 
-__all__ = ["MemoryLimit", "cgroup_folders", "memory_limits", "parse_cgroup"]
-
 # The files of a cgroup for each version: limit, use, limit of swap, use of swap. In version 1, swap
 # is counted together with memory.
 _FILES = {

@@ -36,18 +36,6 @@ from localckpt.waiting import wait_until
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Buffer",
-    "BufferPool",
-    "PrivateBuffer",
-    "SharedBuffer",
-    "allocate",
-    "buffer_nbytes",
-    "check_memory",
-    "map_file",
-    "wait_until_free",
-]
-
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001

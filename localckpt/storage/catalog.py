@@ -47,22 +47,6 @@ from localckpt.storage.notes import Notes, NotesFile, read_notes
 from localckpt.storage.owner import Running, owner_of, read_note
 from localckpt.trust import Trusts
 
-__all__ = [
-    "LeftoverKind",
-    "Problem",
-    "ProblemKind",
-    "Removable",
-    "SessionFolder",
-    "ShardFile",
-    "UncountedFile",
-    "find_sessions",
-    "node_token",
-    "put_back",
-    "quarantine",
-    "uncounted_file",
-    "why_quarantined",
-]
-
 logger = logging.getLogger(__name__)
 
 LeftoverKind = Literal["dirty", "recycled", "corrupt"]

@@ -42,8 +42,6 @@ from localckpt.storage.write import ShardWrite, write_shard
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DirectoryStore", "ReadOnlyStore", "one_at_a_time"]
-
 logger = logging.getLogger(__name__)
 
 _IMAGES = (SHARD, RECYCLED, DIRTY)

@@ -30,8 +30,6 @@ from localckpt.storage.store import Slot
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryStore", "default_root", "default_session"]
-
 logger = logging.getLogger(__name__)
 
 _FULL = "it is full: free space, keep fewer checkpoints, or enlarge it (shared memory)"

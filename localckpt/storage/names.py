@@ -15,23 +15,6 @@ from urllib.parse import quote, unquote
 from localckpt.errors import StorageError
 from localckpt.ids import Generation, ShardIdentity
 
-__all__ = [
-    "CORRUPT",
-    "DIRTY",
-    "LOCK_NAME",
-    "NOTES_NAME",
-    "OWNER_NAME",
-    "RECYCLED",
-    "SESSION_PREFIX",
-    "SHARD",
-    "TOKEN_NAME",
-    "local_path",
-    "session_name",
-    "session_of",
-    "shard_name",
-    "shard_named",
-]
-
 SHARD = ".safetensors"
 DIRTY = ".dirty"
 """Suffix of a file that is being written; such files of dead processes are removed."""

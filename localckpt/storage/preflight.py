@@ -19,15 +19,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
-__all__ = [
-    "IN_MEMORY",
-    "MemoryNeeds",
-    "check_space",
-    "file_system",
-    "plan_buffers",
-    "try_out",
-]
-
 logger = logging.getLogger(__name__)
 
 # Not a whole page, as the size of most images is no multiple of a page.

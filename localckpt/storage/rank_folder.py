@@ -35,8 +35,6 @@ from localckpt.storage.store import Claim
 from localckpt.trust import Trusts
 from localckpt.waiting import wait_until
 
-__all__ = ["RankFolder", "SeenFolder", "lock_store"]
-
 logger = logging.getLogger(__name__)
 
 # A killed process exists until the kernel has freed its memory.

@@ -24,16 +24,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.threads import Task, end_all
 
-__all__ = [
-    "Digests",
-    "ShardWrite",
-    "replace_file",
-    "reserve",
-    "sync_folder",
-    "write_range",
-    "write_shard",
-]
-
 Digests = Literal["compute", "check", "done"]
 """Work on an image's digests that is left for its writer."""
 

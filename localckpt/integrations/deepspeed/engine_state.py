@@ -19,8 +19,6 @@ from localckpt.errors import CheckpointingException
 from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
 from localckpt.state_dict.stateful import Freedom
 
-__all__ = ["CLASSES", "EngineState", "check_engine"]
-
 CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed's states are made of, beside tensors and plain values."""
 

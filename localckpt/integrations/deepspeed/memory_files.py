@@ -11,8 +11,6 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["MP_RANK", "MemoryFiles"]
-
 MP_RANK = re.compile(r"mp_rank_\d+")
 """Part of a file's name that tells the tensor-parallel rank."""
 

@@ -69,18 +69,17 @@ class Problem:
     kind: ProblemKind
     text: str
     claim: str = ""
-    path: Path | None = None
 
     @classmethod
-    def of(cls, error: CheckpointingException, path: Path | None = None) -> Problem:
+    def of(cls, error: CheckpointingException) -> Problem:
         """Make the problem of a file from the error of its read."""
         if isinstance(error, FormatVersionError):
-            return cls("other version", str(error), path=path)
+            return cls("other version", str(error))
         if isinstance(error, CorruptShardError):
-            return cls("damaged", error.damage or str(error), error.shard, path)
+            return cls("damaged", error.damage or str(error), error.shard)
         cause = error.__cause__
         text = (isinstance(cause, OSError) and cause.strerror) or str(error)
-        return cls("unreadable", text, path=path)
+        return cls("unreadable", text)
 
     def __str__(self) -> str:
         return f"{self.claim} is damaged: {self.text}" if self.claim else self.text
@@ -220,7 +219,7 @@ class SessionFolder:
             finally:
                 source.close()
         except CheckpointingException as error:
-            result = UncountedFile(path, before.st_size, Problem.of(error, path))
+            result = UncountedFile(path, before.st_size, Problem.of(error))
         after = _status(path)
         if after is None or after.st_ino != before.st_ino:
             return None
@@ -231,7 +230,7 @@ class SessionFolder:
     def _judge(self, path: Path, record: ShardRecord) -> ShardFile | UncountedFile:
         if record.identity.session_id != self.session_id:
             why = f"it belongs to session {record.identity.session_id!r}"
-            return UncountedFile(path, record.nbytes, Problem("other session", why, path=path))
+            return UncountedFile(path, record.nbytes, Problem("other session", why))
         return ShardFile(path, record)
 
 
@@ -259,7 +258,7 @@ def node_token(root: Path) -> str | None:
 def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
     """Describe a file that cannot be used because of an error."""
     status = _status(path)
-    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
+    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error))
 
 
 def quarantine(path: Path, problem: Problem) -> bool:
@@ -293,7 +292,7 @@ def why_quarantined(path: Path) -> Problem:
     """Read the problem of a file in quarantine."""
     text = _attribute(path, _WHY) or "it was quarantined as damaged"
     kind: ProblemKind = "given up" if _attribute(path, _KIND) == "given up" else "damaged"
-    return Problem(kind, text, _attribute(path, _SHARD), path)
+    return Problem(kind, text, _attribute(path, _SHARD))
 
 
 def _attribute(path: Path, name: str) -> str:

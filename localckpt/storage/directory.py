@@ -172,7 +172,7 @@ class DirectoryStore(Store):
                 identity,
                 slot.digests,
                 dirty=self._dirty(identity),
-                final=self._free_path(identity),
+                final=self._path(identity),
                 **options,
             )
             writes.append(write)
@@ -376,21 +376,6 @@ class DirectoryStore(Store):
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)
-
-    def _free_path(self, identity: ShardIdentity) -> Path:
-        """Return :meth:`_path` of a shard that is about to be written, which it may overwrite.
-
-        Another shard that has this name is renamed, since it may be the only copy.
-        """
-        path = self._path(identity)
-        misnamed = [i for i, held in self._shards.items() if held == path and i != identity]
-        for other in misnamed:
-            moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
-            with storage_errors("make way for", path):
-                os.rename(path, moved)
-            logger.warning("%s has the name of %s: it is now %s", other, identity, moved.name)
-            self._shards[other] = moved
-        return path
 
     def _dirty(self, identity: ShardIdentity) -> Path:
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")

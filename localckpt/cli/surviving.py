@@ -42,12 +42,6 @@ def survive(
             metavar="SIZE", help="What one rank saves, such as 12GB: tells costs in bytes too."
         ),
     ] = None,
-    equal: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="What of it all ranks have equal, as under DDP: saved once a node."
-        ),
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare redundancy schemes: what each costs, and what it survives.
@@ -58,18 +52,13 @@ def survive(
     with one_line_errors():
         nbytes = None if shard_size is None else _parse_size(shard_size)
         given = [Scheme.parse(text) for text in scheme or ()] or usual_schemes(nodes)
-        equal_nbytes = 0 if equal is None else _parse_size(equal)
-        survivals = [
-            survivability(nodes, ranks_per_node, s, nbytes, equal_nbytes=equal_nbytes)
-            for s in dict.fromkeys(given)
-        ]
+        survivals = [survivability(nodes, ranks_per_node, s, nbytes) for s in dict.fromkeys(given)]
     if json:
         say_json(
             {
                 "nodes": nodes,
                 "ranks_per_node": ranks_per_node,
                 "shard_nbytes": nbytes,
-                "equal_nbytes": equal_nbytes,
                 "schemes": [survival.to_json() for survival in survivals],
             }
         )
@@ -117,24 +106,19 @@ def _say_schemes(survivals: Sequence[Survival]) -> None:
     ]
     say_table(names, rows, right=names[2:])
     if first.shard_nbytes is not None:
-        equal = f", of which all ranks have {size(first.equal_nbytes)} equal"
-        what = f"shards of {size(first.shard_nbytes)}{equal if first.equal_nbytes else ''}"
-        say("", f"The same costs for {what}:", "")
-        _say_bytes(survivals)
+        say("", f"The same costs for shards of {size(first.shard_nbytes)}:", "")
+        _say_bytes(survivals, first.shard_nbytes)
     say("", _verdict(survivals))
 
 
-def _say_bytes(survivals: Sequence[Survival]) -> None:
+def _say_bytes(survivals: Sequence[Survival], nbytes: int) -> None:
     names = ("scheme", "extra, rank", "extra, node", "sent, rank", "sent, node")
     rows = [
         (
             str(survival.scheme),
             *(
-                _spread(*map(size, cost.in_bytes((nbytes or 0) * shards)))
-                for cost, nbytes in (
-                    (survival.extra_memory, survival.stored_nbytes),
-                    (survival.bytes_sent, survival.sent_nbytes),
-                )
+                _spread(*map(size, cost.in_bytes(nbytes * shards)))
+                for cost in (survival.extra_memory, survival.bytes_sent)
                 for shards in (1, survival.ranks_per_node)
             ),
         )

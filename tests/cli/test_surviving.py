@@ -64,13 +64,6 @@ def test_the_size_of_a_shard_tells_bytes_of_a_rank_and_of_a_node() -> None:
     assert rows["parity:1/4"][-4:] == ["4.0 GB", "32.0 GB", "12.0 GB", "96.0 GB"]
 
 
-def test_what_all_ranks_have_equal_is_kept_once_a_node_and_only_sent_with_parity() -> None:
-    rows = _rows(call(*_JOB, "--shard-size", "12GB", "--equal", "8GB"))
-
-    assert rows["replicas:2"][-4:] == ["5.0 GB", "40.0 GB", "4.0 GB", "32.0 GB"]
-    assert rows["parity:1/4"][-4:] == ["1.7 GB", "13.3 GB", "5.0 GB", "40.0 GB"]
-
-
 def test_what_hardly_ever_happens_is_not_told_as_never() -> None:
     many = ("survive", "--nodes", "100000", "--ranks-per-node", "1")
 
@@ -81,15 +74,13 @@ def test_what_hardly_ever_happens_is_not_told_as_never() -> None:
 
 
 def test_programs_are_told_what_the_function_tells() -> None:
-    sizes = ("--shard-size", "12GB", "--equal", "8GB")
-    told = call(*_JOB, "--scheme", "replicas:3", *sizes, "--json").json()
+    told = call(*_JOB, "--scheme", "replicas:3", "--shard-size", "12GB", "--json").json()
 
-    survival = survivability(64, 8, "replicas:3", 12 * 10**9, equal_nbytes=8 * 10**9)
+    survival = survivability(64, 8, "replicas:3", 12 * 10**9)
     assert told == {
         "nodes": 64,
         "ranks_per_node": 8,
         "shard_nbytes": 12 * 10**9,
-        "equal_nbytes": 8 * 10**9,
         "schemes": [survival.to_json()],
     }
     assert [row["probability"] for row in told["schemes"][0]["loss"]] == list(survival.loss)
@@ -126,7 +117,6 @@ def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
         (("--shard-size", "1e9"), "'1e9' is no size"),
         (("--shard-size", "1iB"), "'1iB' is no size"),
         (("--shard-size", "0GB"), "'0GB' is no size of a shard: give one byte or more"),
-        (("--equal", "1GB"), "of 0 bytes that a rank saves 1000000000 cannot be equal"),
     ],
 )
 def test_what_cannot_be_told_is_one_line_and_nothing_else(

@@ -89,7 +89,7 @@ _BUDGETS = {
     "async_save": (1834, 1400, 7),
     "availability": (2878, 2000, 11),
     "checkpointer": (5583, 1800, 22),
-    "cli": (3232, 3000, 16),
+    "cli": (3201, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (329, 500, 3),
     "global_tier": (6938, 4900, 22),

@@ -160,18 +160,6 @@ def store_or_default(given: Path | None) -> Path:
 
 
 @contextmanager
-def writing(what: str, path: Path) -> Iterator[None]:
-    """Raise what keeps a file that was asked for from being written as a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        if not path.absolute().parent.is_dir():
-            why = f"there is no folder {path.absolute().parent}. Make it, or give another file"
-        raise StorageError(f"the {what} cannot be written to {path}: {why}") from error
-
-
-@contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print an error of localckpt as one line, and end with the status :data:`REFUSED`."""
     try:

@@ -32,18 +32,11 @@ from localckpt.cli.output import (
 )
 from localckpt.cli.starts import Start, starts_of
 from localckpt.cli.status import status_of
+from localckpt.cli.tracing import write_trace
 from localckpt.errors import StorageError
 from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
 from localckpt.failure_texts import ranks_named
-
-RecordsArgument = Annotated[
-    list[Path] | None,
-    stores_argument("The stores of all nodes, or directories or files of records"),
-]
-SessionOption = Annotated[
-    str | None, typer.Option(help="Of this session only; of all by default.", show_default=False)
-]
 
 _WORDS: dict[Kind, str] = {
     "training": "training that counts",
@@ -58,8 +51,23 @@ _WIDTH = 80
 
 
 def report(
-    directories: RecordsArgument = None,
-    session: SessionOption = None,
+    directories: Annotated[
+        list[Path] | None,
+        stores_argument("The stores of all nodes, or directories or files of records"),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="Of this session only; of all by default.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            readable=False,
+            help="Also draw it into this file, for https://ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Say what a job has done, what failures cost, and what is safe.
@@ -71,7 +79,10 @@ def report(
     is 2 if there is none.
     """
     with one_line_errors():
-        sessions = _sessions(read_records(directories, session))
+        events = _read_records(directories, session)
+        if trace is not None:
+            write_trace(events, trace)
+        sessions = _sessions(events)
     accounts = {name: account(starts) for name, starts in sessions.items()}
     if json:
         told = [
@@ -87,7 +98,7 @@ def report(
             say("", *status_of(starts).lines())
 
 
-def read_records(directories: Sequence[Path] | None, session: str | None) -> list[Event]:
+def _read_records(directories: Sequence[Path] | None, session: str | None) -> list[Event]:
     """Read the events of all ranks, of one session if that is given; StorageError for none."""
     given = [*map(store_or_default, directories)] if directories else [store_or_default(None)]
     where = " ".join(map(str, given))

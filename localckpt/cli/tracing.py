@@ -1,4 +1,4 @@
-"""``localckpt trace``: the record of a job as a trace for Perfetto."""
+"""Traces of a job for Perfetto, drawn from the record of its ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from localckpt.cli.account import account
-from localckpt.cli.output import (
-    JsonOption,
-    counted,
-    one_line_errors,
-    say,
-    say_json,
-    size,
-    writing,
-)
-from localckpt.cli.reporting import RecordsArgument, SessionOption, read_records
 from localckpt.cli.starts import starts_of
+from localckpt.errors import StorageError
 from localckpt.events.event import LOST, Event
 
 # Number of the process that stands for the job; no rank has it.
@@ -33,43 +22,25 @@ _ON_TRAINING = LOST | {"resume", "wait_prev", "d2h"}
 _SIDE_BY_SIDE = frozenset(("save", "background", "reprotected", "drain"))
 
 
-def trace(
-    directories: RecordsArgument = None,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="FILE.json", readable=False, help="The file, which is overwritten."),
-    ] = Path("localckpt.trace.json"),
-    session: SessionOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the record of a job as a trace, for https://ui.perfetto.dev.
-
-    All ranks and starts are in one picture: what training waited for, saves under way, and above
-    them what the time of the whole job was.
-    """
-    with one_line_errors():
-        events = read_records(directories, session)
-        text = json.dumps(_trace_of(events))
-        with writing("trace", out):
-            # The user's alone, as the record is.
-            file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(file, "w") as stream:
-                stream.write(text)
-    if as_json:
-        say_json({"path": str(out), "events": len(events), "nbytes": len(text)})
-        return
-    say(f"{out}: {counted(len(events), 'event')}, {size(len(text))}")
-
-
-def _trace_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Draw events in the trace event format, which Perfetto and Chrome read.
+def write_trace(events: Sequence[Event], path: Path) -> None:
+    """Write events in the trace event format, which Perfetto and Chrome read; raises StorageError.
 
     Above the tracks of the ranks is one for each session: what the time of the job was.
     """
     ranks = {event.rank: event for event in events}
     entries = [entry for _, event in sorted(ranks.items()) for entry in _track_entries(event)]
     entries += [entry for event in events for entry in _trace_entries(event)]
-    return {"traceEvents": [*_job_entries(events), *entries], "displayTimeUnit": "ms"}
+    drawn = {"traceEvents": [*_job_entries(events), *entries], "displayTimeUnit": "ms"}
+    try:
+        # The user's alone, as the record is.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(file, "w") as stream:
+            stream.write(json.dumps(drawn))
+    except OSError as error:
+        why = error.strerror or str(error)
+        if not path.absolute().parent.is_dir():
+            why = f"there is no folder {path.absolute().parent}. Make it, or give another file"
+        raise StorageError(f"the trace cannot be written to {path}: {why}") from error
 
 
 def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:

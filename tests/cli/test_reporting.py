@@ -134,7 +134,7 @@ def test_a_record_that_no_checkpointer_began_is_left_out(store: Path) -> None:
 _ALL = """
 import sys
 from localckpt.cli import app
-for arguments in (["report"], ["trace", "--out", "/dev/null"]):
+for arguments in (["report"], ["report", "--trace", "/dev/null"]):
     app([*arguments, sys.argv[1]], standalone_mode=False)
 print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
 """
@@ -160,8 +160,8 @@ def test_all_ranks_and_starts_are_in_one_trace(store: Path, tmp_path: Path) -> N
     (store / "events" / "more").mkdir()
     write([Event("save", 5.0, 9, "node", "of a manager", 0, step=3)], store / "events" / "more")
 
-    whole, one = call("trace", store, "--out", out), json.loads(out.read_text())
-    session = call("trace", store, "--out", out, "--session", "run")
+    whole, one = call("report", store, "--trace", out), json.loads(out.read_text())
+    session = call("report", store, "--trace", out, "--session", "run")
 
     assert (whole.status, session.status) == (0, 0)
     drawn = [entry for entry in one["traceEvents"] if entry["ph"] != "M"]
@@ -187,7 +187,7 @@ def test_every_event_is_drawn_on_its_ranks_track(tmp_path: Path) -> None:
     ]
     write(events, tmp_path / "events")
 
-    call("trace", tmp_path / "events", "--out", out)
+    call("report", tmp_path / "events", "--trace", out)
 
     entries = json.loads(out.read_text())["traceEvents"]
     drawn = [entry for entry in entries if entry["ph"] != "M"]
@@ -204,7 +204,7 @@ def test_every_event_is_drawn_on_its_ranks_track(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
-    answer = call("trace", store, "--out", store / "gone" / "job.json")
+    answer = call("report", store, "--trace", store / "gone" / "job.json")
 
     assert (answer.status, answer.out) == (2, "")
     assert f"there is no folder {store / 'gone'}. Make it" in answer.err
@@ -214,16 +214,3 @@ def test_no_table_is_wider_than_a_terminal(store: Path) -> None:
     tables = call("report", store).out.partition("Start 3")[0].splitlines()[:-3]
 
     assert max(map(len, tables)) <= 80
-
-
-def test_a_trace_is_told_to_programs_as_well(store: Path, tmp_path: Path) -> None:
-    out = tmp_path / "job.json"
-
-    told = call("trace", store, "--out", out, "--json").json()
-
-    assert told == {
-        "path": str(out),
-        "events": told["events"],
-        "nbytes": out.stat().st_size,
-    }
-    assert f"{told['events']} events" in call("trace", store, "--out", out).out

@@ -26,7 +26,7 @@ from localckpt.errors import CorruptShardError, StorageError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
 from localckpt.state_dict.boxes import Box, RankSet, narrowed_rows, parse_boxes
-from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON, Skeleton, kind_of
+from localckpt.state_dict.header import DIGESTS, SKELETON, Skeleton, kind_of, parse_safetensors
 from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
@@ -175,15 +175,15 @@ def _look(path: Path) -> _Seen:
         if start is None:
             seen.problems.append(f"its header would take {claimed_start} bytes")
             return seen
-        header = bytes(source.read(len(first), max(len(first), min(start, source.nbytes))))
         try:
-            entries = json_module.loads(header)
-            if not isinstance(entries, dict):
-                raise ValueError("it is no object")
-        except (ValueError, RecursionError) as error:
-            seen.problems.append(f"its header is not JSON: {error}")
+            metadata, slots = parse_safetensors(source.read(0, min(start, source.nbytes)))
+        except CorruptShardError as error:
+            seen.problems.append(str(error))
             return seen
-        _take_entries(seen, entries)
+        seen.metadata = metadata if isinstance(metadata, dict) else None
+        found = {s.name: _NamedBytes(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in slots}
+        seen.skeleton, seen.digests = found.pop(SKELETON, None), found.pop(DIGESTS, None)
+        seen.tensors = [*found.values()]
         if seen.kind not in _FOREIGN:
             _judge_shard(seen, source)
         else:
@@ -191,27 +191,6 @@ def _look(path: Path) -> _Seen:
         return seen
     finally:
         source.close()
-
-
-def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:
-    metadata = entries.pop(METADATA, None)
-    seen.metadata = metadata if isinstance(metadata, dict) else None
-    for name, entry in entries.items():
-        try:
-            label, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
-                raise ValueError("no figures")
-            tensor = _NamedBytes(name, str(label), tuple(shape), begin, end - begin)
-        except (KeyError, TypeError, ValueError):
-            seen.problems.append(f"its entry for tensor {name!r} cannot be read")
-            continue
-        if name == SKELETON:
-            seen.skeleton = tensor
-        elif name == DIGESTS:
-            seen.digests = tensor
-        else:
-            seen.tensors.append(tensor)
-    seen.tensors.sort(key=lambda tensor: tensor.offset)
 
 
 def _judge_shard(seen: _Seen, source: FileSource) -> None:

@@ -7,7 +7,6 @@ part is enough to order checkpoints (``availability/ordering.py``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -57,12 +56,6 @@ class EpochId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.number}-{self.draw:08x}"
-
-    @classmethod
-    def parse(cls, text: str) -> EpochId | None:
-        """Parse the output of ``str()``; return ``None`` for any other text."""
-        match = re.fullmatch(r"(\d{1,19})-([0-9a-f]{8,16})", text, re.ASCII)
-        return None if match is None else cls(int(match[1]), int(match[2], 16))
 
 
 class Point(NamedTuple):

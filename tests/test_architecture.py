@@ -85,27 +85,27 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2217, 1300, 14),
+    "top": (2211, 1300, 14),
     "async_save": (1844, 1400, 7),
-    "availability": (2992, 2000, 12),
+    "availability": (2867, 2000, 11),
     "checkpointer": (4520, 1800, 18),
-    "cli": (3716, 3000, 18),
-    "events": (800, 700, 7),
-    "exporters": (531, 500, 4),
+    "cli": (3175, 3000, 16),
+    "events": (654, 700, 5),
+    "exporters": (321, 500, 3),
     "global_tier": (7227, 4900, 23),
-    "integrations": (2866, 2900, 22),
+    "integrations": (2821, 2900, 21),
     "managers": (5942, 3600, 22),
-    "memory": (868, 700, 7),
+    "memory": (817, 700, 7),
     "ranks": (3372, 1600, 16),
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
     "state_dict": (8241, 5000, 31),
-    "storage": (3888, 3100, 18),
+    "storage": (3496, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (193, 150)
+_CORE_MODULES = (189, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

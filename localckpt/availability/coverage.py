@@ -13,23 +13,6 @@ from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named, said_by
 from localckpt.ids import Checkpoint, CkptID, Generation, Group
 
-__all__ = [
-    "Division",
-    "JoinRecord",
-    "SaveOutcome",
-    "complete_checkpoints",
-    "describe_choice",
-    "describe_incomplete",
-    "division_problem",
-    "judge_join",
-    "judge_newest",
-    "judge_nodes",
-    "judge_resumed",
-    "save_problems",
-    "why_bad",
-]
-
-
 Division = tuple[tuple[tuple[int, ...], int], ...]
 """Ranks that divide what they have equal, each set with a digest of what must be alike on them."""
 

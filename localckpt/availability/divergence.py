@@ -10,16 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localckpt.failure_texts import ranks_named
-
-__all__ = [
-    "Difference",
-    "Diverged",
-    "Divergence",
-    "compare_replicas",
-    "describe",
-    "judge_differences",
-]
+from localckpt.failure_texts import ranks_named, runs_of
 
 # Limits of what is told of a divergence, since every rank of the job reads it.
 _MOST_SETS, _MOST_GROUPS, _MOST_NAMED, _MOST_NODES = 16, 8, 20, 8
@@ -28,11 +19,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Set of ranks that do not all have the same in common.
+    """Set of ranks that do not all have the same in common, in groups with equal digests.
 
-    Attributes:
-        groups: Ranks with equal digests, the largest group first.
-        others: Ranks of more groups, which are not told apart.
+    The largest group comes first; ``others`` are ranks of more groups, which are not told apart.
     """
 
     set_id: int
@@ -51,7 +40,7 @@ class Diverged:
         return is_in_minority or rank in self.groups[0][:_MOST_NODES]
 
     def to_json(self) -> list[Any]:
-        return [self.set_id, [_runs(group) for group in self.groups], _runs(self.others)]
+        return [self.set_id, [runs_of(group) for group in self.groups], runs_of(self.others)]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Diverged:
@@ -75,7 +64,7 @@ class Difference:
     minority: tuple[int, ...]
 
     def to_json(self) -> list[Any]:
-        return [self.key, list(map(_runs, self.groups)), _runs(self.minority)]
+        return [self.key, list(map(runs_of, self.groups)), runs_of(self.minority)]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Difference:
@@ -85,7 +74,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas of one save that differ; the sets and tensors beyond a limit are only counted.
+    """Replicas of one save that differ, up to a limit of sets and tensors.
 
     Attributes:
         differences: Tensors that differ; empty while nobody has asked.
@@ -93,7 +82,6 @@ class Divergence:
     """
 
     sets: tuple[Diverged, ...]
-    more_sets: int = 0
     differences: tuple[Difference, ...] = ()
     more_tensors: int = 0
     nodes: tuple[str, ...] = ()
@@ -114,7 +102,6 @@ class Divergence:
     def to_json(self) -> list[Any]:
         return [
             [of.to_json() for of in self.sets],
-            self.more_sets,
             [difference.to_json() for difference in self.differences],
             self.more_tensors,
             self.nodes,
@@ -122,10 +109,9 @@ class Divergence:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Divergence:
-        sets, more_sets, differences, more_tensors, nodes = fields
+        sets, differences, more_tensors, nodes = fields
         return cls(
             tuple(map(Diverged.from_json, sets)),
-            more_sets,
             tuple(map(Difference.from_json, differences)),
             more_tensors,
             tuple(nodes),
@@ -145,7 +131,7 @@ def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence
     if not found:
         return None
     found.sort(key=lambda of: (of.groups, of.set_id))
-    return Divergence(tuple(found[:_MOST_SETS]), max(0, len(found) - _MOST_SETS))
+    return Divergence(tuple(found[:_MOST_SETS]))
 
 
 def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
@@ -177,7 +163,6 @@ def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Diverge
                 differences.append(_difference(key, values.values(), count))
     found = Divergence(
         divergence.sets,
-        divergence.more_sets,
         tuple(differences[:_MOST_NAMED]),
         max(0, len(differences) - _MOST_NAMED),
     )
@@ -221,17 +206,6 @@ def _described(difference: Difference) -> str:
 def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     ordered = sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g))
     return tuple(ordered)
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Encode ranks in ascending order by the first and the last of each run."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return runs
 
 
 def _ranks(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:

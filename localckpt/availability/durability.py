@@ -26,16 +26,6 @@ from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
 from localckpt.trust import Trusts, choose
 
-__all__ = [
-    "Durability",
-    "Found",
-    "SaveVerdict",
-    "durability_found",
-    "durability_saved",
-    "judge_save",
-    "spared",
-]
-
 Level = Literal["captured", "local", "replicated", "drained"]
 
 
@@ -44,14 +34,12 @@ class Durability:
     """Durability of one checkpoint.
 
     Attributes:
-        iteration: Iteration of the checkpoint.
         level: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more, ``"drained"`` once
             the job has promoted it to shared storage.
         copies: Smallest number of copies of any shard on different nodes, the owner's included; 0
             while captured. A shard that can be computed after the loss of any m nodes counts as
             m + 1 copies.
-        wanted: Target number of copies of that shard.
         lacking: Number of shards with fewer copies than their target.
     """
 
@@ -84,12 +72,8 @@ class SaveVerdict:
     Attributes:
         problems: Reasons why the save is not complete; empty if it is complete.
         generation: Highest generation that any rank has used.
-        reached: Durability of the checkpoint; ``None`` if it is not complete.
         bad: Why its state is bad, according to its check.
-        divergence: Sets of ranks whose replicas differ, if the save compared them.
-        parts_fit: Whether the ranks that divide tensors have them alike.
         is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
-        metric: Value of the metric of the retention.
     """
 
     problems: tuple[str, ...]

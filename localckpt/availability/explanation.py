@@ -1,7 +1,7 @@
 """Explanation of a restart's choice: the pieces of a session on each node, and the reasons.
 
 Pure functions of an inventory; ``coverage.py`` alone decides which checkpoints are complete. The
-second half of this module puts an explanation into words.
+second half of this module puts an explanation, and the errors of a load, into words.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
-from localckpt.availability.coverage import complete_checkpoints, judge_newest, judge_nodes
+from localckpt.availability.coverage import (
+    complete_checkpoints,
+    describe_incomplete,
+    judge_newest,
+    judge_nodes,
+)
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.ordering import newest_first
 from localckpt.availability.recoverable import breaking_sets, computable
 from localckpt.availability.retention import metrics_to_json
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranges
-from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation
+from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, ShardIdentity
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.storage.names import shard_named
 from localckpt.storage.store import Stored
 from localckpt.trust import Choice, Trust, Trusts, choose, resumed_in_vain
-
-__all__ = ["ExplainedCheckpoint", "Explanation", "Lack", "explain"]
 
 _WIDTH = 100
 _SHOWN = 12
@@ -48,19 +51,14 @@ class ExplainedCheckpoint:
     """One checkpoint of which at least one shard is left, or a file that bears a shard's name.
 
     Attributes:
-        checkpoint: Which one.
         holders: For each rank, the nodes that hold its shard.
         damaged: For each rank, the nodes with a file that bears the shard's name and is no good.
-        is_complete: Whether every shard can be had.
-        lacks: Why not.
         computed: Ranks whose shards no node holds and that are computed, each with the kind of the
             pieces that they are computed from.
         is_by_name: Whether no header tells of it any more, only the names of its files. Its number
             of ranks is that of the same attempt's other checkpoints; without any, there may be more
             ranks than the names tell of.
-        trust: Trust in it, by the notes of all nodes.
-        passed_over: Why a restart does not take it, complete or not, by what is known of it beside
-            its shards; empty if it may.
+        passed_over: Why a restart does not take it, complete or not; empty if it may.
     """
 
     checkpoint: Checkpoint
@@ -101,18 +99,16 @@ class EpochLeft:
     @property
     def went_back_from(self) -> list[Point]:
         """Points that the epoch gave up, without those below the iteration that it resumed from."""
-        if self.lineage is None:
-            return []
-        return [p for p in self.lineage.given_up if p.iteration > self.lineage.resumed_at]
+        lineage = self.lineage
+        return [p for p in lineage.given_up if p.iteration > lineage.resumed_at] if lineage else []
 
     def to_json(self) -> dict[str, Any]:
         lineage = self.lineage
-        parents = [str(point.epoch) for point in lineage.ancestors] if lineage else []
         return {
             "epoch": str(self.id),
             "origin": lineage and lineage.origin,
             "resumed_at": lineage.resumed_at if lineage else -1,
-            "parent": next(iter(parents), None),
+            "parent": str(lineage.ancestors[0].epoch) if lineage and lineage.ancestors else None,
             "iterations": list(self.iterations),
             "given_up": {str(epoch): iteration for epoch, iteration in self.went_back_from},
         }
@@ -239,11 +235,7 @@ def explain(
         breaking,
         {node: tuple(files) for node, files in bad.items() if files},
         _epochs((standing.checkpoint for standing in standings), inventory.lineages),
-        tuple(
-            s.checkpoint
-            for s in standings
-            if s.checkpoint in inventory.trusts and inventory.trusts[s.checkpoint].is_drained
-        ),
+        tuple(s.checkpoint for s in standings if s.trust.is_drained),
         least_nodes=least_nodes,
         reshards=newest is not None and world_size not in (None, newest.world_size),
     )
@@ -540,3 +532,72 @@ def _key(number: int) -> str:
     """A, B, ..., Z, AA, AB, ..."""
     before, letter = divmod(number, 26)
     return (_key(before - 1) if before else "") + chr(ord("A") + letter)
+
+
+class BadCopy(NamedTuple):
+    """Copy of a shard that could not be read."""
+
+    shard: ShardIdentity
+    holder: int
+    """A rank on the node of the copy."""
+    why: str
+
+
+def why_nothing_loads(
+    inventory: Inventory,
+    explanation: Explanation,
+    unreadable: Sequence[BadCopy],
+    nodes: Sequence[str],
+) -> str:
+    """Return the text of the error that no checkpoint can be loaded.
+
+    ``nodes`` has for each rank the name of its node in the explanation.
+    """
+    bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
+    quarantined = {
+        (node, shard_named(file.name)) for node, files in explanation.bad.items() for file in files
+    }
+    bad += [
+        f"{nodes[holder]}: {shard}: {why}"
+        for shard, holder, why in unreadable
+        if (nodes[holder], (shard.iteration, shard.rank, shard.generation)) not in quarantined
+    ]
+    return (
+        f"there is no complete checkpoint to load: {describe_incomplete(inventory)}. Looked for on "
+        f"{', '.join(explanation.nodes)}."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + " Start from the beginning, or from a checkpoint on shared storage"
+    )
+
+
+def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
+    """Return the text of the error that all checkpoints were resumed from in vain too often.
+
+    Those that are left are complete, and not in quarantine; each comes with the reason.
+    """
+    told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
+    told += [
+        f"iteration {c.iteration}: {why}, and it is in quarantine" for c, why in quarantined.items()
+    ]
+    again = (
+        " Once the cause is gone, start with max_attempts=None to resume from the one that is kept."
+        if left
+        else ""
+    )
+    return (
+        f"no checkpoint on the nodes is left to resume from, and nothing was started over. "
+        f"{'; '.join(told)}. That several checkpoints fail alike speaks for the program or its "
+        f"data.{again} `localckpt clean --put-back` puts back what is in quarantine; with another "
+        f"session_id the job starts from the beginning"
+    )
+
+
+def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[BadCopy]) -> str:
+    """Return the text of the error that a requested checkpoint cannot be loaded."""
+    bad = [f"{shard}, from the node of rank {holder}: {why}" for shard, holder, why in unreadable]
+    return (
+        f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + f" Complete are: {', '.join(map(str, others)) or 'none'}. The command localckpt explain "
+        f"says what is missing"
+    )

@@ -26,18 +26,6 @@ from localckpt.ids import (
 from localckpt.lineage import EpochId, Lineage
 from localckpt.trust import Trusts
 
-__all__ = [
-    "Code",
-    "Codes",
-    "Inventory",
-    "NodeShards",
-    "Nodes",
-    "node_report",
-    "packed",
-    "ranks_by_node",
-    "unpacked",
-]
-
 NodeT = TypeVar("NodeT", str, int)
 KeyT = TypeVar("KeyT", int, Piece)
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage
 
-__all__ = ["Lineages", "newest_first", "overruled", "unrelated"]
-
 Lineages = Mapping[EpochId, Lineage]
 """Lineages of epochs, as far as a shard or a note tells them."""
 

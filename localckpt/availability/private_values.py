@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from localckpt.errors import MismatchError
 from localckpt.state_dict.containers import prefix_in
 
-__all__ = ["RuledValues", "judge_rules", "judge_tables", "judge_values", "tellers_of"]
-
 _SHOWN = 10
 _ADVICE = (
     "Say what becomes of each with private=, as in private={{key}: 'drop'}; or mark what is equal, "

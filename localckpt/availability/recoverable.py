@@ -15,15 +15,6 @@ from localckpt.availability.inventory import Code, Codes, Inventory, Nodes
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Group
 
-__all__ = [
-    "breaking_sets",
-    "computable",
-    "group_for",
-    "groups_to_compute",
-    "least_losses",
-    "minimal",
-]
-
 
 def group_for(
     rank: int,

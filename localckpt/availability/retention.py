@@ -16,21 +16,6 @@ from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
 from localckpt.trust import LONGEST_METRIC
 
-__all__ = [
-    "Best",
-    "Candidate",
-    "Reason",
-    "Retention",
-    "Retirement",
-    "Version",
-    "metrics_from_json",
-    "metrics_to_json",
-    "node_rules",
-    "plain_metrics",
-    "reasons_to_keep",
-    "rules",
-]
-
 CandidateT = TypeVar("CandidateT")
 
 Mode = Literal["min", "max"]
@@ -293,13 +278,9 @@ def _require_count(what: str, name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Rule for the checkpoints to prune.
+    """Rule for the checkpoints to prune: up to an iteration, and those that a lineage gave up.
 
-    Attributes:
-        up_to: Checkpoints up to this iteration are pruned.
-        lineage: Checkpoints that this lineage gave up are pruned, too.
-        but: Checkpoints that are kept in any case.
-        also: Checkpoints that are pruned in any case.
+    Those of ``but`` are kept in any case, and those of ``also`` are pruned in any case.
     """
 
     up_to: int

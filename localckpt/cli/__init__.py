@@ -21,9 +21,7 @@ from localckpt.cli.listing import ls
 from localckpt.cli.pinning import pin, unpin
 from localckpt.cli.reporting import report
 from localckpt.cli.surviving import survive
-from localckpt.cli.tracing import trace
 from localckpt.cli.verifying import verify
-from localckpt.cli.watching import watch
 
 __all__ = ["app", "main"]
 
@@ -34,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report, trace, watch):
+for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report):
     app.command()(_command)
 
 

@@ -15,19 +15,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from localckpt.cli.starts import JobSave, SaveOutcome, Start, ended_at, saves_of
 from localckpt.events.event import Event
 
-__all__ = [
-    "PARTS",
-    "Account",
-    "Kind",
-    "Restart",
-    "SaveCounts",
-    "Stretch",
-    "account",
-    "cells",
-    "degraded_since",
-    "place",
-]
-
 Kind: TypeAlias = Literal["training", "blocking", "waiting", "repeated", "recovery", "down"]
 """Use of a stretch of time. ``blocking``: training waits for a save. ``waiting``: it waits for
 saves to end, before it stops. ``repeated``: training that a restart has lost. ``recovery``: from
@@ -210,32 +197,6 @@ def account(starts: Sequence[Start]) -> Account:
     ]
     stretches = [stretch for stretch in stretches if stretch.ended > stretch.began]
     return Account(tuple(restarts), tuple(sorted(stretches, key=lambda stretch: stretch.began)))
-
-
-def cells(stretches: Sequence[Stretch], width: int) -> list[Kind]:
-    """Return the kind of each of ``width`` equal parts of the time: what takes most of the part."""
-    began, ended = stretches[0].began, stretches[-1].ended
-    length = (ended - began) / width
-    found: list[Kind] = []
-    first = 0
-    for index in range(width):
-        left, right = began + index * length, began + (index + 1) * length
-        while first + 1 < len(stretches) and stretches[first].ended <= left:
-            first += 1
-        seconds: dict[Kind, float] = {}
-        for stretch in stretches[first:]:
-            if stretch.began >= right:
-                break
-            overlap = min(right, stretch.ended) - max(left, stretch.began)
-            seconds[stretch.kind] = seconds.get(stretch.kind, 0.0) + overlap
-        found.append(max(seconds, key=seconds.__getitem__))
-    return found
-
-
-def place(at: float, stretches: Sequence[Stretch], width: int) -> int:
-    """Find the part of the time that a moment lies in, of equal parts."""
-    began, ended = stretches[0].began, stretches[-1].ended
-    return min(width - 1, max(0, int((at - began) / (ended - began) * width)))
 
 
 @dataclass(frozen=True, slots=True)

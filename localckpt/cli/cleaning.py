@@ -6,7 +6,6 @@ A file in quarantine is verified again before it is removed, and put back if it 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,7 +25,6 @@ from localckpt.cli.output import (
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.lineage import EpochId
 from localckpt.own_folders import open_below
 from localckpt.storage.catalog import (
     Removable,
@@ -34,13 +32,10 @@ from localckpt.storage.catalog import (
     ShardFile,
     UncountedFile,
     find_sessions,
-    find_staging,
     put_back,
     why_quarantined,
 )
 from localckpt.storage.rank_folder import lock_store
-
-__all__ = ["clean"]
 
 _WAIT_S = 30.0
 
@@ -66,15 +61,6 @@ def clean(
             "was resumed from them in vain.",
         ),
     ] = False,
-    epoch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--epoch",
-            metavar="NAME",
-            help="Also remove the checkpoints of this epoch, as `localckpt explain` names it.",
-            show_default=False,
-        ),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a job that is starting here.")
     ] = _WAIT_S,
@@ -82,9 +68,8 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, recycled files, and shared memory. Shards stay, unless their epoch is
-    named, and so does whatever belongs to a process that runs. Call it on the node itself, where
-    the processes of its jobs can be seen.
+    That is: unfinished files, and recycled files. Shards stay, and so does whatever belongs to a
+    process that runs. Call it on the node itself, where the processes of its jobs can be seen.
     """
     with one_line_errors():
         root = store_or_default(directory)
@@ -96,9 +81,8 @@ def clean(
         find_sessions(root)
         # No job starts here meanwhile, so none that is not seen to run takes files over.
         with nullcontext() if dry_run else lock_store(root, timeout):
-            found = [*_removable(root), *_of_epochs(root, epoch or [])]
-            judged = _judge_corrupt(root, corrupt, put_back_given_up)
-            removed = [*found, *judged.bad]
+            judged = _judge(root, corrupt, put_back_given_up)
+            removed = judged.bad
             good = {file: file.path for file in judged.good}
             if not dry_run:
                 removed = [file for file in removed if _remove(file)]
@@ -136,57 +120,34 @@ def clean(
 
 
 class _Judged(NamedTuple):
-    """Files in quarantine, by what they are found to be now."""
+    """Files to remove or put back, also of those in quarantine, as they are found to be now."""
 
     good: list[Removable]
-    """Not damaged, and there is no other copy of it in its session."""
+    """In quarantine and not damaged, and there is no other copy of it in its session."""
     bad: list[Removable]
-    """Damaged, or there is a good copy."""
+    """Of a process that is gone, damaged, or there is a good copy."""
     left: list[UncountedFile]
     """Nobody can say, or the job has given it up."""
     trusted: list[tuple[SessionFolder, Checkpoint]]
     """Checkpoints that the job has given up, or may yet, and is to try again."""
 
 
-def _removable(root: Path) -> list[Removable]:
-    found = [file for session in find_sessions(root) for file in session.leftovers()]
-    return [
-        file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
-    ]
-
-
-def _of_epochs(root: Path, names: Sequence[str]) -> list[Removable]:
-    found = []
-    for name in dict.fromkeys(names):
-        epoch = EpochId.parse(name)
-        files = [f for s in find_sessions(root) for f in s.of_epoch(epoch)] if epoch else []
-        if not files:
-            raise StorageError(
-                f"{root} has no checkpoint of an epoch {name!r}: `localckpt explain` names them, "
-                f"as 3-0a1b2c3d. Nothing was removed"
-            )
-        if any(file.is_live for file in files):
-            raise StorageError(
-                f"epoch {name} is that of a job that runs: end it first. Nothing was removed"
-            )
-        found += files
-    return found
-
-
-def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
+def _judge(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
     judged = _Judged([], [], [], [])
-    if not (corrupt or put_back_given_up):
-        return judged
     for session in find_sessions(root):
-        quarantined = [file for file in session.leftovers() if file.kind == "corrupt"]
-        # Reading all of a store takes its time.
-        shards = session.shards()[0] if quarantined else []
-        kept: set[ShardIdentity] = set()
+        leftovers = session.leftovers()
+        judged.bad.extend(f for f in leftovers if f.kind != "corrupt" and not f.is_live)
         trusts = session.noted_trusts()
         marks = trusts.marked("quarantined")
         if put_back_given_up:
             counted_on = (c for c, trust in trusts.items() if trust.failed_starts)
             judged.trusted.extend((session, c) for c in {*counted_on, *marks})
+        quarantined = [file for file in leftovers if file.kind == "corrupt"]
+        if not quarantined or not (corrupt or put_back_given_up):
+            # Reading all of a store takes its time.
+            continue
+        shards = session.shards()[0]
+        kept: set[ShardIdentity] = set()
         for file in quarantined:
             found = session.verify_again(file.path)
             if isinstance(found, ShardFile):
@@ -216,8 +177,7 @@ def _remove(file: Removable) -> bool:
     try:
         # Without following a link that is put in the place of a folder meanwhile.
         rank = file.path.parent
-        below = () if file.kind == "staging" else (rank.parent.name, rank.name)
-        folder = open_below(rank.parent.parent if below else rank, *below)
+        folder = open_below(rank.parent.parent, rank.parent.name, rank.name)
         try:
             os.unlink(file.path.name, dir_fd=folder)
         finally:

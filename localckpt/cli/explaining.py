@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +33,6 @@ from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
 from localckpt.storage.store import Stored
 from localckpt.trust import Trusts
-
-__all__ = ["explain"]
 
 _SHORT = {
     "other version": "it is of another version of the format",
@@ -144,22 +142,14 @@ class _Session:
 class _Found:
     """Pieces of one session in one node, or in one of its directories."""
 
-    shards: tuple[ShardFile, ...] = ()
-    bad: tuple[Stored, ...] = ()
-    noted: tuple[Lineage, ...] = ()
-    trusts: Trusts = field(default_factory=Trusts)
-
-    def and_also(self, other: _Found) -> _Found:
-        return _Found(
-            self.shards + other.shards,
-            self.bad + other.bad,
-            self.noted + other.noted,
-            Trusts.of([self.trusts, other.trusts]),
-        )
+    shards: list[ShardFile]
+    bad: list[Stored]
+    noted: list[Lineage]
+    trusts: Trusts
 
 
-_Nodes = dict[str, dict[str, _Found]]
-"""Pieces of each node, by session."""
+_Nodes = dict[str, dict[str, list[_Found]]]
+"""Pieces of each node, by session, of one or more directories."""
 
 
 def _read_all(
@@ -212,9 +202,7 @@ def _read(session: SessionFolder) -> _Found:
         for file in uncounted
     ]
     bad += [Stored(path.name, problem=problem) for path, problem in session.quarantined().items()]
-    return _Found(
-        tuple(shards), tuple(bad), tuple(session.noted_lineages()), session.noted_trusts()
-    )
+    return _Found(shards, bad, session.noted_lineages(), session.noted_trusts())
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -227,7 +215,7 @@ def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
             warn(f"{directory} is of the same node as {label}")
         of_node = nodes.setdefault(label, {})
         for session, found in sessions:
-            of_node[session] = of_node.get(session, _Found()).and_also(found)
+            of_node.setdefault(session, []).append(found)
     return nodes
 
 
@@ -235,19 +223,22 @@ def _explain(
     session: str, nodes: _Nodes, world_size: int | None
 ) -> tuple[Explanation, float | None]:
     """Explain one session on the nodes, with the time at which what loads was saved."""
-    nothing = _Found()
-    found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
-    records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
-    trusts = Trusts.of(of_node.trusts for of_node in found.values())
-    lineages = [lineage for of_node in found.values() for lineage in of_node.noted]
+    found = {label: sessions.get(session, []) for label, sessions in nodes.items()}
+    every = [one for of_node in found.values() for one in of_node]
+    trusts = Trusts.of(one.trusts for one in every)
     explanation = explain_inventory(
-        Inventory.found(records, lineages, SCHEMES, trusts),
+        Inventory.found(
+            {label: [s.record for one in of for s in one.shards] for label, of in found.items()},
+            [lineage for one in every for lineage in one.noted],
+            SCHEMES,
+            trusts,
+        ),
         world_size,
-        {label: of_node.bad for label, of_node in found.items()},
+        {label: [bad for one in of for bad in one.bad] for label, of in found.items()},
         max_attempts=trusts.most_starts,
         # Whether the job's manager was made with elastic=True is not in its store.
         is_elastic=True,
     )
-    shards = [shard for of_node in found.values() for shard in of_node.shards]
+    shards = [shard for one in every for shard in one.shards]
     times = [s.modified_at for s in shards if s.record.identity.checkpoint == explanation.loads]
     return explanation, max(times, default=None)

@@ -6,7 +6,6 @@ import json as json_module
 import os
 import re
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,28 +26,21 @@ from localckpt.errors import CorruptShardError, StorageError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
 from localckpt.state_dict.boxes import Box, RankSet, narrowed_rows, parse_boxes
-from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON, Skeleton, kind_of
+from localckpt.state_dict.header import DIGESTS, SKELETON, Skeleton, kind_of, parse_safetensors
 from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
-
-__all__ = ["inspect"]
 
 # No header may be longer, and no table of tensors is.
 _MAX_NBYTES = 100_000_000
 _SHOWN_RANKS = 64
 _WIDTH = 120
-# How much of a damaged header is searched for what is intact.
-_SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
 # Kinds of files that are none of ours.
 _FOREIGN = {
     "safetensors": "a safetensors file, and no shard of localckpt",
     "unknown": "no safetensors file, as far as it can be read",
 }
-_STRING = r'"(?:[^"\\]|\\.){0,300}"'
-_FLAT_OBJECT = re.compile(rf"{_STRING}\s{{0,16}}:\s{{0,16}}\{{[^{{}}]*\}}")
-_PAIR = re.compile(r'"(\w{1,50})"\s*:\s*"([^"\\]{0,300})"')
 
 
 def inspect(
@@ -60,7 +52,7 @@ def inspect(
 ) -> None:
     """Show whose state a file is, and its tensors.
 
-    Files that are damaged (*.corrupt) or half written (*.dirty) are shown as far as they can be
+    Files that are damaged (*.corrupt) or half written (*.dirty) are shown if their header can be
     read. The exit status is 1 if something in the header is wrong, else 0; the tensors' bytes are
     looked at by `localckpt verify`.
     """
@@ -180,62 +172,25 @@ def _look(path: Path) -> _Seen:
         claimed_start = 8 + int.from_bytes(first, "little")
         start = claimed_start if len(first) == 8 and claimed_start <= _MAX_NBYTES else None
         seen = _Seen(path, source.nbytes, start)
-        stop = min(_SALVAGED_NBYTES if start is None else start, source.nbytes)
-        header = bytes(source.read(len(first), max(stop, len(first))))
-        entries, problem = _read_entries(header.decode(errors="replace"))
-        if problem is not None:
-            seen.problems.append(problem)
-        elif start is None:
+        if start is None:
             seen.problems.append(f"its header would take {claimed_start} bytes")
-        _take_entries(seen, entries)
+            return seen
+        try:
+            metadata, slots = parse_safetensors(source.read(0, min(start, source.nbytes)))
+        except CorruptShardError as error:
+            seen.problems.append(str(error))
+            return seen
+        seen.metadata = metadata if isinstance(metadata, dict) else None
+        found = {s.name: _NamedBytes(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in slots}
+        seen.skeleton, seen.digests = found.pop(SKELETON, None), found.pop(DIGESTS, None)
+        seen.tensors = [*found.values()]
         if seen.kind not in _FOREIGN:
             _judge_shard(seen, source)
-        elif start is not None and problem is None:
+        else:
             _judge_length(seen, start)
         return seen
     finally:
         source.close()
-
-
-def _read_entries(text: str) -> tuple[dict[str, Any], str | None]:
-    """The entries of a header, if it is damaged those that are intact, and what is wrong."""
-    try:
-        entries = json_module.loads(text)
-        if isinstance(entries, dict):
-            return entries, None
-        return {}, "its header is not a JSON object"
-    except (ValueError, RecursionError) as error:
-        problem = f"its header is not JSON: {error}"
-    text = text[:_SALVAGED_NBYTES]
-    entries = {}
-    for match in _FLAT_OBJECT.finditer(text):
-        with suppress(ValueError):
-            entries.update(json_module.loads(f"{{{match.group()}}}"))
-    if METADATA not in entries:
-        # It comes first, if at all.
-        entries[METADATA] = dict(_PAIR.findall(text.partition('"dtype"')[0])) or None
-    return entries, problem
-
-
-def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:
-    metadata = entries.pop(METADATA, None)
-    seen.metadata = metadata if isinstance(metadata, dict) else None
-    for name, entry in entries.items():
-        try:
-            label, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
-                raise ValueError("no figures")
-            tensor = _NamedBytes(name, str(label), tuple(shape), begin, end - begin)
-        except (KeyError, TypeError, ValueError):
-            seen.problems.append(f"its entry for tensor {name!r} cannot be read")
-            continue
-        if name == SKELETON:
-            seen.skeleton = tensor
-        elif name == DIGESTS:
-            seen.digests = tensor
-        else:
-            seen.tensors.append(tensor)
-    seen.tensors.sort(key=lambda tensor: tensor.offset)
 
 
 def _judge_shard(seen: _Seen, source: FileSource) -> None:

@@ -45,8 +45,6 @@ from localckpt.storage.catalog import (
 )
 from localckpt.trust import Trusts, choose, resumed_in_vain
 
-__all__ = ["SharedListing", "look", "ls"]
-
 
 def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
     """List the checkpoints in a store, or on shared storage.

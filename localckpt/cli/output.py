@@ -16,27 +16,6 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path
 
-__all__ = [
-    "BAD",
-    "REFUSED",
-    "JsonOption",
-    "StoreArgument",
-    "age",
-    "counted",
-    "duration",
-    "one_line_errors",
-    "printable",
-    "say",
-    "say_json",
-    "say_table",
-    "size",
-    "store_or_default",
-    "stores_argument",
-    "table_lines",
-    "warn",
-    "writing",
-]
-
 BAD = 1
 """Exit status: something that was looked at is bad."""
 _FOLD = "    "
@@ -178,18 +157,6 @@ def store_or_default(given: Path | None) -> Path:
     if not usual.is_dir():
         raise StorageError(f"give a directory: this user has no store in memory ({usual})")
     return usual
-
-
-@contextmanager
-def writing(what: str, path: Path) -> Iterator[None]:
-    """Raise what keeps a file that was asked for from being written as a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        if not path.absolute().parent.is_dir():
-            why = f"there is no folder {path.absolute().parent}. Make it, or give another file"
-        raise StorageError(f"the {what} cannot be written to {path}: {why}") from error
 
 
 @contextmanager

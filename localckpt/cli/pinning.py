@@ -16,8 +16,6 @@ from localckpt.global_tier.folders import pin as pin_folder
 from localckpt.global_tier.folders import unpin as unpin_folder
 from localckpt.storage.names import local_path
 
-__all__ = ["pin", "unpin"]
-
 RootArgument = Annotated[
     Path,
     typer.Argument(metavar="DIR", readable=False, help="A root on shared storage."),

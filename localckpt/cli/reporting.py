@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import typer
 
 from localckpt.cli.account import (
     PARTS,
@@ -15,10 +16,7 @@ from localckpt.cli.account import (
     Restart,
     SaveCounts,
     account,
-    cells,
-    place,
 )
-from localckpt.cli.drawing import PlotOption, picture
 from localckpt.cli.output import (
     JsonOption,
     counted,
@@ -28,15 +26,17 @@ from localckpt.cli.output import (
     say_json,
     say_table,
     size,
+    store_or_default,
+    stores_argument,
     warn,
 )
-from localckpt.cli.records import RecordsArgument, SessionOption, read_records
 from localckpt.cli.starts import Start, starts_of
+from localckpt.cli.status import status_of
+from localckpt.cli.tracing import write_trace
 from localckpt.errors import StorageError
 from localckpt.events.event import Event
+from localckpt.events.jsonl import read_events
 from localckpt.failure_texts import ranks_named
-
-__all__ = ["report"]
 
 _WORDS: dict[Kind, str] = {
     "training": "training that counts",
@@ -46,67 +46,91 @@ _WORDS: dict[Kind, str] = {
     "recovery": "recovery",
     "down": "nothing ran",
 }
-_LETTERS: dict[Kind, str] = {
-    "training": "=",
-    "blocking": "b",
-    "waiting": "w",
-    "repeated": "x",
-    "recovery": "r",
-    "down": ".",
-}
-_COLOURS: dict[Kind, str] = {
-    "training": "#0b6e4f",
-    "blocking": "#e0a100",
-    "waiting": "#f2d27c",
-    "repeated": "#c0392b",
-    "recovery": "#2d6cdf",
-    "down": "#9aa5b1",
-}
 _FAILURES = ("killed", "failed")
 _WIDTH = 80
 
 
 def report(
-    directories: RecordsArgument = None,
-    session: SessionOption = None,
-    plot: PlotOption = None,
+    directories: Annotated[
+        list[Path] | None,
+        stores_argument("The stores of all nodes, or directories or files of records"),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="Of this session only; of all by default.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            readable=False,
+            help="Also draw it into this file, for https://ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what a job has done, and what failures have cost.
+    """Say what a job has done, what failures cost, and what is safe.
 
     That is: saves, and how long training waited for them; steps that each restart has lost; how
-    long it took, part by part; and the share of all time that was training that counts. It reads
-    the records that ranks keep beside their checkpoints. The exit status is 2 if there is none.
+    long it took, part by part; and the share of all time that was training that counts. Of a start
+    that has no end: how far it is, and the newest checkpoint on the nodes, on other nodes and on
+    shared storage. It reads the records that ranks keep beside their checkpoints. The exit status
+    is 2 if there is none.
     """
     with one_line_errors():
-        accounts = _accounts(read_records(directories, session))
-        if plot is not None:
-            _draw(accounts, plot)
+        events = _read_records(directories, session)
+        if trace is not None:
+            write_trace(events, trace)
+        sessions = _sessions(events)
+    accounts = {name: account(starts) for name, starts in sessions.items()}
     if json:
-        sessions = [{"session": name, **told.to_json()} for name, told in accounts.items()]
-        say_json({"sessions": sessions})
+        told = [
+            {"session": name, **accounts[name].to_json(), "status": status_of(starts).to_json()}
+            for name, starts in sessions.items()
+        ]
+        say_json({"sessions": told})
         return
-    for number, (name, told) in enumerate(accounts.items()):
+    for number, (name, starts) in enumerate(sessions.items()):
         say(*[""][: number > 0])
-        _say(name, told)
-    if plot is not None:
-        say("", f"Drawn in {plot}.")
+        _say(name, accounts[name])
+        if starts[-1].ending == "open":
+            say("", *status_of(starts).lines())
 
 
-def _accounts(events: Sequence[Event]) -> dict[str, Account]:
-    """Accounts of all sessions; raises StorageError if there are none."""
-    accounts = {name: account(starts) for name, starts in starts_of(events).items()}
+def _read_records(directories: Sequence[Path] | None, session: str | None) -> list[Event]:
+    """Read the events of all ranks, of one session if that is given; StorageError for none."""
+    given = [*map(store_or_default, directories)] if directories else [store_or_default(None)]
+    where = " ".join(map(str, given))
+    events = read_events(given)
+    if not events:
+        raise StorageError(
+            f"no rank has left a record in {where}: give the directories that the checkpointers "
+            f"of all nodes were given as local="
+        )
+    if session is None:
+        return events
+    began = (event for event in events if event.name == "run_began")
+    runs = {event.run for event in began if event.details.get("session") == session}
+    if not runs:
+        raise StorageError(f"there is no record of session {session!r} in {where}")
+    return [event for event in events if event.run in runs]
+
+
+def _sessions(events: Sequence[Event]) -> dict[str, list[Start]]:
+    """Starts of all sessions; raises StorageError if there are none."""
+    sessions = starts_of(events)
     alone = {event.run for event in events}
     alone -= {event.run for event in events if event.name == "run_began"}
     left_out = (
         f"{counted(len(alone), 'record')} left out: no Checkpointer has begun them, so nothing "
         f"tells which session they are of"
     )
-    if not accounts:
+    if not sessions:
         raise StorageError(left_out)
     if alone:
         warn(left_out)
-    return accounts
+    return sessions
 
 
 def _say(name: str, told: Account) -> None:
@@ -123,7 +147,7 @@ def _say(name: str, told: Account) -> None:
         _say_restarts(restarts)
     say("")
     _say_kinds(told)
-    say("", *_timeline(told), "")
+    say("")
     _say_missing(restarts)
     last, unsaved = restarts[-1].start, told.unsaved_steps
     if last.ending == "open" and unsaved is not None:
@@ -231,67 +255,3 @@ def _say_kinds(told: Account) -> None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _timeline(told: Account) -> list[str]:
-    """A line with a letter for each part of the time, and one that points at failures."""
-    if not told.stretches:
-        return []
-    width = min(_WIDTH, shutil.get_terminal_size().columns) - 2
-    kinds = cells(told.stretches, width)
-    points = [" "] * width
-    for failure in _failures(told):
-        points[place(failure, told.stretches, width)] = "^"
-    legend = [f"{_LETTERS[kind]} {_WORDS[kind]}" for kind in _LETTERS if kind in kinds]
-    if "^" in points:
-        legend.append("^ failure")
-    lines = ["|" + "".join(_LETTERS[kind] for kind in kinds) + "|", " " + "".join(points)]
-    return [*(line.rstrip() for line in lines if line.strip()), ", ".join(legend)]
-
-
-def _failures(told: Account) -> list[float]:
-    return [r.start.ended for r in told.restarts if r.start.ending in _FAILURES]
-
-
-def _draw(accounts: Mapping[str, Account], path: Path) -> None:
-    """Write a PNG: what each second was, and the steps that were done, of each session."""
-    with picture(path) as figure:
-        figure.set_size_inches(12, 5 * len(accounts))
-        axes = figure.subplots(
-            2 * len(accounts), 1, squeeze=False, height_ratios=[1, 3] * len(accounts)
-        )
-        for (name, told), bars, steps in zip(
-            accounts.items(), axes[::2, 0], axes[1::2, 0], strict=True
-        ):
-            bars.set_title(
-                f"session {name!r}: goodput {_percent(told.goodput)} of {duration(told.total_s)}",
-                fontsize=11,
-                loc="left",
-            )
-            zero = told.stretches[0].began if told.stretches else 0.0
-            _draw_timeline(bars, told, zero)
-            _draw_steps(steps, told, zero)
-            bars.sharex(steps)
-
-
-def _draw_timeline(axis: Any, told: Account, zero: float) -> None:
-    for kind, seconds in told.seconds.items():
-        spans = [(s.began - zero, s.seconds) for s in told.stretches if s.kind == kind]
-        if spans:
-            label = f"{_WORDS[kind]}: {duration(seconds)}"
-            axis.broken_barh(spans, (0, 1), color=_COLOURS[kind], label=label)
-    axis.set_yticks([])
-    axis.legend(fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0.35, 1.0))
-
-
-def _draw_steps(axis: Any, told: Account, zero: float) -> None:
-    for restart in told.restarts:
-        marks = restart.start.marks
-        axis.plot(
-            [at - zero for _, at in marks], [step for step, _ in marks], color=_COLOURS["training"]
-        )
-    for failure in _failures(told):
-        axis.axvline(failure - zero, color=_COLOURS["repeated"], linestyle="--", linewidth=1)
-    axis.set_xlabel("seconds since the first start; dashed: failures")
-    axis.set_ylabel("steps done")
-    axis.grid(visible=True, alpha=0.3)

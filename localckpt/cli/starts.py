@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from localckpt.events.event import Event, Tier
 
-__all__ = ["Ending", "JobSave", "SaveOutcome", "Start", "ended_at", "saves_of", "starts_of"]
-
 Ending: TypeAlias = Literal["ok", "stopped", "failed", "killed", "open"]
 """How a start ended. ``killed``: some rank has recorded no end, and a later start follows.
 ``open``: the same of the last start, which may still run."""
@@ -172,12 +170,10 @@ class JobSave:
 
     Attributes:
         outcome: How it ended; ``"ok"`` on one rank is so on all.
-        tier: What it reached; ``None`` unless it is ``"ok"``.
         began: When the first rank began it, in seconds since 1970.
         ended: When it was durable on the last rank, or failed; ``None`` while it is unfinished.
         blocking_s: How long training waited for it, on the slowest rank.
         nbytes: Bytes of all ranks.
-        error: Class and text of what it failed with; empty if it did not.
     """
 
     step: int

@@ -134,7 +134,6 @@ class Survival:
         nodes: Nodes in the job.
         ranks_per_node: Ranks on each.
         shard_nbytes: Size of what a rank saves, if it was told.
-        equal_nbytes: Bytes of it that all ranks have equal.
         groups: (nodes in a group, how many such groups), the smaller first.
         extra_memory: What a rank keeps beside its own shard, in memory or on disk, for each
             checkpoint that is kept.
@@ -146,26 +145,10 @@ class Survival:
     nodes: int
     ranks_per_node: int
     shard_nbytes: int | None
-    equal_nbytes: int
     groups: tuple[tuple[int, int], ...]
     extra_memory: Cost
     bytes_sent: Cost
     chances: tuple[LossChance, ...]
-
-    @property
-    def stored_nbytes(self) -> int | None:
-        """Size of a shard in which ranks of a node have divided what they have equal."""
-        if self.shard_nbytes is None:
-            return None
-        private = self.shard_nbytes - self.equal_nbytes
-        return private + -(-self.equal_nbytes // self.ranks_per_node)
-
-    @property
-    def sent_nbytes(self) -> int | None:
-        """Bytes of a shard that are sent: copies need not what their keeper has, parity does."""
-        if self.shard_nbytes is None or self.scheme.kind == "parity":
-            return self.stored_nbytes
-        return self.shard_nbytes - self.equal_nbytes
 
     @property
     def loss(self) -> tuple[float, ...]:
@@ -182,8 +165,8 @@ class Survival:
         return {
             "scheme": str(self.scheme),
             "groups": [{"nodes": size, "count": count} for size, count in self.groups],
-            "extra_memory": _to_json(self.extra_memory, self.stored_nbytes),
-            "bytes_sent": _to_json(self.bytes_sent, self.sent_nbytes),
+            "extra_memory": _to_json(self.extra_memory, self.shard_nbytes),
+            "bytes_sent": _to_json(self.bytes_sent, self.shard_nbytes),
             "survives_any": self.survives_any,
             "loss": [
                 {"lost": c.lost, "probability": c.probability, "exact": c.is_exact}
@@ -198,7 +181,6 @@ def survivability(
     scheme: Scheme | str,
     shard_nbytes: int | None = None,
     *,
-    equal_nbytes: int = 0,
     most_lost: int | None = None,
 ) -> Survival:
     """Compute what a scheme costs, and how likely it loses data with some number of nodes.
@@ -213,7 +195,6 @@ def survivability(
         ranks_per_node: Ranks on each.
         scheme: The scheme, or its text.
         shard_nbytes: Size of what a rank saves, to be told costs in bytes.
-        equal_nbytes: Bytes of it that all ranks have equal, and mark as such.
         most_lost: Up to how many lost nodes; by default 4, or all nodes of a smaller job.
 
     Raises:
@@ -226,12 +207,6 @@ def survivability(
     require_integer("ranks_per_node", ranks_per_node, 1)
     if shard_nbytes is not None:
         require_integer("shard_nbytes", shard_nbytes, 1)
-    require_integer("equal_nbytes", equal_nbytes, 0)
-    if equal_nbytes > (shard_nbytes or 0):
-        raise CheckpointingException(
-            f"of {shard_nbytes or 0} bytes that a rank saves {equal_nbytes} cannot be equal on "
-            f"all ranks: give the size of all that it saves, and that of what is equal of it"
-        )
     if most_lost is None:
         most_lost = min(_LOST_AT_MOST, nodes)
     require_lost(most_lost, nodes)
@@ -240,7 +215,6 @@ def survivability(
         nodes,
         ranks_per_node,
         shard_nbytes,
-        equal_nbytes,
         groups,
         _cost(groups, [scheme.extra_memory(size) for size, _ in groups]),
         _cost(groups, [scheme.bytes_sent(size) for size, _ in groups]),

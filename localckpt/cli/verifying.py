@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -42,7 +43,11 @@ from localckpt.storage.catalog import (
     uncounted_file,
 )
 
-__all__ = ["verify"]
+_OnRead: TypeAlias = Callable[[int], None]
+_Result: TypeAlias = int | UncountedFile | None
+"""Bytes of a good file, or the fault of a bad one; ``None`` if a job has removed it meanwhile."""
+_Check: TypeAlias = tuple[int, Callable[[_OnRead], _Result]]
+"""Bytes to read of a file, and the function that verifies it."""
 
 
 def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
@@ -53,7 +58,7 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     (*.corrupt) are not looked at again.
     """
     with one_line_errors():
-        outcome = _verify_all(store_or_default(directory), quiet=json)
+        outcome = _verify_all(store_or_default(directory), is_quiet=json)
     if json:
         say_json(outcome.to_json())
     else:
@@ -64,8 +69,8 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
 class _Verified:
     """Counts of what was verified so far, and the files that are not good."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, is_quiet: bool) -> None:
+        self._root, self._is_quiet = root, is_quiet
         self.verified = self.nbytes = self.vanished = self.quarantined = 0
         self.bad: list[UncountedFile] = []
         self.unreadable: list[UncountedFile] = []
@@ -74,26 +79,29 @@ class _Verified:
     def exit_status(self) -> int:
         return BAD if self.bad else REFUSED if self.unreadable else 0
 
-    def good(self, nbytes: int) -> None:
-        """Count a file that was verified."""
-        self.verified += 1
-        self.nbytes += nbytes
-
-    def take(self, file: UncountedFile) -> str:
-        """Count a file that is not good, and return the word for it."""
-        if file.problem.kind in ("unreadable", "other version"):
-            self.unreadable.append(file)
-            return "not readable"
-        self.bad.append(file)
-        return "bad"
+    def take(self, found: _Result) -> None:
+        """Count a file, and say so if it is not good."""
+        if found is None:
+            self.vanished += 1
+        elif isinstance(found, int):
+            self.verified += 1
+            self.nbytes += found
+        else:
+            is_bad = found.problem.kind not in ("unreadable", "other version")
+            (self.bad if is_bad else self.unreadable).append(found)
+            if not self._is_quiet:
+                word = "bad" if is_bad else "not readable"
+                say(f"{word}: {found.path}: {found.description}", red=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "store": str(self.root),
+            "store": str(self._root),
             "verified": self.verified,
             "nbytes": self.nbytes,
-            "bad": _to_json(self.bad),
-            "unreadable": _to_json(self.unreadable),
+            "bad": [{"path": str(file.path), "why": file.description} for file in self.bad],
+            "unreadable": [
+                {"path": str(file.path), "why": file.description} for file in self.unreadable
+            ],
             "vanished": self.vanished,
             "quarantined": self.quarantined,
         }
@@ -106,94 +114,56 @@ class _Verified:
             counts.append(f"{self.vanished} removed by the job meanwhile")
         if self.quarantined:
             counts.append(f"{self.quarantined} in quarantine, not looked at")
-        say(f"{self.root}: {', '.join(counts)}")
+        say(f"{self._root}: {', '.join(counts)}")
 
 
-def _to_json(files: Sequence[UncountedFile]) -> list[dict[str, str]]:
-    return [{"path": str(file.path), "why": file.description} for file in files]
-
-
-class _Check(NamedTuple):
-    """File to verify, and the number of bytes that are read for it.
-
-    ``verify`` returns the bytes of a good file, the fault of a bad one, and ``None`` if a job has
-    removed the file meanwhile.
-    """
-
-    nbytes: int
-    verify: Callable[[Callable[[int], None]], int | UncountedFile | None]
-
-
-def _verify_all(root: Path, *, quiet: bool) -> _Verified:
-    outcome = _Verified(root)
-
-    def take(found: int | UncountedFile | None) -> None:
-        if found is None:
-            outcome.vanished += 1
-        elif isinstance(found, int):
-            outcome.good(found)
-        else:
-            word = outcome.take(found)
-            if not quiet:
-                say(f"{word}: {found.path}: {found.description}", red=True)
-
+def _verify_all(root: Path, *, is_quiet: bool) -> _Verified:
+    outcome = _Verified(root, is_quiet=is_quiet)
     shared = find_shared_sessions(root)
-    checks = _of_shared(shared, take) if shared else _of_node(root, outcome, take)
+    checks = [*(_of_shared(shared, outcome) if shared else _of_node(root, outcome))]
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    total = sum(check.nbytes for check in checks)
     with Progress(
-        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+        *columns, console=console, transient=True, disable=is_quiet or not console.is_terminal
     ) as progress:
-        task, begun = progress.add_task("", total=total), 0
-        for check in checks:
-            take(check.verify(lambda nbytes: progress.advance(task, nbytes)))
+        task, begun = progress.add_task("", total=sum(nbytes for nbytes, _ in checks)), 0
+        for nbytes, check in checks:
+            outcome.take(check(lambda nbytes: progress.advance(task, nbytes)))
             # Not all of a bad one is read, and the header of each one twice.
-            begun += check.nbytes
+            begun += nbytes
             progress.update(task, completed=begun)
     return outcome
 
 
-def _of_node(root: Path, outcome: _Verified, take: Callable[[UncountedFile], None]) -> list[_Check]:
-    """Checks of a node's store; files that are no shards go to ``take`` at once."""
-
-    def check(session: SessionFolder, shard: ShardFile) -> _Check:
-        def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:
-            found = session.verify(shard, on_read)
-            return found.record.nbytes if isinstance(found, ShardFile) else found
-
-        return _Check(shard.record.nbytes, verify)
-
-    checks = []
+def _of_node(root: Path, outcome: _Verified) -> Iterator[_Check]:
     for session in find_sessions(root):
         shards, uncounted = session.shards()
-        checks += [check(session, shard) for shard in shards]
         outcome.quarantined += len(session.quarantined())
         for file in uncounted:
-            take(file)
-    return checks
+            outcome.take(file)
+        for shard in shards:
+            yield shard.record.nbytes, partial(_check_shard, session, shard)
 
 
-def _of_shared(
-    sessions: Sequence[SharedSession], take: Callable[[UncountedFile], None]
-) -> list[_Check]:
-    """Checks of shared storage; directories without a good record go to ``take`` at once."""
+def _check_shard(session: SessionFolder, shard: ShardFile, on_read: _OnRead) -> _Result:
+    found = session.verify(shard, on_read)
+    return found.record.nbytes if isinstance(found, ShardFile) else found
 
-    def check(known: SharedCheckpoint, path: Path, nbytes: int | None) -> _Check:
-        def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:
-            assert known.record is not None, "only a record tells of files"
-            try:
-                return verify_file(path, nbytes, known.record, on_read)
-            except CheckpointingException as error:
-                # A job that saves lets older checkpoints go.
-                return uncounted_file(path, error) if known.folder.has_record else None
 
-        return _Check(nbytes or 0, verify)
+def _of_shared(sessions: Sequence[SharedSession], outcome: _Verified) -> Iterator[_Check]:
+    for known in (known for session in sessions for known in session.checkpoints()):
+        if known.record is None and known.problem is not None:
+            outcome.take(uncounted_file(known.folder.path, known.problem))
+        for path, nbytes in known.files().items():
+            yield nbytes or 0, partial(_check_file, known, path, nbytes)
 
-    checks = []
-    for session in sessions:
-        for known in session.checkpoints():
-            checks += [check(known, path, nbytes) for path, nbytes in known.files().items()]
-            if known.record is None and known.problem is not None:
-                take(uncounted_file(known.folder.path, known.problem))
-    return checks
+
+def _check_file(
+    known: SharedCheckpoint, path: Path, nbytes: int | None, on_read: _OnRead
+) -> _Result:
+    assert known.record is not None, "only a record tells of files"
+    try:
+        return verify_file(path, nbytes, known.record, on_read)
+    except CheckpointingException as error:
+        # A job that saves lets older checkpoints go.
+        return uncounted_file(path, error) if known.folder.has_record else None

@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["LOST", "SCHEMA_VERSION", "Event", "Name", "Outcome", "Tier"]
-
 SCHEMA_VERSION = 1
 
 Name: TypeAlias = Literal[

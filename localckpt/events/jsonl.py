@@ -12,15 +12,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.events.appending import AppendedFile, file_name, file_prefix
 from localckpt.events.event import Event
 from localckpt.own_folders import make_own_folders
-
-__all__ = ["JsonLines", "RecordReader", "read_events"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,8 @@ class JsonLines:
         self._files = files
         self._first: Event | None = None
         self._index = 0
-        self._file: AppendedFile | None = None
+        self._file: int | None = None
+        self._nbytes = 0
         self._lost = 0
         self._pause_s = self._again_at = 0.0
 
@@ -98,14 +97,23 @@ class JsonLines:
             self._pause_s = 0.0
 
     def _append(self, event: Event) -> None:
-        if self._file is not None and self._file.nbytes >= self._file_nbytes:
+        if self._nbytes >= self._file_nbytes:
             self._end_file()
         if self._file is None:
             assert self._first is not None, "write() came before"
             self._file = self._next_file(self._first)
             if self._first is not event:
-                self._file.append(_line(self._first))
-        self._file.append(_line(event))
+                self._append_line(self._file, self._first)
+        self._append_line(self._file, event)
+
+    def _append_line(self, file: int, event: Event) -> None:
+        line = json.dumps(event.to_json(), separators=(",", ":")).encode() + b"\n"
+        written = os.write(file, line)
+        self._nbytes += written
+        if written != len(line):
+            raise StorageError(
+                f"{self._folder} took {written} of {len(line)} bytes of an event: is it full?"
+            )
 
     def flush(self) -> None:
         """Do nothing: every line was written by itself."""
@@ -122,29 +130,29 @@ class JsonLines:
 
     def _end_file(self) -> None:
         if (file := self._file) is not None:
-            self._file = None
-            file.close()
+            self._file, self._nbytes = None, 0
+            os.close(file)
 
-    def _next_file(self, first: Event) -> AppendedFile:
-        self._remove_oldest(file_prefix(first.rank))
-        name = f"{file_name(first)}.{self._index:04d}{_ENDING}"
+    def _next_file(self, first: Event) -> int:
+        rank = f"rank{first.rank:05d}."
+        self._remove_oldest(rank)
+        # In the order of the names, the files of a rank are in the order of time.
+        began = datetime.fromtimestamp(first.start, UTC).strftime("%Y%m%dT%H%M%S")
+        path = self._folder / f"{rank}{began}.{first.run}.{self._index:04d}{_ENDING}"
         self._index += 1
-        return AppendedFile(self._folder / name, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        return os.open(path, flags, 0o600)
 
     def _remove_oldest(self, rank: str) -> None:
         """Make room for one more file."""
         left = (self._files - 1) * self._file_nbytes
         newest_first = sorted(self._folder.glob(f"{rank}*{_ENDING}"), reverse=True)
-        for count, path in enumerate(newest_first, 1):
+        for number, path in enumerate(newest_first, 1):
             # Somebody else may remove them, too.
             with suppress(FileNotFoundError):
                 left -= path.stat().st_size
-                if left < 0 or count >= _MOST_FILES:
+                if left < 0 or number >= _MOST_FILES:
                     path.unlink()
-
-
-def _line(event: Event) -> bytes:
-    return json.dumps(event.to_json(), separators=(",", ":")).encode() + b"\n"
 
 
 def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
@@ -153,57 +161,33 @@ def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
     The torn last line of a process that was killed is left out. Raises StorageError, and
     CheckpointingException for a line that is no event, or of a newer schema.
     """
-    return RecordReader(paths).read()
+    found: dict[tuple[str, int], Event] = {}
+    for path in map(Path, paths):
+        try:
+            is_folder = path.is_dir()
+            for file in sorted(path.rglob(f"*{_ENDING}")) if is_folder else [path]:
+                # A job that runs may have removed its oldest file since.
+                with suppress(FileNotFoundError) if is_folder else nullcontext():
+                    for event in _read(file):
+                        found.setdefault((event.run, event.number), event)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+    return sorted(found.values(), key=lambda event: (event.start, event.run, event.number))
 
 
-class RecordReader:
-    """Reader of records that may still grow, in the files of :func:`read_events`."""
-
-    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
-        self._paths = [Path(path) for path in paths]
-        self._places: dict[Path, _ReadUpTo] = {}
-        self._seen: set[tuple[str, int]] = set()
-
-    def read(self) -> list[Event]:
-        """Read the events that are new since the last call; raises as :func:`read_events`."""
-        found: list[Event] = []
-        for path in self._paths:
-            try:
-                is_folder = path.is_dir()
-                for file in sorted(path.rglob(f"*{_ENDING}")) if is_folder else [path]:
-                    # A job that runs may have removed its oldest file since.
-                    with suppress(FileNotFoundError) if is_folder else nullcontext():
-                        found += self._read(file)
-            except OSError as error:
-                raise StorageError(f"{path} cannot be read: {error}") from error
-        return sorted(found, key=lambda event: (event.start, event.run, event.number))
-
-    def _read(self, file: Path) -> Iterator[Event]:
-        place = self._places.get(file, _ReadUpTo())
-        with file.open("rb") as stream:
-            stream.seek(place.nbytes)
-            nbytes, number = place.nbytes, place.lines
-            while line := stream.readline(_LONGEST_NBYTES):
-                if not line.endswith(b"\n"):
-                    if len(line) == _LONGEST_NBYTES:
-                        raise CheckpointingException(
-                            f"{file}, line {number + 1}: no event takes {_LONGEST_NBYTES} bytes"
-                        )
-                    # Torn, or not all there yet.
-                    break
-                nbytes, number = nbytes + len(line), number + 1
-                event = _event(line, file, number)
-                if (key := (event.run, event.number)) not in self._seen:
-                    self._seen.add(key)
-                    yield event
-        self._places[file] = _ReadUpTo(nbytes, number)
-
-
-class _ReadUpTo(NamedTuple):
-    """Place up to which a file was read."""
-
-    nbytes: int = 0
-    lines: int = 0
+def _read(file: Path) -> Iterator[Event]:
+    with file.open("rb") as stream:
+        for number in count(1):
+            line = stream.readline(_LONGEST_NBYTES)
+            if line.endswith(b"\n"):
+                yield _event(line, file, number)
+            elif len(line) == _LONGEST_NBYTES:
+                raise CheckpointingException(
+                    f"{file}, line {number}: no event takes {_LONGEST_NBYTES} bytes"
+                )
+            else:
+                # The end, or a torn line.
+                return
 
 
 def _event(line: bytes, file: Path, number: int) -> Event:

@@ -7,17 +7,11 @@ import time
 from localckpt.events.event import Name, Outcome, Tier
 from localckpt.events.stream import EventStream
 
-__all__ = ["SaveRecord"]
-
 
 class SaveRecord:
     """Times of one save, by ``time.monotonic()``, which become its events.
 
-    Attributes:
-        waited_s: How long training has waited for older saves, in seconds.
-        copied: When the state was copied, from and to; ``None`` if it was not.
-        went_on: When training went on; ``None`` before.
-        nbytes: Bytes of this rank.
+    ``waited_s`` is how long training waited for older saves; ``nbytes`` are those of this rank.
     """
 
     def __init__(

@@ -22,8 +22,6 @@ from localckpt.events.event import LOST, Event, Name, Outcome, Tier
 from localckpt.failure_texts import described
 from localckpt.threads import Task
 
-__all__ = ["EventStream", "Sink"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -133,15 +131,21 @@ class EventStream:
             )
         )
 
-    def timed(self, name: Name, step: int | None = None) -> Timed:
+    def timed(self, name: Name, step: int | None = None) -> AtEnd:
         """Time what is done inside of a ``with``: emit it, and add it to :attr:`seconds`."""
-        return Timed(self, name, step)
+        began = time.monotonic()
+        return AtEnd(lambda e: self.add(name, began, time.monotonic(), step=step, error=e))
 
     def noting_failure(
         self, name: Name, began: float, step: int, tier: Tier | None = None
-    ) -> FailureNoted:
+    ) -> AtEnd:
         """Emit what fails inside of a ``with``, where no other event tells of its end."""
-        return FailureNoted(self, name, began, step, tier)
+
+        def note(error: BaseException | None) -> None:
+            if error is not None:
+                self.emit(name, began=began, step=step, tier=tier, error=error)
+
+        return AtEnd(note)
 
     def add(self, name: Name, began: float, ended: float, **fields: Any) -> None:
         """Emit a stretch of time, and add it to :attr:`seconds`; arguments as of :meth:`emit`."""
@@ -203,39 +207,17 @@ class EventStream:
             logger.warning("%s could not be closed: %s", type(sink).__name__, described(error))
 
 
-class Timed:
-    """A stretch of time that is an event once it is over; see :meth:`EventStream.timed`."""
+class AtEnd:
+    """Context that calls a function at its end, with the error that ends it.
 
-    def __init__(self, stream: EventStream, name: Name, step: int | None) -> None:
-        self._stream = stream
-        self._name = name
-        self._step = step
+    A generator would keep the error's frames in a cycle, and what they refer to.
+    """
 
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        now = time.monotonic()
-        self._stream.add(self._name, self._began, now, step=self._step, error=error)
-
-
-class FailureNoted:
-    """An attempt that is an event only if it fails; see :meth:`EventStream.noting_failure`."""
-
-    def __init__(
-        self, stream: EventStream, name: Name, began: float, step: int, tier: Tier | None
-    ) -> None:
-        self._stream = stream
-        self._name = name
-        self._began = began
-        self._step = step
-        self._tier = tier
+    def __init__(self, call: Callable[[BaseException | None], None]) -> None:
+        self._call = call
 
     def __enter__(self) -> None:
-        """Begin the attempt."""
+        """Do nothing: the call comes at the end."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._stream.emit(
-                self._name, began=self._began, step=self._step, tier=self._tier, error=error
-            )
+        self._call(error)

@@ -1,25 +1,17 @@
-"""Sinks that keep metrics of one rank for Prometheus.
-
-:class:`PrometheusTextfile` writes the file that node_exporter's textfile collector reads, and needs
-no package. :class:`PrometheusRegistry` hands the same metrics to ``prometheus_client``.
-"""
+"""Sink that keeps metrics of one rank in the file that node_exporter's collector reads."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import quote
 
-from localckpt.errors import CheckpointingException
 from localckpt.events.event import Event
-
-__all__ = ["PrometheusRegistry", "PrometheusTextfile"]
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -51,14 +43,6 @@ _FROM_ZERO = [
 ]
 
 
-class _Sample(NamedTuple):
-    """One line of the exposition; ``suffix`` is that of a histogram's sample."""
-
-    suffix: str
-    labels: Labels
-    value: float
-
-
 class _Histogram:
     """Durations in buckets."""
 
@@ -72,48 +56,51 @@ class _Histogram:
         self.counts[index] += 1
         self.sum_s += seconds
 
-    def samples(self, labels: Labels) -> Iterator[_Sample]:
-        """Samples of all buckets, their sum and their count."""
+    def samples(self, labels: Labels) -> Iterator[tuple[str, Labels, float]]:
+        """Suffix, labels and value of all buckets, their sum and their count."""
         total = 0
         for bound, count in zip((*_BUCKETS_S, None), self.counts, strict=True):
             total += count
             le = "+Inf" if bound is None else f"{bound:g}"
-            yield _Sample("_bucket", (*labels, ("le", le)), total)
-        yield _Sample("_sum", labels, self.sum_s)
-        yield _Sample("_count", labels, total)
+            yield "_bucket", (*labels, ("le", le)), total
+        yield "_sum", labels, self.sum_s
+        yield "_count", labels, total
 
 
-class _Metrics:
-    """Metrics of one rank, counted from its events; read by one thread, written by another."""
+class PrometheusTextfile:
+    """Sink that writes a file for node_exporter's textfile collector.
 
-    def __init__(self) -> None:
-        self.session: str | None = None
-        self.rank = 0
-        self._lock = threading.Lock()
+    The file ``localckpt-<session>-rank<n>.prom`` is replaced as a whole, and stays when the run is
+    over: ``localckpt_up`` is 0 then, and 1 after a kill.
+
+    Args:
+        folder: Directory that the collector is told of (``--collector.textfile.directory``).
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder).absolute()
+        self._session: str | None = None
+        self._rank = 0
         self._next_number = 0
         self._values: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         self._durations: dict[Labels, _Histogram] = defaultdict(_Histogram)
+        self._is_new = False
 
-    def take(self, event: Event) -> None:
-        """Count an event."""
-        with self._lock:
-            if self.session is None:
-                self.session = str(event.details.get("session", ""))
-                self.rank = event.rank
-                self._set("localckpt_up", 1)
-                for name, store, outcome in _FROM_ZERO:
-                    labels = ("event", name), ("store", store), ("outcome", outcome)
-                    self._add("localckpt_events_total", 0, *labels)
-                self._set("localckpt_run_start_timestamp_seconds", event.start)
-            self._take(event)
-
-    def _take(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
+        """Count one event."""
+        self._is_new = True
+        if self._session is None:
+            self._session, self._rank = str(event.details.get("session", "")), event.rank
+            self._set("localckpt_up", 1)
+            for name, store, outcome in _FROM_ZERO:
+                labels = ("event", name), ("store", store), ("outcome", outcome)
+                self._add("localckpt_events_total", 0, *labels)
+            self._set("localckpt_run_start_timestamp_seconds", event.start)
         store = "shared" if event.tier == "shared" else "nodes"
         of_event = ("event", event.name), ("store", store)
         self._add("localckpt_events_total", 1, *of_event, ("outcome", event.outcome))
-        dropped = max(0, event.number - self._next_number)
+        self._add("localckpt_events_dropped_total", max(0, event.number - self._next_number))
         self._next_number = max(event.number + 1, self._next_number)
-        self._add("localckpt_events_dropped_total", dropped)
         if event.duration:
             self._durations[of_event].add(event.duration)
         if event.is_lost:
@@ -133,6 +120,30 @@ class _Metrics:
         elif event.name == "run_ended":
             self._set("localckpt_up", 0)
 
+    def flush(self) -> None:
+        """Replace the file; raises OSError."""
+        if not self._is_new:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        session = quote(self._session or "", safe="")
+        path = self._folder / f"localckpt-{session}-rank{self._rank:05d}.prom"
+        # The collector reads what ends in .prom only.
+        new = path.with_suffix(f".{os.getpid()}.new")
+        try:
+            # "x", since another user may have put a link in its place.
+            new.unlink(missing_ok=True)
+            with new.open("x") as file:
+                file.writelines(self._exposition())
+            new.replace(path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+        self._is_new = False
+
+    def close(self) -> None:
+        """Do nothing: the file stays."""
+
     def _set(self, name: str, value: float | None, *labels: tuple[str, str]) -> None:
         if value is not None:
             self._values[name][labels] = value
@@ -140,126 +151,20 @@ class _Metrics:
     def _add(self, name: str, value: float, *labels: tuple[str, str]) -> None:
         self._values[name][labels] += value
 
-    def families(self) -> list[tuple[str, Kind, str, list[_Sample]]]:
-        """All metrics: name, kind, help and samples."""
-        with self._lock:
-            own = ("session", self.session or ""), ("rank", str(self.rank))
-            found = []
-            for name, (kind, text) in _FAMILIES.items():
-                if kind == "histogram":
-                    samples = [
-                        sample
-                        for labels, histogram in self._durations.items()
-                        for sample in histogram.samples((*own, *labels))
-                    ]
-                else:
-                    values = self._values[name].items()
-                    samples = [_Sample("", (*own, *labels), value) for labels, value in values]
-                if samples:
-                    found.append((name, kind, text, samples))
-            return found
-
-
-class PrometheusTextfile:
-    """Sink that writes a file for node_exporter's textfile collector.
-
-    The file ``localckpt-<session>-rank<n>.prom`` is replaced as a whole, and stays when the run is
-    over: ``localckpt_up`` is 0 then, and 1 after a kill.
-
-    Args:
-        folder: Directory that the collector is told of (``--collector.textfile.directory``).
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder).absolute()
-        self._metrics = _Metrics()
-        self._written = self._taken = 0
-
-    def write(self, event: Event) -> None:
-        """Count one event."""
-        self._metrics.take(event)
-        self._taken += 1
-
-    def flush(self) -> None:
-        """Replace the file; raises OSError."""
-        if self._taken == self._written:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        session = quote(self._metrics.session or "", safe="")
-        path = self._folder / f"localckpt-{session}-rank{self._metrics.rank:05d}.prom"
-        # The collector reads what ends in .prom only.
-        new = path.with_suffix(f".{os.getpid()}.new")
-        try:
-            # "x", since another user may have put a link in its place.
-            new.unlink(missing_ok=True)
-            with new.open("x") as file:
-                file.write(_exposition(self._metrics))
-            new.replace(path)
-        except OSError:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-            raise
-        self._written = self._taken
-
-    def close(self) -> None:
-        """Do nothing: the file stays."""
-
-
-class PrometheusRegistry:
-    """Sink that has ``prometheus_client`` expose the metrics, as by its ``start_http_server``.
-
-    Args:
-        registry: A ``CollectorRegistry``; ``None`` for the package's own.
-
-    Raises:
-        CheckpointingException: ``prometheus_client`` is not installed.
-    """
-
-    def __init__(self, registry: Any = None) -> None:
-        try:
-            self._client: Any = importlib.import_module("prometheus_client")
-        except ImportError as error:
-            raise CheckpointingException(
-                "PrometheusRegistry needs prometheus_client: pip install prometheus-client, or "
-                "use PrometheusTextfile, which needs nothing"
-            ) from error
-        self._core: Any = importlib.import_module("prometheus_client.core")
-        self._metrics = _Metrics()
-        self._registry = self._client.REGISTRY if registry is None else registry
-        self._registry.register(self)
-
-    def write(self, event: Event) -> None:
-        """Count one event."""
-        self._metrics.take(event)
-
-    def flush(self) -> None:
-        """Do nothing: metrics are read when they are asked for."""
-
-    def close(self) -> None:
-        """Take the metrics out of the registry."""
-        self._registry.unregister(self)
-
-    def collect(self) -> Iterator[Any]:
-        """Metrics as ``prometheus_client`` asks for them; in any thread."""
-        for name, kind, text, samples in self._metrics.families():
-            family = self._core.Metric(name.removesuffix("_total"), text, kind)
+    def _exposition(self) -> Iterator[str]:
+        """Lines of the text format, version 0.0.4."""
+        own = ("session", self._session or ""), ("rank", str(self._rank))
+        for name, (kind, text) in _FAMILIES.items():
+            samples = [("", labels, value) for labels, value in self._values[name].items()]
+            if kind == "histogram":
+                of_all = (histogram.samples(of) for of, histogram in self._durations.items())
+                samples = [*chain.from_iterable(of_all)]
+            if samples:
+                yield f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             for suffix, labels, value in samples:
-                family.add_sample(f"{name}{suffix}", dict(labels), value)
-            yield family
+                yield f"{name}{suffix}{{{_label_text((*own, *labels))}}} {value!r}\n"
 
 
-def _exposition(metrics: _Metrics) -> str:
-    """The text format, version 0.0.4."""
-    lines = []
-    for name, kind, text, samples in metrics.families():
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        for suffix, labels, value in samples:
-            lines.append(f"{name}{suffix}{{{_label_text(dict(labels))}}} {value!r}")
-    return "\n".join([*lines, ""])
-
-
-def _label_text(labels: Mapping[str, str]) -> str:
+def _label_text(labels: Labels) -> str:
     escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
-    return ",".join(
-        f'{name}="{"".join(escapes.get(c, c) for c in value)}"' for name, value in labels.items()
-    )
+    return ",".join(f'{n}="{"".join(escapes.get(c, c) for c in value)}"' for n, value in labels)

@@ -178,8 +178,8 @@ class GlobalCheckpointManager:
     def warm_up(self, state_dict: dict[str, Any]) -> None:
         """Make ready for saves of such a state; all ranks call it.
 
-        Plans them, and makes the staging buffer in the background, which the first save would have
-        to wait for. Tensors are not looked at.
+        Plans them, and makes the staging buffer, which the first save would have to make. Tensors
+        are not looked at.
 
         Raises:
             CheckpointingException: The ranks cannot agree on a plan; the same on every rank.

@@ -234,7 +234,7 @@ class Staging:
         self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
 
     def prepare(self, data: WriteData) -> None:
-        """Make a buffer for such data in the background, so that the first save finds it."""
+        """Make a buffer for such data, so that the first save finds it."""
         if not data.files:
             return
         gpus = (tensor.device for tensor in data.tensors.values() if tensor.is_cuda)

@@ -201,7 +201,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def warm_up(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Lay out a plan, and have the memory for it made in the background."""
+        """Lay out a plan, and make the memory for it."""
         self.prepare_write_data(plan, planner)
         self._staging.prepare(self._require_prepared())
         self._prepared = None

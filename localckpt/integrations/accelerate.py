@@ -20,8 +20,6 @@ with at_least("accelerate"):
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from accelerate.utils import DistributedType
 
-__all__ = ["LocalCheckpoints"]
-
 logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)

@@ -27,8 +27,6 @@ from localckpt.storage.names import local_path
 with at_least("ray"):
     import ray.train
 
-__all__ = ["RayCheckpointer", "Reference"]
-
 logger = logging.getLogger(__name__)
 
 _METADATA_KEY = "localckpt"

@@ -37,8 +37,6 @@ with at_least("torchtitan"):
     from torchtitan.components.checkpointer.utils import canonical_fqn
     from torchtitan.config.override import derive, override
 
-__all__ = ["LocalCheckpoint", "local_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3

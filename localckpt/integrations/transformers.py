@@ -30,8 +30,6 @@ with at_least("transformers"):
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainingArguments
 
-__all__ = ["LocalCheckpointCallback"]
-
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["OLDEST", "UnsupportedVersionError", "at_least", "require"]
-
 OLDEST = {
     "accelerate": "1.3.0",
     "deepspeed": "0.18.6",

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from localckpt.availability.coverage import judge_newest
+from localckpt.availability.explanation import BadCopy, why_not_that, why_nothing_loads
 from localckpt.availability.inventory import Inventory
-from localckpt.availability.refusals import BadCopy, why_not_that, why_nothing_loads
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,

@@ -12,10 +12,9 @@ from typing import Any
 
 from localckpt.availability.coverage import describe_choice, judge_newest
 from localckpt.availability.durability import Found
-from localckpt.availability.explanation import Explanation, explain
+from localckpt.availability.explanation import Explanation, explain, why_given_up
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.availability.ordering import unrelated
-from localckpt.availability.refusals import why_given_up
 from localckpt.errors import NoReplicasAvailableError, StorageError
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.context import Context

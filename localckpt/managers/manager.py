@@ -564,12 +564,13 @@ class CheckpointManager:
                     raise
 
     def warm_up(self, state_dict: Any) -> None:
-        """Prepare, in the background, for saves of such a state; its values are not read.
+        """Prepare for saves of such a state; its values are not read.
 
-        Lays it out and makes the staging buffers, which the first save would have to wait for.
+        Lays it out and makes the staging buffers, which the first saves would have to make.
 
         Raises:
-            CheckpointingException: The state holds something that cannot be saved.
+            CheckpointingException: The state holds something that cannot be saved, or there is no
+                memory for it.
         """
         self._require_writable()
         self._require_own_process()

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import closing
 
+from localckpt.availability.explanation import BadCopy
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import groups_to_compute
-from localckpt.availability.refusals import BadCopy
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.ids import SHARD_KIND, Checkpoint, Group, Piece, ShardIdentity
 from localckpt.managers.context import Context

@@ -26,8 +26,6 @@ from localckpt.memory.digests import (
 from localckpt.memory.host_memory import address_of
 from localckpt.threads import Task, end_all
 
-__all__ = ["BlockCopies", "Copier", "default_copy_threads"]
-
 T = TypeVar("T")
 
 _PIECE_NBYTES = 8 << 20

@@ -14,15 +14,6 @@ import xxhash
 
 from localckpt.errors import CorruptShardError
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "DIGEST_NBYTES",
-    "BlockHasher",
-    "Hashed",
-    "covered_nbytes",
-    "digests_nbytes",
-]
-
 BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 8
 

@@ -19,8 +19,6 @@ from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.waiting import wait_until
 
-__all__ = ["BounceBuffers", "CopiesUnderWay", "SideStreams", "await_training", "copy_to_host"]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 300.0
@@ -29,10 +27,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class CopiesUnderWay:
-    """Copies that were queued together.
-
-    The sources are kept alive because torch reuses freed memory at once.
-    """
+    """Copies that were queued together; keeps the sources, as torch reuses freed memory at once."""
 
     def __init__(
         self, tensors: list[torch.Tensor], events: dict[torch.device, Any], timeout_s: float
@@ -87,11 +82,9 @@ class SideStreams:
 
 
 class BounceBuffers:
-    """Host buffers through which bytes are copied to GPUs.
+    """Host buffers through which bytes are copied to GPUs, after what training has queued by now.
 
     Each thread has one buffer, page-locked if there is a GPU, and one stream for each GPU.
-
-    Copies wait for the work that training has queued by now.
     """
 
     def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:

@@ -7,17 +7,6 @@ import mmap
 import os
 import weakref
 
-__all__ = [
-    "HUGE_PAGE_NBYTES",
-    "PAGE_NBYTES",
-    "address_of",
-    "map_memory",
-    "memory_at",
-    "populate",
-    "prefer_huge_pages",
-    "round_up",
-]
-
 PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2 << 20
 

@@ -17,8 +17,6 @@ import psutil
 
 from localckpt.memory.host_memory import PAGE_NBYTES
 
-__all__ = ["MemoryLimit", "cgroup_folders", "memory_limits", "parse_cgroup"]
-
 # The files of a cgroup for each version: limit, use, limit of swap, use of swap. In version 1, swap
 # is counted together with memory.
 _FILES = {
@@ -42,13 +40,9 @@ _THREADS_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit.
+    """One limit, and the bytes that the processes under it can still take together.
 
-    Attributes:
-        name: Name of the limit in messages.
-        scope: Key that all processes have in common that share the limit; empty for a limit of this
-            process alone.
-        available_nbytes: Bytes that these processes can still take together.
+    ``scope`` is a key that these have in common; empty for a limit of this process alone.
     """
 
     name: str

@@ -7,22 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "byte_span",
-    "composing",
-    "copy_values",
-    "flat_bytes",
-    "integer_view",
-    "is_flat",
-    "is_host_run",
-    "is_lazy",
-    "is_number",
-    "narrowed",
-    "same_view",
-    "storage_address",
-    "storage_bytes",
-]
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Those that torch.iinfo knows, and bool.
 _INTEGER_DTYPES = {

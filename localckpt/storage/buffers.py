@@ -1,8 +1,9 @@
 """Staging buffers for images, in a pool: faulted in once, and reused by every save.
 
 Private buffers are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Shared
-buffers are files in shared memory, for a writer in another process, which opens them by path. Forks
-of the trainer (data loader workers) inherit neither; one that writes maps shared buffers anew.
+buffers are for a writer in another process: files without a name, which it opens by the descriptor
+of their maker. Forks of the trainer (data loader workers) inherit neither; one that writes maps
+shared buffers anew.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,34 +32,14 @@ from localckpt.memory.host_memory import (
 from localckpt.memory.limits import memory_limits
 from localckpt.storage.failures import KEPT, storage_errors
 from localckpt.storage.open_file import open_owned
-from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Buffer",
-    "BufferPool",
-    "PrivateBuffer",
-    "SharedBuffer",
-    "allocate",
-    "buffer_nbytes",
-    "check_memory",
-    "map_shared",
-    "wait_until_free",
-]
-
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001
-_LONGEST_PREPARE_S = 60.0
-
-FULL = (
-    "it is full: free or enlarge it, since a worker process gets what it saves through shared "
-    "memory, or have a thread save"
-)
-"""What to do when a staging buffer for a worker process does not fit."""
 
 _ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
@@ -168,21 +149,26 @@ class PrivateBuffer(Buffer):
 
 
 class SharedBuffer(Buffer):
-    """Mapped file in shared memory, which other processes open by its path.
+    """Memory that other processes of this user map while its maker lives.
 
-    The byte after the buffer's bytes is 1 while the buffer is in use, for all processes.
+    No file has a name, so the kernel frees the memory when the maker is killed. The byte after the
+    buffer's bytes is 1 while the buffer is in use, for all processes. ``path`` leads to the
+    descriptor of the maker, and ``label`` tells the memory; without them, new memory is made.
     """
 
-    def __init__(
-        self, path: Path, nbytes: int, *, create: bool = True, to_read: bool = False
-    ) -> None:
+    def __init__(self, nbytes: int, path: str = "", label: str = "") -> None:
         super().__init__()
-        self.path = path
         self._nbytes = nbytes
-        self._remove: Callable[[], object] = lambda: None
-        self._map(create=create, to_read=to_read)
-        if create:
-            self._remove = weakref.finalize(self, _remove, os.getpid(), path)
+        self._release: Callable[[], object] = lambda: None
+        self._is_mine = not path
+        if not path:
+            label = f"localckpt-{secrets.token_hex(8)}"
+            fd = os.memfd_create(label, os.MFD_CLOEXEC)
+            _descriptors.add(fd)
+            self._release = weakref.finalize(self, _close, os.getpid(), fd)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.path, self._label = path, label
+        self._map()
 
     @property
     def in_use(self) -> bool:
@@ -199,70 +185,78 @@ class SharedBuffer(Buffer):
         self._unpin()
         # A dummy flag, since give_back() may still be called after this.
         self._view, self._whole = memoryview(b""), memoryview(bytearray(1))
-        self._remove()
+        self._release()
 
-    def _map(self, *, create: bool, to_read: bool) -> None:
+    def _map(self) -> None:
         size = round_up(max(self._nbytes, 1), PAGE_NBYTES)
-        self._whole = map_shared(self.path, size + PAGE_NBYTES, create=create, to_read=to_read)
+        with (
+            storage_errors("map the staging memory of the trainer in", self.path),
+            open_owned(Path(self.path), os.O_RDWR | os.O_NONBLOCK) as file,
+        ):
+            # A descriptor of this number is another file's once the buffer is closed.
+            if self._label not in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+                raise StorageError("staging memory of the trainer is gone: its save was given up")
+            # Whoever reads maps pages as they are read, which is cheaper than to fault in all.
+            is_to_read = not self._is_mine
+            self._whole = map_file(file.fileno(), size + PAGE_NBYTES, is_to_read=is_to_read)
         self._view = self._whole[:size]
 
     def _map_in_fork(self) -> None:
-        self._map(create=False, to_read=True)
+        self._is_mine = False
+        self._map()
         self._process = os.getpid()
 
     def _flag(self) -> memoryview:
         """Return the byte that is 1 while the buffer is in use."""
         return self._whole[len(self.view) :][:1]
 
-    def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
-        return partial(SharedBuffer, create=False, to_read=True), (self.path, self._nbytes)
+    def __reduce__(self) -> tuple[type[SharedBuffer], tuple[int, str, str]]:
+        return SharedBuffer, (self._nbytes, self.path, self._label)
 
 
-def _remove(process: int, path: Path) -> None:
+_descriptors: set[int] = set()
+"""Descriptors of the shared buffers that this process has made."""
+
+
+def _close(process: int, fd: int) -> None:
     if os.getpid() == process:
-        path.unlink(missing_ok=True)
+        _descriptors.discard(fd)
+        os.close(fd)
 
 
-def map_shared(
-    path: Path, nbytes: int, *, create: bool, to_read: bool = False, full: str = FULL
-) -> memoryview:
-    """Map a file in shared memory, and reserve all its pages; raises StorageError.
+def _close_in_fork() -> None:
+    """Close what a fork inherits, which would keep the memory as long as the fork lives."""
+    for fd in _descriptors:
+        os.close(fd)
+    _descriptors.clear()
 
-    With ``to_read``, pages are mapped as they are read, which is cheaper than to fault in all of
-    them for writing. ``full`` says what to do if shared memory is full.
-    """
-    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
-    with storage_errors("map shared memory in", path, full):
-        file = open_owned(path, flags)
-        try:
-            with file:
-                fd = file.fileno()
-                if os.fstat(fd).st_size < nbytes:
-                    os.ftruncate(fd, nbytes)
-                memory = map_memory(nbytes, fd)
-                try:
-                    # Before posix_fallocate, which would allocate small pages.
-                    prefer_huge_pages(address_of(memory), nbytes)
-                    if not to_read:
-                        populate(address_of(memory), nbytes)
-                    # Without reserved pages, a write to the mapping is a SIGBUS once memory is
-                    # full.
-                    os.posix_fallocate(fd, 0, nbytes)
-                except BaseException:
-                    # The error's traceback keeps this variable, which would keep the pages.
-                    del memory
-                    raise
-        except BaseException:
-            if create:
-                os.unlink(path)
-            raise
-        return memory
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def map_file(fd: int, nbytes: int, *, is_to_read: bool = False) -> memoryview:
+    """Map a file in shared memory, and reserve all its pages; raises OSError."""
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+    memory = map_memory(nbytes, fd)
+    try:
+        # Before posix_fallocate, which would allocate small pages.
+        prefer_huge_pages(address_of(memory), nbytes)
+        if not is_to_read:
+            populate(address_of(memory), nbytes)
+        # Without reserved pages, a write to the mapping is a SIGBUS once memory is full.
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        # The error's traceback keeps this variable, which would keep the pages.
+        del memory
+        raise
+    return memory
 
 
 class BufferPool:
     """Pool of at most ``depth`` buffers for each purpose, or fewer where memory is short.
 
-    One thread takes the buffers of a purpose. They are made in that thread, or ahead of time.
+    One thread takes the buffers of a purpose, and makes those that are missing.
     """
 
     def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
@@ -270,25 +264,14 @@ class BufferPool:
         self._depth = depth
         self._lock = threading.Lock()
         self._buffers: dict[Hashable, list[Buffer]] = {}
-        # Purposes for which a buffer is being made, with the task that does so ahead of time.
-        self._making: dict[Hashable, Task[None] | None] = {}
-        self._closed = False
         self._process = os.getpid()
 
     def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
-        """Make missing buffers in the background, page-locked for ``pin`` if that is a GPU."""
-        with self._lock:
-            count = len(self._buffers.setdefault(purpose, []))
-            if self._closed or purpose in self._making or count >= self._depth:
-                return
-            preparing = Task(lambda: self._prepare(purpose, nbytes, pin))
-            try:
-                preparing.start("localckpt-prepare", daemon=True)
-            except RuntimeError as error:
-                # The next save makes its buffer itself.
-                logger.warning("a staging buffer could not be made ahead of time: %s", error)
-            else:
-                self._making[purpose] = preparing
+        """Make missing buffers, page-locked for ``pin`` if that is a GPU; raises StorageError."""
+        while len(self._buffers.get(purpose, [])) < self._depth:
+            buffer = self._add(purpose, nbytes)
+            if buffer is not None and pin is not None:
+                buffer.pin(pin)
 
     @property
     def nbytes(self) -> int:
@@ -313,29 +296,15 @@ class BufferPool:
 
         Raises CheckpointingException at the deadline, and StorageError where there is no memory.
         """
-        wait_until_free(lambda: not self._must_wait(purpose, nbytes), timeout_s)
+        wait_until_free(lambda: not self.is_busy(purpose), timeout_s)
         with self._lock:
-            buffers = self._buffers.setdefault(purpose, [])
+            buffers = self._buffers.get(purpose, [])
             free = [buffer for buffer in buffers if not buffer.in_use]
             large = [buffer for buffer in free if len(buffer.view) >= nbytes]
-            if is_made_here := not large and purpose not in self._making:
-                self._making[purpose] = None
-                if free:
-                    buffers.remove(free[0])
-                    free[0].close()
-        buffer = large[0] if large else None
-        if is_made_here:
-            try:
-                buffer = self._new(nbytes)
-                # In the pool before take(), so that release() finds the buffer after an interrupt.
-                with self._lock:
-                    buffers.append(buffer)
-            except StorageError as error:
-                if not self._can_do_without(purpose, error):
-                    raise
-            finally:
-                with self._lock:
-                    del self._making[purpose]
+            if free and not large:
+                buffers.remove(free[0])
+                free[0].close()
+        buffer = large[0] if large else self._add(purpose, nbytes)
         if buffer is None:
             return self.take(purpose, nbytes, timeout_s, owner)
         buffer.take(owner)
@@ -371,66 +340,25 @@ class BufferPool:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._closed = True
-            preparing = [task for task in self._making.values() if task is not None]
-        for task in preparing:
-            task.wait(_LONGEST_PREPARE_S)
-        with self._lock:
             for buffers in self._buffers.values():
                 for buffer in buffers:
                     buffer.close()
             self._buffers.clear()
 
-    def _must_wait(self, purpose: Hashable, nbytes: int) -> bool:
-        with self._lock:
-            buffers = self._buffers.get(purpose, [])
-            free = [len(buffer.view) for buffer in buffers if not buffer.in_use]
-            if purpose in self._making:
-                # Wait for the buffer that is being made rather than make one more.
-                return not any(size >= nbytes for size in free)
-            return not free and len(buffers) >= self._depth
-
-    def _prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None) -> None:
+    def _add(self, purpose: Hashable, nbytes: int) -> Buffer | None:
+        """Make a buffer; without memory, ``None`` if there are others, which have to do."""
         try:
-            while True:
-                with self._lock:
-                    buffers = self._buffers.setdefault(purpose, [])
-                    if self._closed or len(buffers) >= self._depth:
-                        return
-                buffer = self._new(nbytes)
-                kept = False
-                try:
-                    if pin is not None:
-                        buffer.pin(pin)
-                    with self._lock:
-                        # close() may have stopped waiting for this thread.
-                        kept = not self._closed
-                        if kept:
-                            buffers.append(buffer)
-                finally:
-                    if not kept:
-                        buffer.close()
+            buffer = allocate(self._make, buffer_nbytes(nbytes))
         except StorageError as error:
-            if not self._can_do_without(purpose, error):
-                # The next save tries again, and raises the error.
-                logger.warning("a staging buffer could not be made ahead of time: %s", error)
-        finally:
-            with self._lock:
-                # With a default, since prepare() may have been interrupted before it set the key.
-                self._making.pop(purpose, None)
-
-    def _can_do_without(self, purpose: Hashable, error: StorageError) -> bool:
-        """Make do with the buffers that are there, if there are any, after one could not be had."""
-        with self._lock:
-            there = len(self._buffers[purpose])
+            there = len(self._buffers.get(purpose, []))
             if not there:
-                return False
-            self._depth = min(self._depth, there)
-        logger.warning("saves do with %d staging buffers for each image: %s", there, error)
-        return True
-
-    def _new(self, nbytes: int) -> Buffer:
-        return allocate(self._make, buffer_nbytes(nbytes))
+                raise
+            self.limit(there)
+            logger.warning("saves do with %d staging buffers for each image: %s", there, error)
+            return None
+        with self._lock:
+            self._buffers.setdefault(purpose, []).append(buffer)
+        return buffer
 
 
 def buffer_nbytes(image_nbytes: int) -> int:

@@ -27,7 +27,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import Checkpoint, ShardRecord
-from localckpt.lineage import EpochId, Lineage
+from localckpt.lineage import Lineage
 from localckpt.own_folders import open_below
 from localckpt.state_dict.source import ImageBytes, read_verified_record
 from localckpt.storage.failures import storage_errors
@@ -45,29 +45,11 @@ from localckpt.storage.names import (
 )
 from localckpt.storage.notes import Notes, NotesFile, read_notes
 from localckpt.storage.owner import Running, owner_of, read_note
-from localckpt.storage.staging import find_buffers, is_buffer, is_live
 from localckpt.trust import Trusts
-
-__all__ = [
-    "LeftoverKind",
-    "Problem",
-    "ProblemKind",
-    "Removable",
-    "SessionFolder",
-    "ShardFile",
-    "UncountedFile",
-    "find_sessions",
-    "find_staging",
-    "node_token",
-    "put_back",
-    "quarantine",
-    "uncounted_file",
-    "why_quarantined",
-]
 
 logger = logging.getLogger(__name__)
 
-LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging", "shard"]
+LeftoverKind = Literal["dirty", "recycled", "corrupt"]
 
 _ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", RECYCLED: "recycled", CORRUPT: "corrupt"}
 _LOOKS = 4
@@ -87,18 +69,17 @@ class Problem:
     kind: ProblemKind
     text: str
     claim: str = ""
-    path: Path | None = None
 
     @classmethod
-    def of(cls, error: CheckpointingException, path: Path | None = None) -> Problem:
+    def of(cls, error: CheckpointingException) -> Problem:
         """Make the problem of a file from the error of its read."""
         if isinstance(error, FormatVersionError):
-            return cls("other version", str(error), path=path)
+            return cls("other version", str(error))
         if isinstance(error, CorruptShardError):
-            return cls("damaged", error.damage or str(error), error.shard, path)
+            return cls("damaged", error.damage or str(error), error.shard)
         cause = error.__cause__
         text = (isinstance(cause, OSError) and cause.strerror) or str(error)
-        return cls("unreadable", text, path=path)
+        return cls("unreadable", text)
 
     def __str__(self) -> str:
         return f"{self.claim} is damaged: {self.text}" if self.claim else self.text
@@ -131,10 +112,7 @@ class UncountedFile:
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer.
-
-    Shards are leftovers only in the result of :meth:`SessionFolder.of_epoch`.
-    """
+    """File that can be removed: unfinished, recycled, or in quarantine."""
 
     path: Path
     nbytes: int
@@ -191,39 +169,22 @@ class SessionFolder:
 
     def noted_lineages(self) -> list[Lineage]:
         """Return the lineages in the notes of all ranks' folders."""
-        return [notes.lineage for _, notes in self._notes() if notes.lineage is not None]
+        return [notes.lineage for notes in self._notes() if notes.lineage is not None]
 
     def noted_trusts(self) -> Trusts:
         """Read all ranks' notes on trust in checkpoints."""
         running = Running()
-        return Trusts.of(notes.trusts(running) for _, notes in self._notes())
+        return Trusts.of(notes.trusts(running) for notes in self._notes())
 
-    def _notes(self) -> Iterator[tuple[Path, Notes]]:
+    def _notes(self) -> Iterator[Notes]:
         for folder in _folders(self.folder):
             with _readable(folder / NOTES_NAME):
-                notes = read_notes(folder)
-            yield folder, notes
+                yield read_notes(folder)
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove all ranks' notes on trust in one checkpoint."""
         for folder in _folders(self.folder):
             NotesFile(folder).change(lambda notes: notes.without(checkpoint))
-
-    def of_epoch(self, epoch: EpochId) -> list[Removable]:
-        """List the shards of one epoch; live are those that a running process may have saved."""
-        running = Running()
-        is_live: dict[Path, bool] = {}
-        for folder, notes in self._notes():
-            # An attempt that has not saved yet may still load any shard.
-            begun = notes.lineage.epoch if notes.lineage is not None else None
-            has_begun = begun is not None and begun.number == notes.epoch
-            with _readable(folder / OWNER_NAME):
-                is_live[folder] = (not has_begun or begun == epoch) and owner_of(folder) in running
-        return [
-            Removable(s.path, s.record.nbytes, "shard", is_live.get(s.path.parent, True))
-            for s in self.shards()[0]
-            if s.record.identity.generation.epoch_id == epoch
-        ]
 
     def leftovers(self) -> list[Removable]:
         """List unfinished, recycled and quarantined files in the folders of all ranks."""
@@ -258,7 +219,7 @@ class SessionFolder:
             finally:
                 source.close()
         except CheckpointingException as error:
-            result = UncountedFile(path, before.st_size, Problem.of(error, path))
+            result = UncountedFile(path, before.st_size, Problem.of(error))
         after = _status(path)
         if after is None or after.st_ino != before.st_ino:
             return None
@@ -269,7 +230,7 @@ class SessionFolder:
     def _judge(self, path: Path, record: ShardRecord) -> ShardFile | UncountedFile:
         if record.identity.session_id != self.session_id:
             why = f"it belongs to session {record.identity.session_id!r}"
-            return UncountedFile(path, record.nbytes, Problem("other session", why, path=path))
+            return UncountedFile(path, record.nbytes, Problem("other session", why))
         return ShardFile(path, record)
 
 
@@ -297,25 +258,7 @@ def node_token(root: Path) -> str | None:
 def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
     """Describe a file that cannot be used because of an error."""
     status = _status(path)
-    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
-
-
-def find_staging() -> list[Removable]:
-    """List the staging buffers in this node's shared memory, of all stores.
-
-    Only root sees the buffers of other users.
-    """
-    running = Running()
-    found = []
-    for path in find_buffers():
-        live, status = is_live(path, running), _status(path)
-        # The lock file of a live process is no leftover; that of a dead process is one.
-        if live and not is_buffer(path):
-            continue
-        if live is None or status is None or os.geteuid() not in (0, status.st_uid):
-            continue
-        found.append(Removable(path, status.st_size, "staging", live))
-    return found
+    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error))
 
 
 def quarantine(path: Path, problem: Problem) -> bool:
@@ -349,7 +292,7 @@ def why_quarantined(path: Path) -> Problem:
     """Read the problem of a file in quarantine."""
     text = _attribute(path, _WHY) or "it was quarantined as damaged"
     kind: ProblemKind = "given up" if _attribute(path, _KIND) == "given up" else "damaged"
-    return Problem(kind, text, _attribute(path, _SHARD), path)
+    return Problem(kind, text, _attribute(path, _SHARD))
 
 
 def _attribute(path: Path, name: str) -> str:

@@ -36,14 +36,11 @@ from localckpt.storage.preflight import (
     try_out,
 )
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
-from localckpt.storage.staging import remove_orphans
 from localckpt.storage.store import Slot, Store, Stored
 from localckpt.storage.write import ShardWrite, write_shard
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["DirectoryStore", "ReadOnlyStore", "one_at_a_time"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +102,6 @@ class DirectoryStore(Store):
 
     def _try_out(self) -> None:
         """Find out how the claimed folder can be written; raises StorageError if it cannot."""
-        remove_orphans()
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
@@ -176,11 +172,10 @@ class DirectoryStore(Store):
                 identity,
                 slot.digests,
                 dirty=self._dirty(identity),
-                final=self._free_path(identity),
+                final=self._path(identity),
                 **options,
             )
             writes.append(write)
-            self.prepare(identity.piece, nbytes, slot.gpu)
         return writes
 
     @one_at_a_time
@@ -211,7 +206,7 @@ class DirectoryStore(Store):
         return {"recycled": recycled, "direct": self._direct}
 
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
-        """Make memory for the next saves of a piece in the background, if it is missing."""
+        """Make memory for saves of a piece, if it is missing; raises StorageError."""
         self._sizes[piece] = nbytes
         self._pool.prepare(piece, nbytes, gpu)
 
@@ -381,21 +376,6 @@ class DirectoryStore(Store):
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)
-
-    def _free_path(self, identity: ShardIdentity) -> Path:
-        """Return :meth:`_path` of a shard that is about to be written, which it may overwrite.
-
-        Another shard that has this name is renamed, since it may be the only copy.
-        """
-        path = self._path(identity)
-        misnamed = [i for i, held in self._shards.items() if held == path and i != identity]
-        for other in misnamed:
-            moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
-            with storage_errors("make way for", path):
-                os.rename(path, moved)
-            logger.warning("%s has the name of %s: it is now %s", other, identity, moved.name)
-            self._shards[other] = moved
-        return path
 
     def _dirty(self, identity: ShardIdentity) -> Path:
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")

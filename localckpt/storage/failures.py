@@ -7,8 +7,6 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 
-__all__ = ["KEPT", "storage_errors"]
-
 KEPT = "Checkpoints saved before are as they were"
 """Advice on the topic ``kept``, on what a failure has not changed."""
 

@@ -15,8 +15,6 @@ from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, close_read
 
-__all__ = ["FileSource"]
-
 # 4 requests keep a disk busy, and half of these threads copy and hash at any time. Reads from the
 # page cache are bound by the cores.
 _THREADS_COLD = 8

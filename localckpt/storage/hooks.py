@@ -18,8 +18,6 @@ from localckpt.storage.buffers import Buffer, PrivateBuffer, allocate
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Claim, Slot, Store, Stored
 
-__all__ = ["HookStore", "Hooks"]
-
 
 class Hooks(ABC):
     """The five hooks by which a manager keeps states in a storage of the user's own."""

@@ -16,8 +16,6 @@ from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store
 
-__all__ = ["KeptShard"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

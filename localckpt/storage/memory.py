@@ -19,23 +19,19 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.limits import memory_limits
-from localckpt.storage.buffers import Buffer, check_memory, map_shared, wait_until_free
+from localckpt.storage.buffers import Buffer, check_memory, map_file, wait_until_free
 from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, RECYCLED
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.preflight import IN_MEMORY, MemoryNeeds, file_system, try_out
 from localckpt.storage.store import Slot
-from localckpt.threads import Task
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryStore", "default_root", "default_session"]
-
 logger = logging.getLogger(__name__)
 
-_PREPARING_S = 60.0
 _FULL = "it is full: free space, keep fewer checkpoints, or enlarge it (shared memory)"
 
 
@@ -70,10 +66,7 @@ def default_session() -> str:
 
 
 class MemoryStore(DirectoryStore):
-    """Store in a directory in shared memory, which keeps at most ``keep_last`` checkpoints.
-
-    Memory for one more is made ahead of time.
-    """
+    """Store in a directory in shared memory, which keeps at most ``keep_last`` checkpoints."""
 
     def __init__(
         self,
@@ -87,7 +80,6 @@ class MemoryStore(DirectoryStore):
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s, num_buffers=num_buffers)
         self._keep_last = keep_last
-        self._preparing: Task[None] | None = None
         # Mapped files: dirty and committed ones by identity, recycled ones by file name.
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._recycled: dict[str, _MappedFile] = {}
@@ -101,7 +93,6 @@ class MemoryStore(DirectoryStore):
         if not slot.is_kept:
             return super()._take_memory(slot, timeout_s)
         wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
-        self._finish_preparing()
         self._restore()
         return self._mapped(slot)
 
@@ -131,14 +122,11 @@ class MemoryStore(DirectoryStore):
     @one_at_a_time
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
         self._sizes[piece] = nbytes
-        wanted = (self._keep_last + 1) * len(self._sizes)
-        if self._preparing is not None and not self._preparing.done():
-            return
-        if len(self.images()) < wanted:
-            preparing = Task(lambda: self._make_ahead(nbytes, gpu))
-            preparing.start("localckpt-prepare", daemon=True)
-            # Assigned once the task runs: a task whose start was interrupted would never end.
-            self._preparing = preparing
+        while len(self.images()) < (self._keep_last + 1) * len(self._sizes):
+            ready = self.folder / f"ahead.{secrets.token_hex(4)}{RECYCLED}"
+            self._recycled[ready.name] = buffer = _MappedFile(ready, nbytes, create=True)
+            if gpu is not None:
+                buffer.pin(gpu)
 
     def is_busy(self) -> bool:
         return any(map(self._is_busy, self.image_nbytes))
@@ -193,46 +181,11 @@ class MemoryStore(DirectoryStore):
     def close(self) -> None:
         if self._process != os.getpid():
             return
-        self._closed = True
-        self._finish_preparing()
         for buffer in (*self._staged.values(), *self._recycled.values()):
             buffer.close()
         self._staged.clear()
         self._recycled.clear()
         super().close()
-
-    def _make_ahead(self, nbytes: int, gpu: torch.device | None) -> None:
-        name = f"ahead.{secrets.token_hex(4)}"
-        path, ready = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{RECYCLED}"
-        try:
-            buffer = _MappedFile(path, nbytes, create=True)
-        except StorageError as error:
-            # The next save tries again, and raises the error.
-            logger.warning("memory could not be had ahead of time: %s", error)
-            return
-        kept = False
-        try:
-            if gpu is not None:
-                buffer.pin(gpu)
-            # close() may have stopped waiting for this thread.
-            if not self._closed:
-                # Both under the lock, or a save that claims the file between would map it again.
-                with self._lock, storage_errors("keep memory ready in", self.folder):
-                    os.rename(path, ready)
-                    self._recycled[ready.name] = buffer
-                kept = True
-        except StorageError as error:
-            logger.warning("memory could not be had ahead of time: %s", error)
-        finally:
-            if not kept:
-                buffer.close()
-                path.unlink(missing_ok=True)
-
-    def _finish_preparing(self) -> None:
-        preparing = self._preparing
-        if preparing is not None:
-            # After a timeout, the save that claims the file maps it.
-            preparing.wait(_PREPARING_S)
 
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
         buffer = self._staged.pop(identity, None)
@@ -297,13 +250,14 @@ class _MappedFile(Buffer):
         else:
             check_memory(nbytes - path.stat().st_size)
         self._path, self._nbytes = path, nbytes
-        # Whole pages, so that a slightly larger image fits the next time.
-        mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, full=_FULL)
-        self._map, self._view = mapped, mapped[:nbytes]
-        try:
-            with storage_errors("reserve shared memory in", path, _FULL):
-                os.truncate(path, nbytes)
-        except BaseException:
-            if create:
-                path.unlink(missing_ok=True)
-            raise
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+        with storage_errors("map shared memory in", path, _FULL), open_owned(path, flags) as file:
+            try:
+                # Whole pages, so that a slightly larger image fits the next time.
+                mapped = map_file(file.fileno(), round_up(nbytes, PAGE_NBYTES))
+                self._map, self._view = mapped, mapped[:nbytes]
+                os.ftruncate(file.fileno(), nbytes)
+            except BaseException:
+                if create:
+                    path.unlink(missing_ok=True)
+                raise

@@ -15,24 +15,6 @@ from urllib.parse import quote, unquote
 from localckpt.errors import StorageError
 from localckpt.ids import Generation, ShardIdentity
 
-__all__ = [
-    "CORRUPT",
-    "DIRTY",
-    "LOCK_NAME",
-    "NOTES_NAME",
-    "OWNER_NAME",
-    "RECYCLED",
-    "SESSION_PREFIX",
-    "SHARD",
-    "STAGING_PREFIX",
-    "TOKEN_NAME",
-    "local_path",
-    "session_name",
-    "session_of",
-    "shard_name",
-    "shard_named",
-]
-
 SHARD = ".safetensors"
 DIRTY = ".dirty"
 """Suffix of a file that is being written; such files of dead processes are removed."""
@@ -46,8 +28,6 @@ TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
 OWNER_NAME, NOTES_NAME = ".owner", ".notes"
 """Files of a rank's folder: the process that writes there; its epoch, and trust in checkpoints."""
 
-STAGING_PREFIX = "localckpt-staging-"
-"""Prefix of the names of staging buffers in shared memory."""
 # With the prefix, no folder of a session is named "", "." or "..".
 SESSION_PREFIX = "session-"
 

@@ -26,8 +26,6 @@ from localckpt.storage.owner import Owner, Running, read_note
 from localckpt.storage.write import replace_file, sync_folder
 from localckpt.trust import Trust, Trusts
 
-__all__ = ["Notes", "NotesFile", "TrustNotes", "read_notes"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_NBYTES = 64 << 10

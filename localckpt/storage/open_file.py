@@ -15,8 +15,6 @@ from localckpt.errors import CorruptShardError
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["OpenFile", "close_read", "open_owned"]
-
 _PROBES = 16
 
 

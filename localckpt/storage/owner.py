@@ -20,8 +20,6 @@ from localckpt.storage.names import OWNER_NAME
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import replace_file
 
-__all__ = ["Owner", "Running", "owner_of", "read_note", "write_note"]
-
 _NUMBER = re.compile("[0-9]{1,20}")
 
 

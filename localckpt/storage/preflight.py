@@ -1,7 +1,4 @@
-"""Checks before the first save.
-
-That a directory can be written and has room for checkpoints, and that there is memory for saves.
-"""
+"""Checks before the first save: a directory that can be written, and room on disk and memory."""
 
 from __future__ import annotations
 
@@ -22,15 +19,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
-__all__ = [
-    "IN_MEMORY",
-    "MemoryNeeds",
-    "check_space",
-    "file_system",
-    "plan_buffers",
-    "try_out",
-]
-
 logger = logging.getLogger(__name__)
 
 # Not a whole page, as the size of most images is no multiple of a page.
@@ -48,11 +36,7 @@ _SPARE_NBYTES = 64 << 20
 class MemoryNeeds:
     """Memory that one rank's saves take, and the limits on it.
 
-    Attributes:
-        nbytes: Size of a buffer for this rank's image.
-        buffers: Number of buffers for each image.
-        kept: Number of checkpoints that are kept in memory.
-        had_nbytes: Bytes that the store has already for buffers and checkpoints.
+    ``nbytes`` is the size of a buffer; ``had_nbytes`` has the store already, for all it keeps.
     """
 
     nbytes: int

@@ -35,8 +35,6 @@ from localckpt.storage.store import Claim
 from localckpt.trust import Trusts
 from localckpt.waiting import wait_until
 
-__all__ = ["RankFolder", "SeenFolder", "lock_store"]
-
 logger = logging.getLogger(__name__)
 
 # A killed process exists until the kernel has freed its memory.
@@ -46,10 +44,7 @@ _LEAVING_S = 10.0
 class SeenFolder(Claim):
     """Read-only view of a rank's folder, which makes, claims and notes nothing.
 
-    Attributes:
-        path: The folder.
-        session: Directory of all ranks' folders.
-        token: Name of this node, the same for all ranks that use the store.
+    ``session`` is the directory of all ranks' folders; ``token`` names this node for all of them.
     """
 
     def __init__(self, root: Path, session_id: str, rank: int) -> None:

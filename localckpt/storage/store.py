@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from localckpt.memory.gpu_copies import CopiesUnderWay
 
-__all__ = ["Claim", "Slot", "Store", "Stored"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:

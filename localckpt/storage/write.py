@@ -24,16 +24,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.threads import Task, end_all
 
-__all__ = [
-    "Digests",
-    "ShardWrite",
-    "replace_file",
-    "reserve",
-    "sync_folder",
-    "write_range",
-    "write_shard",
-]
-
 Digests = Literal["compute", "check", "done"]
 """Work on an image's digests that is left for its writer."""
 
@@ -50,9 +40,7 @@ class ShardWrite:
 
     Attributes:
         covered_nbytes: Bytes of the image that the digests cover.
-        digests: Work that is left on the digests.
         dirty: Path of the file until it is complete.
-        final: Path of the committed file.
         recycled: True if ``dirty`` is a recycled file to overwrite; False for a new file.
         in_place: True if the buffer is a mapping of the file ``dirty``, which needs no write.
         direct: True if the file system accepts O_DIRECT.

@@ -444,13 +444,3 @@ def test_the_lineages_are_listed_with_their_sources_and_what_they_gave_up() -> N
         "2-00000066",
         "1-00000065",
     ]
-
-
-@given(_EPOCHS)
-def test_an_epoch_is_found_by_its_name(epoch: EpochId) -> None:
-    assert EpochId.parse(str(epoch)) == epoch
-
-
-@pytest.mark.parametrize("name", ["", "1", "1-", "-00000001", "1-1", "x-00000001", "1-0000000g"])
-def test_what_is_no_name_of_an_epoch_names_none(name: str) -> None:
-    assert EpochId.parse(name) is None

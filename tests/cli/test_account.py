@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.cli.account import Account, Stretch, account, cells, place
+from localckpt.cli.account import Account, account
 from localckpt.cli.starts import starts_of
 from localckpt.events.event import Event
 from tests.cli.jobs import STEP_S, PaperJob
@@ -208,10 +208,3 @@ def test_every_second_is_accounted_for_once_and_training_that_counts_is_what_was
     assert told.seconds["training"] == pytest.approx((job.done + 1) * STEP_S)
     assert told.seconds["repeated"] == pytest.approx(sum(lost) * STEP_S)
     assert told.seconds["repeated"] == pytest.approx(sum(r.repeated_s for r in told.restarts))
-
-
-def test_a_timeline_shows_what_takes_most_of_each_part() -> None:
-    stretches = [Stretch("recovery", 0, 4), Stretch("training", 4, 9), Stretch("blocking", 9, 10)]
-
-    assert cells(stretches, 5) == ["recovery", "recovery", "training", "training", "training"]
-    assert [place(at, stretches, 5) for at in (0, 3.9, 4, 10)] == [0, 1, 2, 4]

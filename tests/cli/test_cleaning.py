@@ -8,16 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
 
 import localckpt
 from localckpt.errors import StorageError
-from localckpt.storage import staging
-from localckpt.storage.catalog import Problem, find_staging, quarantine
-from localckpt.storage.owner import Owner, Running, owner_of
+from localckpt.storage.catalog import Problem, quarantine
+from localckpt.storage.owner import Running, owner_of
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, make_manager, resume, state_of
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
@@ -43,18 +41,15 @@ def root(writer: str, tmp_path: Path, shm_roots: Dirs) -> Path:
     return root
 
 
-def _files(root: Path, pid: int) -> set[Path]:
-    """What lies in a store, and what a process has in shared memory."""
-    staging = _SHARED_MEMORY.glob(f"localckpt-staging-*-{pid}-*")
-    return {*(path for path in root.rglob("*") if path.is_file()), *staging}
+def _files(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if path.is_file()}
 
 
 def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, root: Path) -> None:
-    before = _files(root, 0)
-    with another_process(writer, root, _SHARED_MEMORY, rank=3) as process:
-        made = _files(root, process.pid) - before
+    before = _files(root)
+    with another_process(writer, root, rank=3) as process:
+        made = _files(root) - before
         kill(process)
-    # Whatever job starts on this machine meanwhile removes orphaned shared memory, too.
     dirty = {path: path.stat().st_size for path in made if path.name.endswith(".dirty")}
 
     would, answer = call("clean", root, "--dry-run", "--json").json(), run("clean", root)
@@ -64,7 +59,7 @@ def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, 
     assert {path: nbytes for path, nbytes in found.items() if root in path.parents} == dirty
     assert would["nbytes"] == sum(found.values())
     assert (answer.status, answer.err) == (0, "")
-    assert {path.name for path in _files(root, process.pid) - before} == {".owner"}
+    assert {path.name for path in _files(root) - before} == {".owner"}
     for path in dirty:
         assert f"removed {path} (" in answer.out
     assert f"{root}: removed " in answer.out.splitlines()[-1]
@@ -73,12 +68,12 @@ def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, 
 
 
 def test_what_a_live_process_is_using_is_left_alone(writer: str, root: Path) -> None:
-    with another_process(writer, root, _SHARED_MEMORY, rank=3) as process:
-        before = _files(root, process.pid)
+    with another_process(writer, root, rank=3):
+        before = _files(root)
 
         answers = [call("clean", root), call("clean", root, "--corrupt"), run("clean", root)]
 
-        assert _files(root, process.pid) == before
+        assert _files(root) == before
         assert any(path.name.endswith(".dirty") for path in before)
         assert all(answer.status == 0 for answer in answers)
         assert not any(str(path) in answer.out for path in before for answer in answers)
@@ -112,11 +107,6 @@ def test_what_was_quarantined_goes_only_when_it_is_asked_for(root: Path) -> None
     assert f"removed {corrupt} (" in asked.out
 
 
-def _of_the_store(files: list[dict[str, Any]]) -> list[str]:
-    """Their paths, but for staging memory, which dead processes of any job leave in one place."""
-    return [file["path"] for file in files if file["kind"] != "staging"]
-
-
 def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -> None:
     shard = only_shards(root)[0]
     quarantine(shard, Problem("damaged", "a class could not be loaded"))
@@ -128,7 +118,7 @@ def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -
 
     assert stayed
     assert f"would put back {aside} (" in would
-    assert _of_the_store(answer["removed"]) == answer["left"] == []
+    assert answer["removed"] == answer["left"] == []
     assert [file["path"] for file in answer["put_back"]] == [str(shard)]
     assert not aside.exists()
     with make_manager(writer, root, "run") as manager:
@@ -147,7 +137,7 @@ def test_what_was_quarantined_takes_no_other_name_and_goes_where_it_is_not_neede
 
     answer = call("clean", store, "--corrupt", "--json").json()
 
-    assert _of_the_store(answer["removed"]) == [str(twice)]
+    assert [file["path"] for file in answer["removed"]] == [str(twice)]
     (back,) = (Path(file["path"]) for file in answer["put_back"])
     assert back.name.startswith(older.name.removesuffix(".safetensors"))
     assert back.name.endswith(".safetensors")
@@ -163,7 +153,7 @@ def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
     answer = call("clean", store, "--corrupt", "--json").json()
 
     assert aside.exists()
-    assert (_of_the_store(answer["removed"]), answer["put_back"]) == ([], [])
+    assert answer["removed"] == answer["put_back"] == []
     assert [file["path"] for file in answer["left"]] == [str(aside)]
 
 
@@ -230,7 +220,7 @@ def test_a_job_in_a_container_of_this_node_is_seen_to_live(
     owner = owner_of(tmp_path / "session-run" / "0")
     assert owner is not None
     assert owner in Running()
-    before = _files(tmp_path, 0)
+    before = _files(tmp_path)
     with pytest.raises(StorageError, match="in use by process 1 of a job that is still running"):
         localckpt.LocalCheckpointManager(tmp_path, "run", timeout=0.2)
 
@@ -238,75 +228,7 @@ def test_a_job_in_a_container_of_this_node_is_seen_to_live(
     leftovers = listed(tmp_path)["leftovers"]
 
     assert answer.status == 0
-    assert _files(tmp_path, 0) == before
+    assert _files(tmp_path) == before
     assert leftovers["dirty_live"]["files"] == 1
     assert leftovers["dirty_dead"]["files"] == 0
     contained.communicate("", timeout=PATIENCE_S)
-
-
-def test_only_staging_files_of_dead_processes_of_this_user_count_as_orphans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "SHARED_MEMORY", tmp_path)
-    me = Owner.me()
-    dead = tmp_path / f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
-    live = tmp_path / f"localckpt-staging-{me}.1.0"
-    for path in (dead, live, tmp_path / "localckpt-staging-nonsense", tmp_path / "other"):
-        path.touch()
-
-    found = {file.path: file.is_live for file in find_staging()}
-
-    assert found == {dead: False, live: True}
-
-
-def _epochs(root: Path) -> dict[int, str]:
-    """The name of the epoch of each iteration, as ``explain`` gives it."""
-    (session,) = call("explain", root, "--json").json()["sessions"]
-    return {n: branch["epoch"] for branch in session["lineages"] for n in branch["iterations"]}
-
-
-def test_the_checkpoints_of_an_epoch_are_removed_when_it_is_named(tmp_path: Path) -> None:
-    for iteration in (20, 3):
-        # The second does not ask what there is: what is ahead of it stays.
-        with make_manager("disk", tmp_path, "run", keep_last=1) as manager:
-            manager.save(state_of(0, iteration), iteration)
-    ahead = _epochs(tmp_path)[20]
-
-    would = call("clean", tmp_path, "--epoch", ahead, "--dry-run").out
-    assert set(_epochs(tmp_path)) == {3, 20}
-    answer = call("clean", tmp_path, "--epoch", ahead, "--epoch", ahead, "--json").json()
-
-    # Other tests that run now may leave staging buffers in the node's shared memory.
-    assert would.count(f"would remove {tmp_path}/") == 1
-    removed = [file for file in answer["removed"] if file["kind"] != "staging"]
-    assert [file["kind"] for file in removed] == ["shard"]
-    assert set(_epochs(tmp_path)) == {3}
-    with make_manager("disk", tmp_path, "run") as manager:
-        assert resume(manager, 0, 3) == "own node"
-
-
-def test_no_epoch_is_removed_that_is_not_there_or_that_a_job_is_in(tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path, "run") as manager:
-        manager.save(state_of(0, 20), 20)
-    with make_manager("disk", tmp_path, "run") as manager:
-        assert resume(manager, 0, 20) == "own node"
-        before = _epochs(tmp_path)[20]
-        # It may still want what it has loaded, and has not said that it goes on.
-        assert call("clean", tmp_path, "--epoch", before).status == 2
-        manager.save(state_of(0, 21), 21)
-        epochs = _epochs(tmp_path)
-
-        answers = [
-            call("clean", tmp_path, "--epoch", name)
-            for name in (epochs[21], "9-00000000", "21", f"{epochs[20]}0")
-        ]
-        removed = call("clean", tmp_path, "--epoch", epochs[20])
-
-        assert [answer.status for answer in answers] == [2] * 4
-        assert "end it first" in answers[0].err
-        assert all("has no checkpoint of an epoch" in answer.err for answer in answers[1:])
-        assert all("Nothing was removed" in answer.err for answer in answers)
-        assert removed.status == 0
-        assert set(_epochs(tmp_path)) == {21}
-        manager.save(state_of(0, 22), 22)
-        assert resume(manager, 0, 22) == "own node"

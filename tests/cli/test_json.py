@@ -225,7 +225,6 @@ def test_survive() -> None:
         "nodes": "int",
         "ranks_per_node": "int",
         "shard_nbytes": "int",
-        "equal_nbytes": "int",
         "schemes": [
             {
                 "scheme": "str",

@@ -102,7 +102,7 @@ def test_nothing_is_cut_or_folded_when_it_goes_into_a_pipe(tmp_path: Path) -> No
 
 def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: str) -> None:
     writer = "memory" if kind == "memory" else "thread"
-    with another_process(writer, root, Path("/dev/shm")) as process:
+    with another_process(writer, root) as process:
         while_it_lives = listed(root)["leftovers"]
         kill(process)
         afterwards = listed(root)["leftovers"]

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines
 from tests.cli.commands import call
 from tests.cli.jobs import STEP_S, PaperJob
+from tests.events.sinks import make_event
 
 
 def write(events: list[Event], folder: Path) -> None:
@@ -131,22 +131,10 @@ def test_a_record_that_no_checkpointer_began_is_left_out(store: Path) -> None:
     assert "no Checkpointer has begun them" in only.err
 
 
-@pytest.mark.skipif(
-    find_spec("matplotlib") is None, reason="needs matplotlib, of the extra 'bench'"
-)
-def test_a_picture_is_drawn_beside_what_is_told(store: Path, tmp_path: Path) -> None:
-    path = tmp_path / "job.png"
-
-    answer = call("report", store, "--plot", path)
-
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    assert answer.out == call("report", store).out + f"\nDrawn in {path}.\n"
-
-
 _ALL = """
 import sys
 from localckpt.cli import app
-for arguments in (["report"], ["trace", "--out", "/dev/null"], ["watch", "--once"]):
+for arguments in (["report"], ["report", "--trace", "/dev/null"]):
     app([*arguments, sys.argv[1]], standalone_mode=False)
 print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
 """
@@ -172,8 +160,8 @@ def test_all_ranks_and_starts_are_in_one_trace(store: Path, tmp_path: Path) -> N
     (store / "events" / "more").mkdir()
     write([Event("save", 5.0, 9, "node", "of a manager", 0, step=3)], store / "events" / "more")
 
-    whole, one = call("trace", store, "--out", out), json.loads(out.read_text())
-    session = call("trace", store, "--out", out, "--session", "run")
+    whole, one = call("report", store, "--trace", out), json.loads(out.read_text())
+    session = call("report", store, "--trace", out, "--session", "run")
 
     assert (whole.status, session.status) == (0, 0)
     drawn = [entry for entry in one["traceEvents"] if entry["ph"] != "M"]
@@ -190,27 +178,39 @@ def test_all_ranks_and_starts_are_in_one_trace(store: Path, tmp_path: Path) -> N
     assert 9 not in {entry["pid"] for entry in json.loads(out.read_text())["traceEvents"]}
 
 
+def test_every_event_is_drawn_on_its_ranks_track(tmp_path: Path) -> None:
+    out = tmp_path / "job.json"
+    events = [
+        make_event(1, name="blocking", duration=0.5, step=9, is_lost=True),
+        make_event(2, name="background", duration=4.0, step=9, nbytes=5),
+        make_event(3, name="preempted", details={"reason": "SIGTERM"}),
+    ]
+    write(events, tmp_path / "events")
+
+    call("report", tmp_path / "events", "--trace", out)
+
+    entries = json.loads(out.read_text())["traceEvents"]
+    drawn = [entry for entry in entries if entry["ph"] != "M"]
+    assert [(e["ph"], e["name"], e["ts"]) for e in drawn] == [
+        ("X", "blocking 9", 1001e6),
+        ("b", "background 9", 1002e6),
+        ("e", "background 9", 1006e6),
+        ("i", "preempted", 1003e6),
+    ]
+    assert (drawn[0]["dur"], drawn[0]["cat"], drawn[0]["tid"]) == (0.5e6, "lost", 1)
+    assert drawn[1]["id"] == drawn[2]["id"]
+    assert drawn[1]["args"] == {"step": 9, "bytes": 5, "outcome": "ok"}
+    assert drawn[3]["args"]["reason"] == "SIGTERM"
+
+
 def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
-    answer = call("trace", store, "--out", store / "gone" / "job.json")
+    answer = call("report", store, "--trace", store / "gone" / "job.json")
 
     assert (answer.status, answer.out) == (2, "")
     assert f"there is no folder {store / 'gone'}. Make it" in answer.err
 
 
 def test_no_table_is_wider_than_a_terminal(store: Path) -> None:
-    tables = call("report", store).out.partition("|")[0].splitlines()
+    tables = call("report", store).out.partition("Start 3")[0].splitlines()[:-3]
 
     assert max(map(len, tables)) <= 80
-
-
-def test_a_trace_is_told_to_programs_as_well(store: Path, tmp_path: Path) -> None:
-    out = tmp_path / "job.json"
-
-    told = call("trace", store, "--out", out, "--json").json()
-
-    assert told == {
-        "path": str(out),
-        "events": told["events"],
-        "nbytes": out.stat().st_size,
-    }
-    assert f"{told['events']} events" in call("trace", store, "--out", out).out

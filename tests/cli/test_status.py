@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localckpt.cli.starts import starts_of
-from localckpt.cli.watching import Status, status_of
+from localckpt.cli.status import Status, status_of
 from tests.cli.jobs import STEP_S, PaperJob
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,6 @@ from tests.cli.commands import Answer, call, run
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _JOB = ("survive", "--nodes", "64", "--ranks-per-node", "8")
-
-needs_matplotlib = pytest.mark.skipif(
-    find_spec("matplotlib") is None, reason="needs matplotlib, of the extra 'bench'"
-)
 
 
 def _rows(answer: Answer) -> dict[str, list[str]]:
@@ -69,13 +64,6 @@ def test_the_size_of_a_shard_tells_bytes_of_a_rank_and_of_a_node() -> None:
     assert rows["parity:1/4"][-4:] == ["4.0 GB", "32.0 GB", "12.0 GB", "96.0 GB"]
 
 
-def test_what_all_ranks_have_equal_is_kept_once_a_node_and_only_sent_with_parity() -> None:
-    rows = _rows(call(*_JOB, "--shard-size", "12GB", "--equal", "8GB"))
-
-    assert rows["replicas:2"][-4:] == ["5.0 GB", "40.0 GB", "4.0 GB", "32.0 GB"]
-    assert rows["parity:1/4"][-4:] == ["1.7 GB", "13.3 GB", "5.0 GB", "40.0 GB"]
-
-
 def test_what_hardly_ever_happens_is_not_told_as_never() -> None:
     many = ("survive", "--nodes", "100000", "--ranks-per-node", "1")
 
@@ -86,15 +74,13 @@ def test_what_hardly_ever_happens_is_not_told_as_never() -> None:
 
 
 def test_programs_are_told_what_the_function_tells() -> None:
-    sizes = ("--shard-size", "12GB", "--equal", "8GB")
-    told = call(*_JOB, "--scheme", "replicas:3", *sizes, "--json").json()
+    told = call(*_JOB, "--scheme", "replicas:3", "--shard-size", "12GB", "--json").json()
 
-    survival = survivability(64, 8, "replicas:3", 12 * 10**9, equal_nbytes=8 * 10**9)
+    survival = survivability(64, 8, "replicas:3", 12 * 10**9)
     assert told == {
         "nodes": 64,
         "ranks_per_node": 8,
         "shard_nbytes": 12 * 10**9,
-        "equal_nbytes": 8 * 10**9,
         "schemes": [survival.to_json()],
     }
     assert [row["probability"] for row in told["schemes"][0]["loss"]] == list(survival.loss)
@@ -131,8 +117,6 @@ def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
         (("--shard-size", "1e9"), "'1e9' is no size"),
         (("--shard-size", "1iB"), "'1iB' is no size"),
         (("--shard-size", "0GB"), "'0GB' is no size of a shard: give one byte or more"),
-        (("--equal", "1GB"), "of 0 bytes that a rank saves 1000000000 cannot be equal"),
-        (("--plot", "x.svg"), "x.svg: the picture is a PNG"),
     ],
 )
 def test_what_cannot_be_told_is_one_line_and_nothing_else(
@@ -160,38 +144,6 @@ def test_wrong_usage_is_told_with_how_it_is_used(arguments: tuple[str, ...]) -> 
 
     assert (answer.status, answer.out) == (2, "")
     assert "Usage:" in answer.err
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("schemes", [(), ("--scheme=replicas:64",)])
-def test_a_picture_is_drawn_beside_what_is_told(schemes: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "told.png"
-
-    answer = call(*_JOB, *schemes, "--plot", path)
-
-    assert answer.status == 0
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    assert answer.out == call(*_JOB, *schemes).out + f"Drawn in {path}.\n"
-    assert call(*_JOB, "--json", "--plot", path).json() == call(*_JOB, "--json").json()
-
-
-@needs_matplotlib
-def test_a_picture_that_cannot_be_written_is_told_instead(tmp_path: Path) -> None:
-    answer = call(*_JOB, "--plot", tmp_path / "missing" / "told.png")
-
-    assert (answer.status, answer.out) == (2, "")
-    assert "told.png: there is no folder" in answer.err
-
-
-def test_without_matplotlib_a_picture_is_refused_and_all_else_works(tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    env = {"PYTHONPATH": str(tmp_path)}
-
-    drawn, told = run(*_JOB, "--plot", "told.png", env=env), run(*_JOB, env=env)
-
-    assert (drawn.status, drawn.out) == (2, "")
-    assert drawn.err.startswith("localckpt: --plot needs the package matplotlib, which cannot be")
-    assert told.status == 0
 
 
 def _shown(document: str) -> list[tuple[list[str], str]]:

@@ -17,7 +17,7 @@ import pytest
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.events import jsonl
 from localckpt.events.event import Event
-from localckpt.events.jsonl import JsonLines, RecordReader, read_events
+from localckpt.events.jsonl import JsonLines, read_events
 from tests.events.sinks import make_event
 
 _EMITS_FOR_EVER = """
@@ -173,28 +173,6 @@ def test_a_record_that_could_not_be_written_goes_on_and_says_what_it_lacks(
     assert len(texts) == 2
     assert "is tried again meanwhile: [Errno 27]" in texts[0]
     assert texts[1] == f"the record of events in {folder} lacks 2 events"
-
-
-def test_what_is_new_in_records_that_grow_is_read_once(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    sink = JsonLines(whole, file_nbytes=600)
-    for number in range(20):
-        sink.write(make_event(number))
-    sink.close()
-    reader, grown = RecordReader([tmp_path / "grows"]), tmp_path / "grows"
-    grown.mkdir()
-
-    numbers: list[int] = []
-    for file in sorted(whole.iterdir()):
-        content = file.read_bytes()
-        # As it is while a rank writes: also lines that are not all there.
-        for stop in (0, 1, len(content) // 2, len(content) - 1, len(content)):
-            (grown / file.name).write_bytes(content[:stop])
-            numbers += [event.number for event in reader.read()]
-
-    assert len(list(whole.iterdir())) > 2
-    assert numbers == list(range(20))
-    assert reader.read() == []
 
 
 @pytest.mark.parametrize(

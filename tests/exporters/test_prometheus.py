@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localckpt import CheckpointingException
 from localckpt.events.event import Event
 from localckpt.events.stream import EventStream
-from localckpt.exporters.prometheus import PrometheusRegistry, PrometheusTextfile
+from localckpt.exporters.prometheus import PrometheusTextfile
 from tests.events.sinks import Failing, make_event
 
 _SESSION = 'a "run"\n\\1'
@@ -76,35 +74,6 @@ def test_the_text_file_is_what_the_collector_reads(tmp_path: Path) -> None:
 
     _check(read(_EVENTS), up=1)
     _check(read([make_event(10, name="run_ended")]), up=0)
-
-
-def test_the_registry_exposes_the_same_until_the_stream_is_closed() -> None:
-    client = pytest.importorskip("prometheus_client")
-    parser = pytest.importorskip("prometheus_client.parser")
-    registry = client.CollectorRegistry()
-    sink = PrometheusRegistry(registry)
-    for event in _EVENTS:
-        sink.write(event)
-
-    server, thread = client.start_http_server(0, "127.0.0.1", registry=registry)
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        text = urllib.request.urlopen(url, timeout=60).read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(60)
-
-    _check(_samples(parser.text_string_to_metric_families(text)), up=1)
-    sink.close()
-    assert client.generate_latest(registry) == b""
-
-
-def test_without_the_package_the_sink_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
-
-    with pytest.raises(CheckpointingException, match="pip install prometheus-client"):
-        PrometheusRegistry()
 
 
 def test_a_folder_that_cannot_be_written_turns_off_this_sink_only(

@@ -6,7 +6,6 @@ on until the work makes no n-th call.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import os
@@ -19,7 +18,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from localckpt import CheckpointingException
-from localckpt.storage.owner import Owner
 from tests.faults.traced import Call, Fault, Section, Watched, watch
 from tests.managers.jobs import make_manager
 from tests.ranks import node_store, run_ranks
@@ -57,7 +55,6 @@ class Job:
         serves: The other node is empty, so that the one that is refused has all that is left.
         step: Only every so many calls.
         only: Names of the calls that are refused; all by default.
-        orphan: A staging buffer that is there when it starts, of a process that is gone.
     """
 
     kind: str
@@ -71,7 +68,6 @@ class Job:
     serves: bool = False
     step: int = 1
     only: tuple[str, ...] = ()
-    orphan: Path | None = None
 
     @property
     def victim(self) -> int:
@@ -163,17 +159,11 @@ def assert_some_were_told(refused: Sequence[Case]) -> None:
 
 def run(job: Job, what: Callable[..., Any], nodes: Sequence[Path]) -> list[Case]:
     """Run it on all ranks; what came of each call that was refused."""
-    me = Owner.me()
-    orphan = Path(f"/dev/shm/localckpt-staging-{Owner(me.boot, me.pid, 1)}.0.0")
-    job = dataclasses.replace(job, orphan=orphan)
-    try:
-        with watch(nodes[job.victim], orphan) as watching:
-            refused, *_ = run_ranks(
-                *(what, job.ranks, job, watching.address),
-                init_group=job.ranks > 1,
-                store_per_node=nodes,
-                timeout_s=1200.0,
-            )
-    finally:
-        orphan.unlink(missing_ok=True)
+    with watch(nodes[job.victim]) as watching:
+        refused, *_ = run_ranks(
+            *(what, job.ranks, job, watching.address),
+            init_group=job.ranks > 1,
+            store_per_node=nodes,
+            timeout_s=1200.0,
+        )
     return list(refused)

@@ -327,7 +327,7 @@ def test_what_a_loop_records_is_the_users_alone(tier: str, place: Path) -> None:
     assert {mode & 0o077 for mode, _ in _below(root).values()} == {0}
     out, umask = place / "trace.json", os.umask(0)
     try:
-        assert call("trace", str(root), "--out", str(out)).status == 0
+        assert call("report", str(root), "--trace", str(out)).status == 0
     finally:
         os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o600

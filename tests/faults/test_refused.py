@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,7 +93,7 @@ def _save_again_and_again(rank: int, world_size: int, job: Job, address: str) ->
                     _assert_space_is_used_again(job, sum(not case.failed for case in refused))
     if repl:
         repl.close()
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 
@@ -236,8 +235,6 @@ def _start_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         if job.cold:
             for path in _shards(node_store()):
                 make_cold(path)
-        if job.orphan is not None and rank == job.victim and job.kind == "disk":
-            job.orphan.touch()
         case = _start_once(rank, job, repl, watched, fault)
         if not (job.serves and rank != job.victim):
             # Nothing was removed, and nothing set aside.
@@ -250,8 +247,7 @@ def _start_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         refused.append(case)
     if repl:
         repl.close()
-    assert job.orphan is None or not job.orphan.exists()
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 
@@ -430,7 +426,7 @@ def _close_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         refused.append(case)
         if job.lasts and section.hit is not None and section.hit.name == "unlink":
             assert case.failed
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import pytest
 
-from localckpt.storage import staging
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 
@@ -19,7 +18,6 @@ class Node(Protocol):
     """One node: ``node(rank, session)`` opens its store."""
 
     root: Path
-    shared: Path
     kind: str
 
     def __call__(
@@ -28,8 +26,8 @@ class Node(Protocol):
 
 
 class _Node:
-    def __init__(self, kind: str, root: Path, shared: Path) -> None:
-        self.kind, self.root, self.shared = kind, root, shared
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind, self.root = kind, root
         self.stores: list[DirectoryStore] = []
 
     def __call__(
@@ -44,26 +42,15 @@ class _Node:
         return store
 
 
-@pytest.fixture
-def shared(shm_roots: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of the test's own, where staging buffers are made."""
-    (path,) = shm_roots(1)
-    monkeypatch.setattr(staging, "SHARED_MEMORY", path)
-    return path
-
-
 @pytest.fixture(params=KINDS)
 def node(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     shm_roots: Callable[[int], list[Path]],
-    shared: Path,
 ) -> Iterator[Node]:
     """A node of each kind: disk written by a thread, by a process, and shared memory."""
     (memory,) = shm_roots(1)
-    made = _Node(
-        request.param, (memory if request.param == "memory" else tmp_path) / "node", shared
-    )
+    made = _Node(request.param, (memory if request.param == "memory" else tmp_path) / "node")
 
     yield made
 

@@ -121,18 +121,14 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.storage import staging
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
-kind, root, session, rank, shared = sys.argv[1:6]
-staging.SHARED_MEMORY = Path(shared)
+kind, root, session, rank = sys.argv[1:5]
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
     store = DirectoryStore(root, session, int(rank), 5.0)
 who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
-# Nothing is made ahead of time.
-store.prepare = lambda *_: None
 slot = store.reserve(who, 100_000, 5.0)
 slot.filled(90_000, None, is_complete=False)
 (job,) = store.writes([slot])
@@ -146,11 +142,11 @@ sys.stdin.read()
 
 @contextmanager
 def another_process(
-    kind: str, root: Path, shared: Path, session: str = "run", rank: int = 0
+    kind: str, root: Path, session: str = "run", rank: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that has opened a store and is in the middle of a save; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank), str(shared)],
+        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,

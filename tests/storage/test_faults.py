@@ -19,7 +19,6 @@ from localckpt.storage.buffers import BufferPool, SharedBuffer
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
-from localckpt.storage.staging import StagingFolder
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.shards import (
     PATIENCE_S,
@@ -286,7 +285,7 @@ def traced(
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
-    tmp_path: Path, shared: Path, recycled: bool
+    tmp_path: Path, recycled: bool
 ) -> None:
     store = process_store(tmp_path)
     if recycled:
@@ -315,7 +314,7 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
-    tmp_path: Path, shared: Path, call: str, recycled: bool
+    tmp_path: Path, call: str, recycled: bool
 ) -> None:
     store = process_store(tmp_path)
     save(store, identity(1), 50_000)
@@ -353,7 +352,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_whole_new(
-    tmp_path: Path, shared: Path, call: str, recycled: bool
+    tmp_path: Path, call: str, recycled: bool
 ) -> None:
     for nth in range(1, 10):
         disk = tmp_path / f"disk-{nth}"
@@ -382,9 +381,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_wh
 
 @pytest.mark.fault("partial-io")
 @pytest.mark.usefixtures("can_trace")
-def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
-    tmp_path: Path, shared: Path
-) -> None:
+def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path: Path) -> None:
     store = process_store(tmp_path)
     job = staged(store, identity(1))
 
@@ -406,8 +403,8 @@ def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
 
 def process_store(disk: Path) -> DirectoryStore:
     """Make a store whose buffers the process that is traced can map, too."""
-    store, folder = DirectoryStore(disk, "run", 0, 5.0), StagingFolder()
-    store._pool = BufferPool(lambda nbytes: SharedBuffer(folder.new_path(), nbytes))
+    store = DirectoryStore(disk, "run", 0, 5.0)
+    store._pool = BufferPool(SharedBuffer)
     return store
 
 

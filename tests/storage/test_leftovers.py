@@ -6,18 +6,12 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from localckpt.storage.buffers import SharedBuffer
-from localckpt.storage.catalog import find_staging
 from localckpt.storage.owner import Owner, owner_of
-from localckpt.storage.staging import StagingFolder, remove_orphans
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     ROOT,
@@ -42,7 +36,7 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     first = node()
     save(first, identity(7))
     first.close()
-    with another_process(node.kind, node.root, node.shared) as process:
+    with another_process(node.kind, node.root) as process:
         folder = node.root / "session-run" / "0"
         assert any(path.name.endswith(".dirty") for path in folder.iterdir())
         kill(process)
@@ -50,33 +44,31 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     store = node()
 
     assert not [path for path in folder.iterdir() if path.name.endswith(".dirty")]
-    assert list(node.shared.iterdir()) == []
     assert found(store) == {identity(7)}
     assert_loads(store, identity(7))
 
 
 @pytest.mark.fault("trainer-dies")
 def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
-    with another_process(node.kind, node.root, node.shared, rank=3) as process:
+    with another_process(node.kind, node.root, rank=3) as process:
         kill(process)
 
     node(rank=0)
 
-    assert not [name for name in files(node.root, node.shared) if name.endswith(".dirty")]
-    assert list(node.shared.iterdir()) == []
+    assert not [name for name in files(node.root) if name.endswith(".dirty")]
 
 
 @pytest.mark.fault("two-jobs")
 def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
-    with another_process(node.kind, node.root, node.shared, rank=3):
-        before = files(node.root, node.shared)
+    with another_process(node.kind, node.root, rank=3):
+        before = files(node.root)
         assert any(name.endswith(".dirty") for name in before)
 
         store = node(rank=0)
         save(store, identity(1))
         store.close()
 
-        assert before <= files(node.root, node.shared)
+        assert before <= files(node.root)
 
 
 @pytest.mark.fault("trainer-dies")
@@ -139,24 +131,6 @@ def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
     save(store, identity(1))
 
 
-@pytest.mark.fault("trainer-dies")
-def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
-    tmp_path: Path, shared: Path
-) -> None:
-    me = Owner.me()
-    dead = f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
-    live = f"localckpt-staging-{me}.1.0"
-    odd = ["localckpt-staging-", "localckpt-staging-a-b-c.0", "somebody-elses", f"x{dead}"]
-    for name in (dead, live, *odd):
-        (shared / name).touch()
-    # What another rank removed in the same moment looks the same as a link to nothing.
-    (shared / f"{dead}.link").symlink_to(tmp_path / "nothing")
-
-    remove_orphans()
-
-    assert {path.name for path in shared.iterdir()} == {live, *odd}
-
-
 def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> None:
     stores = [node(rank) for rank in range(2)]
     for store, iteration in itertools.product(stores, range(4)):
@@ -166,83 +140,16 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
     for store in stores:
         store.close()
 
-    left = files(node.root, node.shared)
+    left = files(node.root)
     assert {name for name in left if not name.endswith(".safetensors")} == {"node-token", ".lock"}
     assert len(left) == 4
 
 
-_HOLD = """
-import fcntl, sys
-file = open(sys.argv[1], "wb")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("holds", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.fault("two-jobs")
-def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_be_seen(
-    shared: Path,
-) -> None:
-    owner = f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0"
-    path, lock = shared / f"{owner}.0", shared / f"{owner}.lock"
-    path.touch()
-
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "holds\n"
-        remove_orphans()
-        assert {path, lock} <= {*shared.iterdir()}
-        kill(holder)
-    remove_orphans()
-
-    assert not {path, lock} & {*shared.iterdir()}
-
-
-def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(shared: Path) -> None:
-    folder = StagingFolder()
-    buffers = [SharedBuffer(folder.new_path(), 10) for _ in range(2)]
-    assert sorted(path.suffix for path in shared.iterdir()) == [".0", ".1", ".lock"]
-
-    for buffer in buffers:
-        buffer.close()
-    folder.close()
-    folder.close()
-
-    assert not list(shared.iterdir())
-
-
-def test_threads_that_make_the_first_buffers_at_once_share_one_lock(shared: Path) -> None:
-    threads = 4
-    for _ in range(50):
-        folder, together = StagingFolder(), threading.Barrier(threads)
-
-        def new_path(folder: StagingFolder = folder, together: Any = together) -> Path:
-            together.wait()
-            return folder.new_path()
-
-        with ThreadPoolExecutor(threads) as pool:
-            paths = [pool.submit(new_path) for _ in range(threads)]
-        assert len({path.result() for path in paths}) == threads
-        folder.close()
-
-    assert not list(shared.iterdir())
-
-
 _STAGE_AND_FORK = """
 import os, sys
-from pathlib import Path
-from localckpt.storage import staging
 from localckpt.storage.buffers import SharedBuffer
 
-staging.SHARED_MEMORY = Path(sys.argv[1])
-folder = staging.StagingFolder()
-buffer = SharedBuffer(folder.new_path(), 4_000_000)
+buffer = SharedBuffer(4_000_000)
 child = os.fork()
 if child == 0:
     sys.stdin.read()
@@ -253,11 +160,9 @@ sys.stdin.read()
 
 
 @pytest.mark.fault("trainer-dies")
-def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_lives(
-    shared: Path,
-) -> None:
+def test_staging_of_a_killed_trainer_is_freed_while_a_fork_of_it_lives() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _STAGE_AND_FORK, str(shared)],
+        [sys.executable, "-c", _STAGE_AND_FORK],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -266,17 +171,17 @@ def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_liv
         assert trainer.stdout is not None
         child = psutil.Process(int(trainer.stdout.readline()))
         try:
-            assert [path for path in shared.iterdir() if path.stat().st_size >= 4_000_000]
+            assert _holds_staging(trainer.pid)
             kill(trainer)
             assert child.is_running()
             # Else the memory would stay until the fork ends, with a name or without.
-            assert str(shared) not in Path(f"/proc/{child.pid}/maps").read_text()
-            opened = [os.readlink(f) for f in Path(f"/proc/{child.pid}/fd").iterdir()]
-            assert not [name for name in opened if str(shared) in name and "lock" not in name]
-            assert {file.is_live for file in find_staging()} == {False}
-
-            remove_orphans()
-
-            assert not list(shared.iterdir())
+            assert not _holds_staging(child.pid)
         finally:
             child.kill()
+
+
+def _holds_staging(pid: int) -> bool:
+    """Whether a process has the memory of a staging buffer mapped, or open."""
+    opened = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return any("memfd:localckpt" in name for name in (*opened, maps))

@@ -403,13 +403,12 @@ def test_a_folder_is_given_up_by_close_and_the_shards_stay(node: Node) -> None:
     store.close()
 
     assert names(store.folder) == {"safetensors"}
-    assert list(node.shared.iterdir()) == []
     assert found(node()) == {identity(3)}
 
 
 @pytest.mark.fault("two-jobs")
 def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
-    with another_process(node.kind, node.root, node.shared) as other:
+    with another_process(node.kind, node.root) as other:
         with pytest.raises(StorageError, match=rf"in use by process {other.pid} of a job"):
             node(timeout_s=0.2)
 

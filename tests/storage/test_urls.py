@@ -11,7 +11,6 @@ import torch
 
 import localckpt
 from localckpt.events.jsonl import JsonLines
-from localckpt.exporters.chrome import ChromeTrace
 from localckpt.exporters.prometheus import PrometheusTextfile
 from localckpt.storage.names import local_path
 from tests.cli.commands import call
@@ -62,7 +61,7 @@ def test_a_relative_path_is_that_of_where_the_object_was_made(
 ) -> None:
     (tmp_path / "later").mkdir()
     monkeypatch.chdir(tmp_path)
-    sinks = [JsonLines("lines"), ChromeTrace("traces"), PrometheusTextfile("metrics")]
+    sinks = [JsonLines("lines"), PrometheusTextfile("metrics")]
     writer = localckpt.FileSystemWriterAsync("first", writer="thread")
     reader = localckpt.CachedMetadataFileSystemReader("first")
     writer.reset("second")
@@ -83,5 +82,5 @@ def test_a_relative_path_is_that_of_where_the_object_was_made(
     assert list(Path.cwd().iterdir()) == []
     assert Path(writer.path) == Path(reader.path) == tmp_path / "second"
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("later", "lines", "traces", "metrics", "node", "shared")
+        *("later", "lines", "metrics", "node", "shared")
     }

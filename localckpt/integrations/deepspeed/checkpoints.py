@@ -18,8 +18,6 @@ from localckpt.checkpointer.stopping import StopRequests
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.deepspeed.engine_state import CLASSES, EngineState, check_engine
 
-__all__ = ["LocalCheckpoints", "install"]
-
 logger = logging.getLogger(__name__)
 
 # Name of the engine's part of the state, and of the directory for DeepSpeed in the rank's folder.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -16,16 +18,15 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from localckpt.errors import CheckpointingException
-from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
 from localckpt.state_dict.stateful import Freedom
-
-__all__ = ["CLASSES", "EngineState", "check_engine"]
 
 CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """What DeepSpeed's states are made of, beside tensors and plain values."""
 
 # DeepSpeed gets it in place of the caller's tag, which may be no name of a directory.
 _TAG = "checkpoint"
+# Part of a file's name that tells the tensor-parallel rank.
+_MP_RANK = re.compile(r"mp_rank_\d+")
 
 
 class EngineState:
@@ -124,7 +125,7 @@ class EngineState:
         folder.mkdir()
         for name in files.files:
             for rank in range(self._engine.mp_world_size):
-                (folder / MP_RANK.sub(f"mp_rank_{rank:02d}", name)).touch()
+                (folder / _MP_RANK.sub(f"mp_rank_{rank:02d}", name)).touch()
         try:
             with self._using(files):
                 path, client_state = self.own_load(str(self._scratch), _TAG, is_strict)
@@ -183,3 +184,68 @@ def check_engine(engine: Any) -> None:
             f"this engine cannot be saved to the nodes: {why}. Leave install() out, or change the "
             f"configuration. Nothing was made"
         )
+
+
+class MemoryFiles(CheckpointEngine):
+    """DeepSpeed's checkpoint engine whose files are values in memory, this rank's own.
+
+    ``files`` has the values to load by name of file.
+
+    Attributes:
+        files: Values by name of file.
+    """
+
+    def __init__(self, files: Mapping[str, Any] | None = None) -> None:
+        super().__init__(None)
+        self.name = type(self).__name__
+        self.files = dict(files or {})
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint."""
+        self.files = {}
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make no directory: there are no files."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take the value of a file. Its tensors may change once the checkpoint is committed."""
+        self.files[os.path.basename(path)] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the value of a file, with the tensors where they are."""
+        name = os.path.basename(path)
+        # DeepSpeed looks into the first file of all tensor-parallel ranks, to count them.
+        alike = {_MP_RANK.sub("", own): own for own in self.files if "model_states" in own}
+        name = name if name in self.files else alike.get(_MP_RANK.sub("", name), name)
+        if name not in self.files:
+            raise CheckpointingException(
+                f"DeepSpeed asks for {name}, and this rank has saved {', '.join(self.files)}: make "
+                f"the engine with the configuration that it was saved with"
+            )
+        return self.files[name]
+
+    def commit(self, info: Any) -> bool:
+        """Say that all files are there."""
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Return ``True``: a rank finds all that it loads in its own shard."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """Return ``True``: no file says which checkpoint is the latest."""
+        return True
+
+    def set_commit_info(self, info: Any) -> None:
+        """Note nothing: there is no checkpoint to commit later."""
+
+    def get_commit_info(self) -> None:
+        """Return ``None``, for DeepSpeed to commit none before its next step."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return ``False``: of a view its own bytes are saved, so DeepSpeed need not copy it."""
+        return False
+
+    def cleanup(self) -> None:
+        """Let go of the values."""
+        self.files = {}

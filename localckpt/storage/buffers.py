@@ -1,9 +1,7 @@
 """Staging buffers for images, in a pool: faulted in once, and reused by every save.
 
-Private buffers are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Shared
-buffers are for a writer in another process: files without a name, which it opens by the descriptor
-of their maker. Forks of the trainer (data loader workers) inherit neither; one that writes maps
-shared buffers anew.
+They are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Forks of the trainer
+(data loader workers) do not inherit them.
 """
 
 from __future__ import annotations
@@ -11,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import (
     HUGE_PAGE_NBYTES,
-    PAGE_NBYTES,
     address_of,
     map_memory,
     populate,
@@ -30,8 +24,7 @@ from localckpt.memory.host_memory import (
     round_up,
 )
 from localckpt.memory.limits import memory_limits
-from localckpt.storage.failures import KEPT, storage_errors
-from localckpt.storage.open_file import open_owned
+from localckpt.storage.failures import KEPT
 from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -60,12 +53,8 @@ class Buffer(ABC):
     def view(self) -> memoryview:
         """All bytes, writable; a whole number of pages. Empty once the buffer is closed."""
         if os.getpid() != self._process:
-            self._map_in_fork()
+            raise CheckpointingException(_ONLY_HERE)
         return self._view
-
-    def _map_in_fork(self) -> None:
-        """Map the bytes in a fork of the maker; raises CheckpointingException if it cannot."""
-        raise CheckpointingException(_ONLY_HERE)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError(_ONLY_HERE)
@@ -82,7 +71,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Release the buffer; any process that maps it may do so."""
+        """Release the buffer."""
 
     @abstractmethod
     def close(self) -> None:
@@ -148,93 +137,7 @@ class PrivateBuffer(Buffer):
         self._view = memoryview(b"")
 
 
-class SharedBuffer(Buffer):
-    """Memory that other processes of this user map while its maker lives.
-
-    No file has a name, so the kernel frees the memory when the maker is killed. The byte after the
-    buffer's bytes is 1 while the buffer is in use, for all processes. ``path`` leads to the
-    descriptor of the maker, and ``label`` tells the memory; without them, new memory is made.
-    """
-
-    def __init__(self, nbytes: int, path: str = "", label: str = "") -> None:
-        super().__init__()
-        self._nbytes = nbytes
-        self._release: Callable[[], object] = lambda: None
-        self._is_mine = not path
-        if not path:
-            label = f"localckpt-{secrets.token_hex(8)}"
-            fd = os.memfd_create(label, os.MFD_CLOEXEC)
-            _descriptors.add(fd)
-            self._release = weakref.finalize(self, _close, os.getpid(), fd)
-            path = f"/proc/{os.getpid()}/fd/{fd}"
-        self.path, self._label = path, label
-        self._map()
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self._flag()[0]) or bool(self.readers)
-
-    def take(self, owner: Hashable = None) -> None:
-        super().take(owner)
-        self._flag()[0] = 1
-
-    def give_back(self) -> None:
-        self._flag()[0] = 0
-
-    def close(self) -> None:
-        self._unpin()
-        # A dummy flag, since give_back() may still be called after this.
-        self._view, self._whole = memoryview(b""), memoryview(bytearray(1))
-        self._release()
-
-    def _map(self) -> None:
-        size = round_up(max(self._nbytes, 1), PAGE_NBYTES)
-        with (
-            storage_errors("map the staging memory of the trainer in", self.path),
-            open_owned(Path(self.path), os.O_RDWR | os.O_NONBLOCK) as file,
-        ):
-            # A descriptor of this number is another file's once the buffer is closed.
-            if self._label not in os.readlink(f"/proc/self/fd/{file.fileno()}"):
-                raise StorageError("staging memory of the trainer is gone: its save was given up")
-            # Whoever reads maps pages as they are read, which is cheaper than to fault in all.
-            is_to_read = not self._is_mine
-            self._whole = map_file(file.fileno(), size + PAGE_NBYTES, is_to_read=is_to_read)
-        self._view = self._whole[:size]
-
-    def _map_in_fork(self) -> None:
-        self._is_mine = False
-        self._map()
-        self._process = os.getpid()
-
-    def _flag(self) -> memoryview:
-        """Return the byte that is 1 while the buffer is in use."""
-        return self._whole[len(self.view) :][:1]
-
-    def __reduce__(self) -> tuple[type[SharedBuffer], tuple[int, str, str]]:
-        return SharedBuffer, (self._nbytes, self.path, self._label)
-
-
-_descriptors: set[int] = set()
-"""Descriptors of the shared buffers that this process has made."""
-
-
-def _close(process: int, fd: int) -> None:
-    if os.getpid() == process:
-        _descriptors.discard(fd)
-        os.close(fd)
-
-
-def _close_in_fork() -> None:
-    """Close what a fork inherits, which would keep the memory as long as the fork lives."""
-    for fd in _descriptors:
-        os.close(fd)
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
-
-
-def map_file(fd: int, nbytes: int, *, is_to_read: bool = False) -> memoryview:
+def map_file(fd: int, nbytes: int) -> memoryview:
     """Map a file in shared memory, and reserve all its pages; raises OSError."""
     if os.fstat(fd).st_size < nbytes:
         os.ftruncate(fd, nbytes)
@@ -242,8 +145,7 @@ def map_file(fd: int, nbytes: int, *, is_to_read: bool = False) -> memoryview:
     try:
         # Before posix_fallocate, which would allocate small pages.
         prefer_huge_pages(address_of(memory), nbytes)
-        if not is_to_read:
-            populate(address_of(memory), nbytes)
+        populate(address_of(memory), nbytes)
         # Without reserved pages, a write to the mapping is a SIGBUS once memory is full.
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:

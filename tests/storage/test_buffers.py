@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import address_of
-from localckpt.storage.buffers import BufferPool, PrivateBuffer, SharedBuffer
-from tests.storage.shards import PATIENCE_S, ROOT
+from localckpt.storage.buffers import BufferPool, PrivateBuffer
+from tests.storage.shards import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -61,77 +57,6 @@ def test_a_slice_of_a_closed_buffer_stays_good() -> None:
 def test_a_private_buffer_cannot_be_sent_and_says_what_to_do() -> None:
     with pytest.raises(TypeError, match="run it in a thread"):
         pickle.dumps(PrivateBuffer(1))
-
-
-IN_ANOTHER_PROCESS = """
-import pickle, sys
-buffer = pickle.load(sys.stdin.buffer)
-assert "torch" not in sys.modules
-print(bytes(buffer.view[:5]).decode(), buffer.in_use, len(buffer.view))
-buffer.view[:5] = b"there"
-buffer.give_back()
-"""
-
-
-def test_a_shared_buffer_is_seen_by_another_process_with_its_state() -> None:
-    buffer = SharedBuffer(10_000)
-    buffer.view[:5] = b"hello"
-    buffer.take()
-
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS],
-        input=pickle.dumps(buffer),
-        cwd=ROOT,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-
-    assert done.stdout.decode() == "hello True 12288\n"
-    assert bytes(buffer.view[:5]) == b"there"
-    assert not buffer.in_use
-    buffer.close()
-
-
-def test_a_shared_buffer_is_whole_pages_reserved_from_the_start() -> None:
-    buffer = SharedBuffer(5 * MIB + 1)
-
-    status = os.stat(buffer.path)
-
-    assert len(buffer.view) % 4096 == 0
-    assert address_of(buffer.view) % 4096 == 0
-    assert status.st_blocks * 512 >= len(buffer.view)
-    buffer.close()
-
-
-def test_a_descriptor_that_is_another_files_by_now_is_not_written_to(tmp_path: Path) -> None:
-    buffer = SharedBuffer(4096)
-    sent = pickle.dumps(buffer)
-    buffer.close()
-    other = tmp_path / "other"
-
-    number = int(buffer.path.rpartition("/")[2])
-    with other.open("w+b") as file:
-        copied = file.fileno() != number
-        if copied:
-            os.dup2(file.fileno(), number)
-        with pytest.raises(StorageError, match="its save was given up"):
-            pickle.loads(sent)
-        if copied:
-            os.close(number)
-
-    assert other.read_bytes() == b""
-
-
-def test_a_closed_shared_buffer_is_unmapped_and_may_be_given_back_late() -> None:
-    buffer = SharedBuffer(4096)
-    buffer.take()
-
-    buffer.close()
-
-    assert "memfd:localckpt" not in Path("/proc/self/maps").read_text()
-    buffer.give_back()
-    buffer.close()
 
 
 def test_a_pool_gives_the_same_buffer_again() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from localckpt.errors import CheckpointingException
 from localckpt.memory.host_memory import address_of
-from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
+from localckpt.storage.buffers import Buffer, PrivateBuffer
 from localckpt.storage.write import write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import assert_loads, identity, save, staged
@@ -58,9 +58,9 @@ def _living_fork() -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-@pytest.fixture(params=["private", "shared"])
-def buffer(request: pytest.FixtureRequest) -> Iterator[Buffer]:
-    made: Buffer = PrivateBuffer(_NBYTES) if request.param == "private" else SharedBuffer(_NBYTES)
+@pytest.fixture
+def buffer() -> Iterator[Buffer]:
+    made = PrivateBuffer(_NBYTES)
     yield made
     made.close()
 
@@ -85,23 +85,6 @@ def test_a_fork_has_none_of_it_and_writing_on_costs_no_copies(buffer: Buffer) ->
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     assert faults < _PAGES / 4
-
-
-def test_a_fork_that_writes_from_shared_memory_finds_it() -> None:
-    buffer = SharedBuffer(_NBYTES)
-    buffer.take()
-    buffer.view[:5] = b"saved"
-
-    def read_and_give_back() -> None:
-        assert buffer.view[:5] == b"saved"
-        buffer.view[:5] = b"moved"
-        buffer.give_back()
-        buffer.close()
-
-    _in_a_fork(read_and_give_back)
-
-    assert (buffer.view[:5].tobytes(), buffer.in_use) == (b"moved", False)
-    buffer.close()
 
 
 def test_a_fork_raises_that_private_memory_is_not_its_own() -> None:

@@ -354,9 +354,12 @@ class Deciding:
         late = [rank for rank, report in enumerate(reports) if report is None] or [self.root]
         failure = joint_failure(what, reports, ranks)
         missing = tuple(ranks[rank] for rank in late)
-        if failure is None:
+        if failure is None or failure.kind == PeerLostError.__name__:
             seen = round_.last_seen(late[:NAMED], ranks)
-            failure = self._absences.late(what, missing, seen, waited_s, self._hint())
+            absent = self._absences.late(what, missing, seen, waited_s, self._hint())
+            # Ranks that have lost a peer say so, and this which of them is to blame.
+            also = "" if failure is None else f" Also: {failure.text}"
+            failure = replace(absent, text=f"{absent.text}{also and '.'}{also}")
         return Verdict(failure=failure, late=missing, given_up=what)
 
     def awaits(self) -> str:

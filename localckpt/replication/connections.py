@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named
@@ -47,7 +47,7 @@ class HostConnections:
     """Connections of this rank to others.
 
     ``ways`` has for each peer a process group of torch's that both are in, and the peer's place
-    there. ``store`` is a part of the job's key-value store that nobody else uses.
+    there.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class HostConnections:
         ways: Mapping[int, tuple[Any, int]],
         ranks: Sequence[int],
         rank: int,
-        store: Store | None = None,
         asking: Sequence[_AskingStore] = (),
     ) -> None:
         self._ways = dict(ways)
@@ -63,7 +62,6 @@ class HostConnections:
         self._process = os.getpid()
         self.ranks = list(ranks)
         self.rank = rank
-        self.store = store
         self.given_up = False
         """True if this rank has cut them because it does not wait for the others any more."""
         self.progress: Progress | None = None
@@ -92,11 +90,10 @@ class HostConnections:
         """
         if list(ranks) == [rank]:
             # A process that is alone connects to nobody, and may be in no job that has a store.
-            return cls({}, ranks, rank, HashStore())
-        store = _part_of_store(name)
-        opening = _Opening(store, ranks, rank, timeout_s, is_given_up)
+            return cls({}, ranks, rank)
+        opening = _Opening(_part_of_store(name), ranks, rank, timeout_s, is_given_up)
         group = opening.finish()
-        return cls(_ways(group, ranks), ranks, rank, store, [opening.asking])
+        return cls(_ways(group, ranks), ranks, rank, [opening.asking])
 
     @classmethod
     def connect_to(
@@ -122,7 +119,7 @@ class HostConnections:
                 opening.give_up()
             raise
         asking = [opening.asking for opening in openings.values()]
-        return cls(ways, sorted((rank, *peers)), rank, store, asking)
+        return cls(ways, sorted((rank, *peers)), rank, asking)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""

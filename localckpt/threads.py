@@ -182,9 +182,19 @@ class SerialThread:
         Task(run).start(self._name, daemon=False)
         self._last = over
 
-    def close(self) -> None:
+    def run(self, task: Task[Any]) -> None:
+        """Run a task in the calling thread, after those that were submitted."""
+        before, self._last = self._last, Latch()
+        over = self._last
+        try:
+            before.wait()
+            task.run()
+        finally:
+            over.set()
+
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait until all submitted tasks have ended."""
-        self._last.wait()
+        self._last.wait(timeout_s)
 
 
 def end_all(tasks: Sequence[Task[Any]]) -> None:

@@ -142,7 +142,7 @@ def _by_rank(
 
 def _describe_missing(missing: Mapping[IdT, Sequence[int]], ranks: int) -> str:
     lost = "; ".join(
-        f"{id_!r} (wanted by rank {', '.join(map(str, receivers))})"
+        f"{id_} (wanted by rank {', '.join(map(str, receivers))})"
         for id_, receivers in missing.items()
     )
     return (

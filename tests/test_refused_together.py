@@ -119,7 +119,7 @@ _CONSTRUCTORS: dict[str, tuple[Callable[[bool], Any], str]] = {
                 1, 2, timeout_s=_TIMEOUT_S, rate_limit=0 if refused else None
             )
         ),
-        "rate_limit 0",
+        "rate_limit is 0",
     ),
     "LazyCliqueReplicationStrategy, a value": (
         lambda refused: _protected(

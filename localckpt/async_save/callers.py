@@ -21,7 +21,7 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.ranks.ends import CallEnd, raise_failure
+from localckpt.ranks.ends import CallEnd, decide_end
 from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
@@ -179,17 +179,9 @@ class AsyncCaller(ABC):
                 raise CheckpointingException(f"{call.name} failed: {described(error)}") from error
             return is_over
         is_alive = error is None and not is_over
-        own = None if is_alive else CallEnd.of(self._scheduled, call.name, error).to_json()
-        ranks = self._all_ranks()
-
-        def judge(ends: list[Any]) -> bool:
-            if None in ends:
-                return False
-            raise_failure([CallEnd.from_json(end) for end in ends], ranks.global_ranks)
-            return True
-
+        own = None if is_alive else CallEnd.of(self._scheduled, call.name, error)
         try:
-            return ranks.decide("ask for an async call", lambda: own, judge)
+            return decide_end(self._all_ranks(), "ask for an async call", own)
         except CheckpointingException as failed:
             raise failed from error
         finally:

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt.errors import CheckpointingException
-from localckpt.ranks.ends import NO_FUNCTION, CallEnd, raise_failure
+from localckpt.ranks.ends import NO_FUNCTION, CallEnd, decide_end
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -270,13 +270,8 @@ class AsyncRequest(NamedTuple):
                     request.call.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
-        own, ranks = CallEnd.of(self.call_idx, name, error).to_json(), coordinator.global_ranks
-
-        def judge(ends: list[Any]) -> None:
-            raise_failure([CallEnd.from_json(end) for end in ends], ranks)
-
         try:
-            coordinator.decide(f"agree on {name}", lambda: own, judge)
+            decide_end(coordinator, f"agree on {name}", CallEnd.of(self.call_idx, name, error))
         except CheckpointingException as failed:
             run_failure_fns(self, failed)
             raise failed from error

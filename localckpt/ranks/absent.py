@@ -20,13 +20,7 @@ NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Absences:
-    """The words of one rank about others.
-
-    Attributes:
-        me: This rank, as a rank of the job.
-        ranks: The ranks of the group, as ranks of the job.
-        root: The one that judges, as a rank of the job.
-    """
+    """The words of one rank (``me``) about others: ranks of the job, of which ``root`` judges."""
 
     me: int
     ranks: Sequence[int]
@@ -37,8 +31,8 @@ class Absences:
     ) -> Failure:
         """Describe ranks that have not reported in time.
 
-        ``seen`` has the call in which each of them was last seen, if it was; ``hint`` is the most
-        frequent cause, as the end of the message.
+        ``seen`` has the call in which each was last seen, if it was; ``hint`` is the end of the
+        message.
         """
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
@@ -47,7 +41,7 @@ class Absences:
         )
 
     def too_late(self, what: str, late: Sequence[int]) -> Failure:
-        """Describe to this rank, which is among ``late``, that the others did not wait for it."""
+        """Tell this rank, which is among ``late``, that the others did not wait for it."""
         others = ranks_named(rank for rank in self.ranks if rank != self.me)
         missing = [rank for rank in late if rank != self.me]
         named = ", ".join(f"rank {rank}" for rank in missing[:NAMED])
@@ -59,7 +53,6 @@ class Absences:
         )
 
     def closed(self, name: str) -> Failure:
-        """Describe that this rank has closed a part of the store."""
         return _lost(
             f"rank {self.me} closed {name!r} before all ranks had opened it. What was saved before "
             f"stands",
@@ -67,7 +60,6 @@ class Absences:
         )
 
     def left(self, what: str) -> Failure:
-        """Describe to the others that this rank has left."""
         return _lost(
             f"could not {what}: rank {self.me} has left before all ranks had come. What was saved "
             f"before stands"

@@ -54,18 +54,12 @@ class StoreWait:
         self.expect()
 
     def expect(self, at: float = 0.0) -> None:
-        """Expect the next answer of the store, which has just answered.
-
-        ``at`` is when the store is to answer, by the monotonic clock, where it is to wait itself.
-        """
+        """Expect the next answer of the store, which is to come at ``at`` where it waits itself."""
         self.answers_by = max(time.monotonic(), at) + self._answer_s
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
-    """Return what a call that talks to the job's store returns.
-
-    The call is made in another thread.
-    """
+    """Return what a call that talks to the job's store returns, made in another thread."""
     with store_errors(phase, limit_s):
         return within(limit_s, call)
 
@@ -93,16 +87,10 @@ class StoreThreads:
     ) -> T | None:
         """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
-        A store that is silent ends the call long before other ranks are given up. A call that waits
-        when it is stopped, or interrupted, is abandoned, and ``None`` is returned.
-
-        Args:
-            phase, limit_s: As for :func:`ask_store`.
-            call: What is called, in another thread, with its wait.
-            stopped: Ends the wait.
-            answer_s: The time that the store has to answer, in seconds.
-            tell: Logs whom the wait is for if it is long, and returns when to call it again, in
-                seconds; called in this thread.
+        A store that does not answer within ``answer_s`` ends the call long before other ranks are
+        given up. A call that waits when it is ``stopped``, or interrupted, is abandoned, and
+        ``None`` is returned. ``tell`` logs whom the wait is for if it is long, in this thread, and
+        returns when to call it again, in seconds.
         """
         began = time.monotonic()
         wait, until = StoreWait(answer_s), began + limit_s

@@ -48,9 +48,8 @@ class Deciding:
     """One rank's part in rounds, one after another; :class:`Ranks` is what others call.
 
     Attributes:
-        rank: This process's rank in the group.
-        root: The rank of the group that judges.
-        is_root: Whether that is this rank.
+        rank, root, is_root: This process's rank in the group, the rank that judges, and whether it
+            is this one.
         global_ranks: The ranks of the group, as ranks of the job.
         rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
             its number by a decision of other ``Ranks``.
@@ -88,11 +87,9 @@ class Deciding:
             self._threads.close()
 
     def _open(self, deadline: Deadline | None = None) -> Store:
-        """Return the part of the store, once all ranks have come to theirs."""
         return self._part.open(self._stopped, deadline)
 
     def _ask_part(self, what: str, call: Callable[[Store], T]) -> T:
-        """Call what asks the part of the store, outside of any round."""
         store = self._open()
         return ask_store(what, self._store_timeout_s, lambda: call(store))
 
@@ -176,7 +173,6 @@ class Deciding:
         return self.rounds - 1
 
     def _own(self, verdict: Verdict) -> Verdict:
-        """The verdict of a rank that is alone."""
         parts = verdict.parts or {}
         return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
 
@@ -300,8 +296,7 @@ class Deciding:
     def give_up(self, waited_s: float) -> None:
         """End a wait with no deadline in another thread: ranks that have not reported are lost.
 
-        Raises:
-            PeerLostError: The store cannot be reached.
+        Raises PeerLostError if the store cannot be reached.
         """
         if (awaited_round := self._awaited_round) is not None:
             number, what = awaited_round

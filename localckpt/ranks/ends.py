@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named, with_class
 from localckpt.ranks.failure import Failure
 
-__all__ = ["NO_FUNCTION", "CallEnd", "failure_of", "raise_failure"]
+if TYPE_CHECKING:
+    from localckpt.ranks.ranks import Ranks
+
+__all__ = ["NO_FUNCTION", "CallEnd", "decide_end", "failure_of"]
 
 NO_FUNCTION = "no function"
 """Name of a call that has nothing to do on a rank."""
@@ -18,11 +21,11 @@ NO_FUNCTION = "no function"
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of one call on one rank.
+    """The end of one call on one rank, for messages and the judge.
 
     Attributes:
         number: Number of the call in its queue.
-        name: What the call does, for messages.
+        name: What the call does.
         failure: What it failed with; ``None`` if it did not.
         value: What came of it; anything that JSON can carry.
         iteration: Iteration that the call saves; ``None`` for a call that is no save.
@@ -93,8 +96,16 @@ def failure_of(ends: Sequence[CallEnd], ranks: Sequence[int]) -> Failure | None:
     return replace(joint, text=text)
 
 
-def raise_failure(ends: Sequence[CallEnd], ranks: Sequence[int]) -> None:
-    """Raise what every rank raises, if the call does not stand; see :func:`failure_of`."""
-    failure = failure_of(ends, ranks)
-    if failure is not None:
-        raise failure.error()
+def decide_end(ranks: Ranks, what: str, end: CallEnd | None) -> bool:
+    """Decide whether a call is over on all ranks; raise what it failed with on any."""
+    own = None if end is None else end.to_json()
+
+    def judge(ends: list[Any]) -> bool:
+        if None in ends:
+            return False
+        failure = failure_of([CallEnd.from_json(end) for end in ends], ranks.global_ranks)
+        if failure is not None:
+            raise failure.error()
+        return True
+
+    return ranks.decide(what, lambda: own, judge)

@@ -32,7 +32,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error."""
         names = (c.__name__ for c in type(error).__mro__)
         kind = next((n for n in names if n in errors.__all__), CheckpointingException.__name__)
         fields = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN)}
@@ -50,7 +49,6 @@ class Failure:
         return [self.kind, self.text, self.fields]
 
     def error(self) -> CheckpointingException:
-        """Make the error again."""
         raised: CheckpointingException = getattr(errors, self.kind)(self.text)
         for name, value in self.fields.items():
             setattr(raised, name, value)
@@ -58,10 +56,7 @@ class Failure:
 
     @classmethod
     def joint(cls, begin: str, failures: Mapping[int, Failure]) -> Failure:
-        """Describe what went wrong on several ranks.
-
-        ``begin`` is what the text begins with; the ranks, and what each says, follow.
-        """
+        """Describe what went wrong on several ranks: ``begin``, the ranks, and what each says."""
         # Peers of a rank that failed for a reason of its own have lost it: that says nothing more.
         causes = {r: f for r, f in failures.items() if f.kind != PeerLostError.__name__}
         causes = causes or dict(failures)
@@ -88,7 +83,6 @@ class Attempt:
 
     @property
     def error_text(self) -> str | None:
-        """Text of the exception for other ranks; ``None`` without one."""
         return None if self.failure is None else described(self.failure)
 
     def __enter__(self) -> Attempt:

@@ -14,13 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from statistics import median
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -45,21 +43,15 @@ _STORE_TIMES = 2
 _LONGEST_WAIT_S = 86400.0
 _LEAVING_S = 1.0
 # Up to so many ranks, asking again and again is cheaper than a connection to wait on.
-_FEW_RANKS = 64
+_FEW_RANKS = 16
 _LONGEST_PAUSE_OF_FEW_S = 0.02
-# Fewer ranks ask as often as they like. Else so many waits say how long the next one usually takes,
-# and so much of it is slept at once.
-_VERY_FEW_RANKS, _WAITS, _SLEPT, _LONGEST_FIRST_PAUSE_S = 16, 5, 0.9, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """This process in a process group, as torch tells it at the moment. Comparing sends nothing.
 
-    Attributes:
-        rank: Its rank there; -1 if it is not in the group.
-        size: Number of ranks.
-        version: Changes when the group's members are changed in place, where torch tells.
+    ``rank`` is -1 outside of the group; ``version`` changes when members are changed in place.
     """
 
     rank: int
@@ -89,7 +81,6 @@ class Members:
         rank: This process's place among ``ranks``.
         ranks: The ranks of the group, as ranks of the job.
         store: The job's store; ``None`` for a process that is alone.
-        process_group: Their process group; ``None`` for that of all ranks.
         made_for: This process in the job and in that group when this was made; ``None`` without
             torch.distributed.
     """
@@ -153,8 +144,6 @@ class StorePart:
         self._clients: list[Store] = []
         self._opening: Task[Store] | None = None
         self._closed = False
-        # The last waits that were not in vain, in seconds.
-        self._waits_s: deque[float] = deque(maxlen=_WAITS)
         self._hint = hint
         self._name = name
         self._timeout_s = timeout_s
@@ -179,9 +168,9 @@ class StorePart:
         return os.getpid() != self._process
 
     def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
-        """Return the part, once all ranks have come to it.
+        """Return the part, once all ranks have come to it. After an error a new call tries again.
 
-        The deadline may be earlier than the part's own. After an error the next call tries again.
+        The deadline may be earlier than the part's own.
         """
         if self.is_fork:
             raise CheckpointingException(
@@ -278,10 +267,9 @@ class StorePart:
             over.set()
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Wait for a value of the part.
+        """Wait for a value of the part; ``None`` if it is not there in time.
 
         ``wait`` is told that nothing is left to do but to wait, and when the store has answered.
-        Returns ``None`` if the value is not there in time.
         """
         wait.begun.set()
         client = self._take_client() if self.is_large else None
@@ -298,18 +286,13 @@ class StorePart:
         return value
 
     def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Ask again and again; in a world of some size first when the usual wait is almost over."""
+        """Ask again and again."""
         assert self._store is not None
-        began = time.monotonic()
         pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
-        if len(self._group.ranks) > _VERY_FEW_RANKS and self._waits_s:
-            pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
-            pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
         while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
             value = if_there(self._store, key)
             wait.expect()
             if value is not None:
-                self._waits_s.append(time.monotonic() - began)
                 return value
             if time.monotonic() > until:
                 return None
@@ -317,7 +300,6 @@ class StorePart:
         return None
 
     def close_clients(self) -> None:
-        """Give up the connections that were made for waiting."""
         self._clients.clear()
 
     def _take_client(self) -> Store | None:
@@ -395,10 +377,9 @@ def default_store() -> Store:
 
 @dataclass(slots=True)
 class _Openings:
-    """Openings of this process in one store, for one membership of the job.
+    """Openings of this process (``made_for``) in one store, for one membership of the job.
 
     Attributes:
-        made_for: This process in the job.
         last: By prefix, set once the last opening that was begun there is over.
         are_over: Set once the membership has changed.
         parts: By prefix, parts that have keys of this process.

@@ -38,8 +38,8 @@ NAMES = re.compile("[0-9a-f]{16}")
 class Opening:
     """One handshake, in which all ranks come to one name that was never used before.
 
-    ``part_of`` makes the part of a name; ``deadline`` returns the deadline of the wait for the
-    other ranks, which may be brought forward.
+    ``part_of`` makes the part of a name; ``deadline`` returns that of the wait for the other ranks,
+    which may be brought forward.
     """
 
     def __init__(

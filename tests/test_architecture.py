@@ -27,7 +27,7 @@ _ARROWS = {
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "trust": {"errors", "ids"},
-    "resuming": {"errors", "ids", "trust"},
+    "resuming": {"errors", "ids", "trust", "storage"},
     "options": {"errors", "events", "availability"},
     "interrupted": {"errors"},
     "threads": set[str](),
@@ -85,8 +85,8 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2217, 1300, 14),
-    "async_save": (1834, 1400, 7),
+    "top": (2192, 1300, 14),
+    "async_save": (1752, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (5583, 1800, 22),
     "cli": (3716, 3000, 18),
@@ -94,11 +94,11 @@ _BUDGETS = {
     "exporters": (531, 500, 4),
     "global_tier": (6938, 4900, 22),
     "integrations": (2866, 2900, 22),
-    "managers": (5879, 3600, 22),
+    "managers": (5873, 3600, 22),
     "memory": (857, 700, 7),
-    "ranks": (3372, 1600, 16),
-    "replication": (3748, 2900, 18),
-    "replication/parity": (2123, 1700, 13),
+    "ranks": (3245, 1600, 16),
+    "replication": (3636, 2900, 18),
+    "replication/parity": (1968, 1700, 12),
     "state_dict": (8230, 5000, 31),
     "storage": (3888, 3100, 18),
 }

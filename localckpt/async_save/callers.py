@@ -49,11 +49,8 @@ def _nothing() -> None:
 class PendingCall:
     """Call on this rank, and its end.
 
-    Args:
-        name: What it does, for messages.
-        run: Carries it out, in the caller's thread; raises what it fails with.
-        stop: Ends it from another thread; returns whether nothing of it runs any more.
-        release: Gives back what it holds, once nothing of it runs any more.
+    ``run`` carries it out, in the caller's thread. ``stop`` ends it from another one, and returns
+    whether nothing of it runs any more; then ``release`` gives back what it holds.
     """
 
     def __init__(
@@ -64,20 +61,15 @@ class PendingCall:
         release: Callable[[], object] = _nothing,
     ) -> None:
         self.name = name
-        self.then_fn: Callable[[], None] | None = None
-        """Runs after it, in the trainer; see :class:`AsyncCall`."""
-        self.then_runs = False
         self.run, self.stop, self._release = run, stop, release
         self._over = Latch()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether it is over, well or badly."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end; whether it came in time."""
         return self._over.wait(timeout_s)
 
     @property
@@ -86,14 +78,13 @@ class PendingCall:
         return self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Note how it ended; ``None`` for well. Only the first time counts."""
+        """Note how it ended; only the first time counts."""
         with self._lock:
             if not self._over.is_set():
                 self._error = error
                 self._over.set()
 
     def release(self) -> None:
-        """Give back what it holds; nothing runs any more."""
         self._release()
         # They hold the function and its arguments.
         self.run, self.stop, self._release = _nothing, lambda: True, _nothing
@@ -145,7 +136,6 @@ class AsyncCaller(ABC):
             call.end(None)
         else:
             call = self._make_call(request, function)
-            call.then_fn = request.call.then_fn
             try:
                 self._enqueue(call)
             except BaseException as error:
@@ -191,10 +181,9 @@ class AsyncCaller(ABC):
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
 
-        Returns:
-            Whether nothing of it runs any more. False for a call that a thread is in the middle
-            of: threads cannot be ended, so it goes on to use its arguments, and another thread
-            takes the calls after it.
+        Returns whether nothing of it runs any more. False for a call that a thread is in the middle
+        of: threads cannot be ended, so it goes on to use its arguments, and another one takes the
+        calls after.
         """
         self._check_fork()
         with self._lock:
@@ -207,7 +196,7 @@ class AsyncCaller(ABC):
                 waiting = True
             else:
                 waiting = False
-                if not call.then_runs and call.stop():
+                if call.stop():
                     return True
                 self._left_behind = [task for task in self._left_behind if not task.done()]
                 if self._runner is not None:
@@ -222,9 +211,8 @@ class AsyncCaller(ABC):
     def close(self, abort: bool = False) -> None:
         """Wait for all calls and give back what is held; may be called twice.
 
-        Args:
-            abort: End the calls instead of waiting; one that a thread is in the middle of is
-                waited for even so, since it uses memory of the trainer.
+        With ``abort`` calls are ended; one that a thread is in the middle of is waited for even so,
+        since it uses memory of the trainer.
         """
         if os.getpid() != self._owner:
             return
@@ -297,21 +285,12 @@ class AsyncCaller(ABC):
                 call = self._running = self._waiting.popleft()
             try:
                 call.run()
-                if (then_fn := self._take_then_fn(call)) is not None:
-                    then_fn()
             except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
                 call.end(error)
             else:
                 call.end(None)
-            call.then_fn = then_fn = None
             call.release()
             del call
-
-    def _take_then_fn(self, call: PendingCall) -> Callable[[], None] | None:
-        with self._lock:
-            # For one that was given up nothing more is to begin.
-            call.then_runs = call.then_fn is not None and not call.done()
-            return call.then_fn if call.then_runs else None
 
     def _give_up_all(self, why: str) -> None:
         with self._lock:

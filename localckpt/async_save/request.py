@@ -50,10 +50,8 @@ _FOREIGN_MODULES = (
 class Ticket:
     """The place of a call in an :class:`AsyncCallsQueue`, for whoever made its request.
 
-    Attributes:
-        is_over: Whether the call and all before it are over on this rank; asks no other rank.
-        finalize: Waits for the call and all before it, and finalizes them; all ranks call it. It
-            raises as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
+    ``is_over`` tells whether the call and all before it are over on this rank; ``finalize`` waits
+    for them and finalizes them on all ranks, as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
     """
 
     is_over: Callable[[], bool]
@@ -74,8 +72,6 @@ class AsyncCall:
             of the call: other ranks may not come any more, and the call is to wait for none.
         waits_for_fn: Describes which other ranks the call waits for on this one, and what each last
             did; empty if it waits for none. Called when the call was not over in time.
-        then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
-            the call is over when ``then_fn`` has returned.
         scheduled_fn: Runs in the trainer once the queue has taken the call.
         hand_over: Runs in the trainer when a queue of another library takes the request, and
             returns a function without arguments that this queue's process can run. Without it,
@@ -99,7 +95,6 @@ class AsyncCall:
     failure_fns: Sequence[Callable[[BaseException], None]] = ()
     stop_fns: Sequence[Callable[[], None]] = ()
     waits_for_fn: Callable[[], str] = str
-    then_fn: Callable[[], None] | None = None
     scheduled_fn: Callable[[Ticket], None] | None = None
     hand_over: Callable[[], Callable[[], None]] | None = None
     report_fn: Callable[[], Any] | None = None
@@ -116,7 +111,7 @@ class AsyncCall:
 
     def without_work(self) -> AsyncCall:
         """Return a call without the function, for what follows once that function has begun."""
-        return replace(self, function=None, then_fn=None, scheduled_fn=None, hand_over=None)
+        return replace(self, function=None, scheduled_fn=None, hand_over=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if self.function is None else self.function(*args, **kwargs)
@@ -158,11 +153,7 @@ class AsyncRequest(NamedTuple):
 
     @classmethod
     def of(cls, request: Any) -> AsyncRequest:
-        """A request of another library's class, with the fields that it has, as one of ours.
-
-        Raises:
-            CheckpointingException: It is no such request.
-        """
+        """Make a request of another library one of ours; CheckpointingException if it is none."""
         if isinstance(request, AsyncRequest):
             return request
         fields = request._asdict() if hasattr(request, "_asdict") else {}
@@ -200,8 +191,8 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """Return the request for a queue of another library; nothing can be added to it.
 
-        Those queues call this when they schedule a request, before they fork, or send it to their
-        process. So it is here that a call hands over what such a process can run.
+        Those queues call this before they fork, or send it to their process: it is here that a call
+        hands over what such a process can run.
         """
         call, frozen = self.call, self.scheduled(self.call_idx)
         if call.hand_over is not None:
@@ -218,12 +209,7 @@ class AsyncRequest(NamedTuple):
         )
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Run the finalize functions, as NVRx's queue has it done; returns the call's number.
-
-        Args:
-            validate_matching_call_idx: Accepted for NVRx. The finalize functions of the managers
-                compare what the ranks finalize themselves, without a device.
-        """
+        """Run the finalize functions, as NVRx's queue has it done; returns the call's number."""
         for fn in self.finalize_fns:
             fn()
         return self.call_idx
@@ -266,8 +252,6 @@ class AsyncRequest(NamedTuple):
             request = self.preload()
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-                if request.call.then_fn is not None:
-                    request.call.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
         try:

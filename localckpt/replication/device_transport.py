@@ -1,7 +1,4 @@
-"""Images from device memory, over NCCL, through a few buckets on the device.
-
-Nothing here is particular to CUDA: with a CPU device and gloo it does the same.
-"""
+"""Images from device memory, over NCCL; with a CPU device and gloo it does the same."""
 
 from __future__ import annotations
 

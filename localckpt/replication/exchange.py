@@ -48,15 +48,12 @@ class ExchangePlan(Generic[IdT]):
 
     @cached_property
     def transfers(self) -> list[ExchangePlanEntry[IdT]]:
-        """Entries whose shard goes from one rank to another."""
         return [entry for entry in self.entries if entry.sender != entry.receiver]
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Return the entries that ``rank`` sends to others."""
         return self._by_sender.get(rank, [])
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Return the entries that ``rank`` receives from others."""
         return self._by_receiver.get(rank, [])
 
     def peers(self, rank: int) -> set[int]:

@@ -87,11 +87,7 @@ class GroupWrapper:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int]) -> GroupWrapper:
-        """Ranks that need no process group, since they have connections of their own.
-
-        Args:
-            ranks: Ranks of the job, this one among them.
-        """
+        """Ranks of the job, this one among them, that need no process group."""
         group = cls()
         group.group, group.ranks = None, list(ranks)
         group.supported_devices = frozenset({"cpu"})
@@ -149,21 +145,13 @@ class GroupWrapper:
         return self.ranks.index(self.my_global_rank)
 
     def get_group_rank(self, global_rank: int) -> int:
-        """The place in this group of a rank of the job.
-
-        Raises:
-            MismatchError: It is not a member.
-        """
+        """Return the place in this group of a rank of the job; MismatchError if it has none."""
         if global_rank not in self.ranks:
             raise MismatchError(f"rank {global_rank} is not in the group of ranks {self.ranks}")
         return self.ranks.index(global_rank)
 
     def get_global_rank(self, group_rank: int) -> int:
-        """The rank in the job of a member.
-
-        Raises:
-            MismatchError: The group has no such place.
-        """
+        """Return the rank in the job of a member; MismatchError if there is no such place."""
         if not 0 <= group_rank < len(self.ranks):
             raise MismatchError(f"the group of ranks {self.ranks} has no member {group_rank}")
         return self.ranks[group_rank]

@@ -53,7 +53,13 @@ FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message of a member before anything is sent."""
+    """Message of a member before anything is sent.
+
+    Attributes:
+        connection: Name of the connections it still has from the last save.
+        offer: A name for new ones; the first member's is taken.
+        more: Fields of the strategy's own.
+    """
 
     rank: int
     id_: CkptID
@@ -249,10 +255,10 @@ class MemberStrategy(ReplicationStrategy):
         timeout_s: float,
         more: Any = None,
     ) -> list[Announcement]:
-        """Announce this member's shard to the other members.
+        """Announce this member's shard to the other members, with anything ``more`` in JSON.
 
-        ``more`` is anything else for the other members, in JSON. An error of one member is raised
-        on all of them. Returns the announcements of all members, in their order.
+        An error of one member is raised on all. Returns the announcements of all members, in their
+        order.
         """
         if source is None and error is None:
             error = "it was given neither an image nor an error"
@@ -366,10 +372,7 @@ def _require_agreement(announced: Sequence[Announcement]) -> None:
 
 
 def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
-    """Check the parameters of the ranks; return their failure domains, if given, in runs.
-
-    A report has a rank's parameters, in words, and its failure domain.
-    """
+    """Check the parameters of the ranks; return their failure domains, if given, in runs."""
     require_same(
         "replication parameters", {r: str(params) for r, (params, _) in enumerate(reports)}
     )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Self, TypedDict, Unpack
 
+import torch
 import torch.distributed as dist
 
 from localckpt.availability.inventory import Inventory
@@ -31,7 +32,7 @@ from localckpt.replication.member_strategy import (
 from localckpt.replication.placement import place_cliques
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
-from localckpt.replication.transport import Transport, choose_transport
+from localckpt.replication.transport import DeviceTransport
 from localckpt.state_dict.source import ShardSource
 
 __all__ = [
@@ -98,7 +99,7 @@ class CliqueReplicationStrategy(MemberStrategy):
                     1 if replication_jump is None else replication_jump, replication_factor
                 )
             self._jump, self._factor = replication_jump, replication_factor
-            self._device: Transport | None = None
+            self._device: DeviceTransport | None = None
             super().__init__(timeout_s, process_group, target_device, failure_domain, rate_limit)
             if clique is not None:
                 self._use(clique, self.step_s(None))
@@ -258,11 +259,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             )
             return
         if self._device is None:
-            self._device = choose_transport(
-                self._clique,
-                True,
-                owns_group=self._owns_group,
-            )
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._device = DeviceTransport(self._clique, device, owns_group=self._owns_group)
         try:
             # One round at a time, so that there are buckets for one peer only.
             for sends, receives in moves:

@@ -106,7 +106,6 @@ class Pipeline:
         self.connections.disconnect()
 
     def close(self) -> None:
-        """Give the memory back."""
         self.broken = True
         self.memory = _Memory()
 
@@ -289,8 +288,6 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A message under way."""
-
     step: int
     buffer: memoryview | None
     message: Outgoing

@@ -14,7 +14,6 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
@@ -147,9 +146,8 @@ class Rebuilding:
             self._for_each_group(lambda group: self._connect(name, group, opened))
         self._ranks.agree(f"connect to {what}", connecting, deadline=self._deadline())
         for group in self._groups:
-            self._plan(group)
-        if self._recovered.unrecoverable:
-            return False
+            wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
+            group.chains = plan_rebuild(group.of.layout, group.findings.left, wanted)
         sizes = {
             rank: group.of.image_nbytes[group.place[rank]]
             for group in self._groups
@@ -190,14 +188,6 @@ class Rebuilding:
         ranks, name = group.repair.ranks, f"{name}/{self._groups.index(group)}"
         group.connections = HostConnections.connect(name, ranks, self._rank, self._timeout_s)
         opened.callback(group.connections.close)
-
-    def _plan(self, group: _Group) -> None:
-        left = group.findings.left
-        try:
-            wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
-            group.chains = plan_rebuild(group.of.layout, left, wanted)
-        except NoReplicasAvailableError as error:
-            self._recovered.unrecoverable |= dict.fromkeys(group.repair.wanted, str(error))
 
     def _rebuild(self, group: _Group) -> None:
         assert group.connections is not None, "the ranks are connected before"

@@ -96,7 +96,7 @@ _BUDGETS = {
     "integrations": (2866, 2900, 22),
     "managers": (5879, 3600, 22),
     "memory": (857, 700, 7),
-    "ranks": (3245, 1600, 16),
+    "ranks": (3165, 1600, 16),
     "replication": (3526, 2900, 18),
     "replication/parity": (1887, 1700, 12),
     "state_dict": (8230, 5000, 31),

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.absent import NAMED, Absences, named
-from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
+from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
-from localckpt.ranks.job_store import AbandonedError, Members, StorePart
+from localckpt.ranks.job_store import Members, StorePart
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import RESULT, Round
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
@@ -40,6 +41,7 @@ _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
 _DRAIN_S = 2.0
+_QUIET_S = 3600.0
 # For a look whom a wait is for.
 _LOOKING_S = 1.0
 
@@ -63,16 +65,15 @@ class Deciding:
         self._absences = Absences(group.ranks[group.rank], group.ranks, group.ranks[root])
         self._store_timeout_s = timeout_s
         self._hint = hint
-        self._threads = StoreThreads()
         self._part = StorePart(name, group, timeout_s, hint)
         self.rounds = 0
         # Set while no call waits.
         self._stopped = Latch()
         # Verdicts before it have been deleted; the first was that of the opening of the part.
         self._forgotten = -1
-        # A round that another thread awaits, and one in which this rank waits for others.
-        self._awaited_round: tuple[int, str] | None = None
-        self._waits: int | None = None
+        # Number and name of a round in which this rank waits for others.
+        self._waits: tuple[int, str] | None = None
+        self._has_left = False
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank.
@@ -83,8 +84,6 @@ class Deciding:
             self._part.close_clients()
         else:
             self._part.close()
-        if not self._part.is_fork:
-            self._threads.close()
 
     def _open(self, deadline: Deadline | None = None) -> Store:
         return self._part.open(self._stopped, deadline)
@@ -108,6 +107,8 @@ class Deciding:
             deadline = call.deadline
             waits_s = deadline.left_s + deadline.timeout_s * _AFTER_ROOT + call.grace_s
             outcome = self._wait(number, call.what, partial(self._take_part, call), waits_s)
+            if outcome is None and self._has_left:
+                raise PeerLostError(f"could not {call.what}: this rank has left")
             if outcome is None:
                 outcome = self._ask(number, call.what, partial(self._end_now, call))
             verdict, cause = outcome
@@ -274,32 +275,15 @@ class Deciding:
                 round_.drop_data(len(call.data))
         return verdict
 
-    # In a thread of its own, with no deadline.
-
-    def _await_verdict(self, call: Call) -> Verdict:
-        """Take part as in :meth:`_meet`, until another thread ends it."""
-        while True:
-            number, wait = self._next_round(call.deadline), StoreWait(self._store_timeout_s)
-            wait.abandoned = self._stopped
-            with store_errors(call.what):
-                round_ = self._round(self._open(), number, wait)
-                self._awaited_round = (number, call.what)
-                try:
-                    verdict, _ = self._take_part(call, round_)
-                except AbandonedError as error:
-                    raise PeerLostError(f"could not {call.what}: this rank has left") from error
-                finally:
-                    self._awaited_round = None
-            if not self._is_for_others(call.what, verdict):
-                return self._for_this_rank(call.what, verdict)
+    # Waits with no deadline, in another thread.
 
     def give_up(self, waited_s: float) -> None:
         """End a wait with no deadline in another thread: ranks that have not reported are lost.
 
         Raises PeerLostError if the store cannot be reached.
         """
-        if (awaited_round := self._awaited_round) is not None:
-            number, what = awaited_round
+        if (waits := self._waits) is not None:
+            number, what = waits
             self._ask(number, what, lambda round_: self._give_up(round_, what, waited_s))
 
     def leave(self, next_what: str) -> None:
@@ -308,8 +292,9 @@ class Deciding:
         It ends a wait with no deadline in another thread, on all ranks; else the others' next one,
         which is that for ``next_what``.
         """
+        number, what = self._waits or (self.rounds, next_what)
+        self._has_left = True
         self._stopped.set()
-        number, what = self._awaited_round or (self.rounds, next_what)
 
         def decide() -> None:
             # The others may wait for this rank to come here first.
@@ -359,8 +344,7 @@ class Deciding:
 
     def awaits(self) -> str:
         """Return in words which ranks a call in another thread waits for; empty for none."""
-        number = self._waits if self._awaited_round is None else self._awaited_round[0]
-        return "" if number is None else self._awaited(number)
+        return "" if (waits := self._waits) is None else self._awaited(waits[0])
 
     def _awaited(self, number: int) -> str:
         """Return in words which ranks a round waits for: on the root all, else whether it does."""
@@ -389,7 +373,7 @@ class Deciding:
 
     def _wait(self, number: int, what: str, call: Callable[[Round], T], waits_s: float) -> T | None:
         """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
-        self._waits = number
+        self._waits = number, what
         try:
             return self._in_thread(number, what, call, waits_s, self._stopped)
         finally:
@@ -407,13 +391,18 @@ class Deciding:
         # However long the wait for other ranks, the store needs its time.
         answer_s = 2 * self._store_timeout_s + _AFTER_FIRST_S
         patience = Patience(self._absences.me, what)
-        return self._threads.ask_until_stopped(
+
+        def tell() -> float:
+            # Whoever waits with no deadline waits behind training.
+            return patience.left_s(lambda: self._awaited(number)) if waits_s < inf else _QUIET_S
+
+        return ask_until_stopped(
             what,
             answer_s + waits_s,
             lambda wait: call(self._round(store, number, wait)),
             stopped,
             answer_s=answer_s,
-            tell=lambda: patience.left_s(lambda: self._awaited(number)),
+            tell=tell,
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -285,17 +284,6 @@ class Ranks(Deciding):
         done, cause = self._committed(what, said, commit) if self.is_root else (None, None)
         committed: V = _outcome(what, self._tell(what, done, timeout_s), cause, read)
         return committed
-
-    def await_all(
-        self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
-    ) -> Any:
-        """Decide as in :meth:`agree`, in a thread of its own and with no deadline.
-
-        Until another thread, of whichever rank, calls :meth:`give_up` or :meth:`leave`.
-        """
-        self._part.require_same_world()
-        call = Call(what, None, result, judge, Deadline(inf, inf), kind=kind)
-        return _outcome(what, self._await_verdict(call), None)
 
     def raise_hand(self) -> None:
         """Have :meth:`is_hand_raised` be true on all ranks from now on; waits for none of them."""

@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.asking import store_is_silent
-from localckpt.ranks.deadline import begin
+from localckpt.ranks.deadline import Deadline, begin
 from localckpt.ranks.ends import CallEnd, failure_of
-from localckpt.ranks.failure import Failure
+from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
@@ -354,9 +355,7 @@ class Watch:
         what, since = over[0].what, over[0].since
         try:
             ends = [call.end(self._offset).to_json() for call in over]
-            judged = self._ranks.await_all(
-                what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
-            )
+            judged = self._agreed(what, ends, lambda reports: self._judge(over, reports))
             for call in over:
                 call.may_stand = True
             due = 0
@@ -367,7 +366,7 @@ class Watch:
                     for call, (_, failure, value, _) in zip(over, judged, strict=False)
                 )
                 promise = self._promise(0 if is_urgent else _MARGIN) - since
-                due = since + 1 + self._ranks.await_all(what, promise, max, kind=_AGREE)
+                due = since + 1 + self._agreed(what, promise, max)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([CallVerdict(over[0].number, failure=Failure.of(error), is_lost=True)])
             return
@@ -383,6 +382,12 @@ class Watch:
                 )
                 for call, (oldest, failure, value, is_mismatched) in zip(over, judged, strict=False)
             ]
+        )
+
+    def _agreed(self, what: str, result: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        forever = Deadline(inf, inf)
+        return self._ranks.agree(
+            *(what, Attempt(), result, judge), deadline=forever, grace_s=0.0, kind=_AGREE
         )
 
     def _judge(self, over: list[Watched], reports: list[list[Any]]) -> list[list[Any]]:

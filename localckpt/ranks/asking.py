@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -34,22 +33,12 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionErro
 class StoreWait:
     """A wait for other ranks, in a thread that its starter may abandon.
 
-    Attributes:
-        begun: Set once the thread has nothing left to do but to wait.
-        abandoned: Set once nobody waits for the thread any more.
-        answers_by: When the store is taken to be silent, by the monotonic clock.
+    ``begun`` is set once the thread has nothing left to do but to wait.
     """
 
-    def __init__(self, answer_s: float) -> None:
-        self._answer_s = answer_s
+    def __init__(self) -> None:
         self.begun = Latch()
         self.abandoned = Latch()
-        self.answers_by = 0.0
-        self.expect()
-
-    def expect(self, at: float = 0.0) -> None:
-        """Expect the next answer of the store, which is to come at ``at`` where it waits itself."""
-        self.answers_by = max(time.monotonic(), at) + self._answer_s
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
@@ -63,36 +52,28 @@ def ask_until_stopped(
     limit_s: float,
     call: Callable[[StoreWait], T],
     stopped: Latch,
-    *,
-    answer_s: float,
-    tell: Callable[[], float] = lambda: inf,
+    tell: Callable[[], float],
 ) -> T | None:
     """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
-    A store that does not answer within ``answer_s`` ends the call long before other ranks are given
-    up. A call that waits when it is ``stopped``, or interrupted, is abandoned, and ``None`` is
+    A call that waits when it is ``stopped``, or interrupted, is abandoned, and ``None`` is
     returned. ``tell`` logs whom the wait is for if it is long, in this thread, and returns when to
     call it again, in seconds.
     """
-    began = time.monotonic()
-    wait, until = StoreWait(answer_s), began + limit_s
-    with store_errors(phase):
+    wait, until = StoreWait(), time.monotonic() + limit_s
+    with store_errors(phase, limit_s):
         try:
             task = begin(lambda: call(wait), "localckpt-ranks")
-            passed = 0.0
-            # The thread moves the moment on with each answer of the store.
-            while not task.done() and not stopped.is_set():
-                now, at = time.monotonic(), min(until, wait.answers_by)
-                if at == passed:
-                    raise TimeoutError(f"not for {now - began:.1f} s")
-                passed = at if at <= now else 0.0
-                task.over.wait(min(max(at - now, _LAST_LOOK_S), tell()), stopped)
-            if not task.done():
+            while not task.done() and not stopped.is_set() and time.monotonic() < until:
+                task.over.wait(min(max(0.0, until - time.monotonic()), tell()), stopped)
+            if stopped.is_set():
                 # Other ranks are to see what the call does before it waits.
-                task.over.wait(min(until, wait.answers_by) - time.monotonic(), wait.begun)
+                task.over.wait(max(0.0, until - time.monotonic()), wait.begun)
                 if not task.done() and wait.begun.is_set():
                     wait.abandoned.set()
                     return None
+            elif not task.wait(_LAST_LOOK_S):
+                raise TimeoutError(f"not for {limit_s:.1f} s")
             return task.take_result(0)
         except BaseException:
             wait.abandoned.set()

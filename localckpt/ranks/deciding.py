@@ -41,7 +41,6 @@ _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
 _DRAIN_S = 2.0
-_QUIET_S = 3600.0
 # For a look whom a wait is for.
 _LOOKING_S = 1.0
 
@@ -299,7 +298,7 @@ class Deciding:
         def decide() -> None:
             # The others may wait for this rank to come here first.
             store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
-            round_ = self._round(store, number, StoreWait(_LEAVING_S))
+            round_ = self._round(store, number, StoreWait())
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 
@@ -350,7 +349,7 @@ class Deciding:
         """Return in words which ranks a round waits for: on the root all, else whether it does."""
 
         def look() -> str:
-            round_ = self._round(self._open(), number, StoreWait(_LOOKING_S))
+            round_ = self._round(self._open(), number, StoreWait())
             reported = round_.last_report(self.root)
             if not self.is_root and reported is not None and reported[0] >= number:
                 return f"ranks that rank {self._absences.root} names"
@@ -394,15 +393,11 @@ class Deciding:
 
         def tell() -> float:
             # Whoever waits with no deadline waits behind training.
-            return patience.left_s(lambda: self._awaited(number)) if waits_s < inf else _QUIET_S
+            return patience.left_s(lambda: self._awaited(number)) if waits_s < inf else inf
 
         return ask_until_stopped(
-            what,
-            answer_s + waits_s,
-            lambda wait: call(self._round(store, number, wait)),
-            stopped,
-            answer_s=answer_s,
-            tell=tell,
+            *(what, answer_s + waits_s, lambda wait: call(self._round(store, number, wait))),
+            *(stopped, tell),
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

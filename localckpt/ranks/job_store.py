@@ -269,16 +269,14 @@ class StorePart:
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part; ``None`` if it is not there in time.
 
-        ``wait`` is told that nothing is left to do but to wait, and when the store has answered.
+        ``wait`` is told that nothing is left to do but to wait.
         """
         wait.begun.set()
         client = self._take_client() if self.is_large else None
         if client is None:
             value = self._poll(key, until, wait)
         else:
-            wait.expect(until)
             value = _get_in_time(client, key, until, wait.abandoned)
-            wait.expect()
         if wait.abandoned.is_set():
             raise _AbandonedError
         if client is not None:
@@ -291,7 +289,6 @@ class StorePart:
         pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
         while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
             value = if_there(self._store, key)
-            wait.expect()
             if value is not None:
                 return value
             if time.monotonic() > until:

@@ -185,7 +185,6 @@ class SerialThread:
             over.set()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until all submitted tasks have ended."""
         self._last.wait(timeout_s)
 
 

@@ -119,7 +119,6 @@ class Trusts(dict[Checkpoint, Trust]):
 
     @classmethod
     def of(cls, notes: Iterable[Mapping[Checkpoint, Trust]]) -> Trusts:
-        """Merge notes, in any order."""
         trusts = cls()
         for noted in notes:
             for checkpoint, trust in noted.items():
@@ -127,7 +126,6 @@ class Trusts(dict[Checkpoint, Trust]):
         return trusts
 
     def marked(self, mark: Mark) -> dict[Checkpoint, str]:
-        """Return the checkpoints with a mark, and its reason."""
         return {c: trust.why for c, trust in self.items() if trust.mark == mark}
 
     @property
@@ -210,7 +208,6 @@ def choose(complete: Sequence[Checkpoint], trusts: Trusts, most: int | None) -> 
 
 
 def resumed_in_vain(count: int) -> str:
-    """Return the reason for messages, from a number of starts."""
     return f"the job was resumed from it {count} time{'s'[: count != 1]} and made no progress"
 
 

@@ -85,8 +85,8 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2192, 1300, 14),
-    "async_save": (1752, 1400, 7),
+    "top": (2146, 1300, 14),
+    "async_save": (1746, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (5583, 1800, 22),
     "cli": (3716, 3000, 18),
@@ -96,9 +96,9 @@ _BUDGETS = {
     "integrations": (2866, 2900, 22),
     "managers": (5879, 3600, 22),
     "memory": (857, 700, 7),
-    "ranks": (3165, 1600, 16),
-    "replication": (3526, 2900, 18),
-    "replication/parity": (1887, 1700, 12),
+    "ranks": (3120, 1600, 16),
+    "replication": (3515, 2900, 18),
+    "replication/parity": (1877, 1700, 12),
     "state_dict": (8230, 5000, 31),
     "storage": (3888, 3100, 18),
 }
@@ -323,10 +323,12 @@ def test_names_that_the_package_does_not_list_are_those_beside_it() -> None:
     megatron = importlib.import_module("localckpt.megatron")
     survival = importlib.import_module("localckpt.cli.survival")
 
-    beside = {*megatron.__all__, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
+    names = {name for name in vars(megatron) if name[0] != "_"} - {"annotations"}
+
+    beside = {*names, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
 
     assert beside >= set(localckpt._HOMES_BESIDE)
-    for name in megatron.__all__:
+    for name in names:
         assert getattr(megatron, name) is getattr(localckpt, name)
 
 

@@ -329,12 +329,10 @@ class AsyncCallsQueue:
         return self._forker, self._forker.schedule_async_call(request)
 
     def _are_over(self, last: int) -> bool:
-        """Return whether all calls up to this number are over on this rank."""
         entries = (entry for entry in self._entries if entry.request.call_idx <= last)
         return all(entry.call.done() for entry in entries)
 
     def _finalize_until(self, last: int) -> None:
-        """Finalize all calls up to this number, and wait for them."""
         self._check_fork()
         while self._entries and self._entries[0].request.call_idx <= last:
             self._finalize_oldest(blocking=True)

@@ -69,22 +69,20 @@ class AsyncCall:
         failure_fns: Run in place of the request's ``finalize_fns``, on every rank, with the error
             that every rank is about to raise.
         stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
-            of the call: other ranks may not come any more, and the call is to wait for none.
-        waits_for_fn: Describes which other ranks the call waits for on this one, and what each last
-            did; empty if it waits for none. Called when the call was not over in time.
+            of the call, which is to wait for no other rank any more.
+        waits_for_fn: Describes which other ranks the call waits for, and what each last did.
         scheduled_fn: Runs in the trainer once the queue has taken the call.
         hand_over: Runs in the trainer when a queue of another library takes the request, and
-            returns a function without arguments that this queue's process can run. Without it,
-            ``function`` is handed over, and nothing else of this object runs there.
-        report_fn: Gives what came of the call on this rank, anything that JSON can carry, once it
-            is over without an error; in a thread. What it raises fails the call on every rank.
-        judge_fn: A pure function of what came of the call on each rank, in rank order, called on
-            one rank. What it raises is raised on every rank.
+            returns a function without arguments for its process. Without it, ``function`` is handed
+            over alone.
+        report_fn: Gives what came of the call on this rank, in JSON, once it is over without an
+            error; in a thread. What it raises fails the call on every rank.
+        judge_fn: A pure function of what came of the call on each rank, called on one rank. What it
+            raises is raised on every rank.
+        verdict_fn: Runs in the trainer with what ``judge_fn`` returned, right before the request's
+            ``finalize_fns``; not in a poll with ``no_dist``, which asks no other rank.
         iteration: Iteration that the call saves, the same on all ranks; ``None`` for no save.
-        verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
-            rank, right before the request's ``finalize_fns``. It does not run in a poll with
-            ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
-        name: What the call does, for messages, the same on all ranks; empty for the function's
+        name: What the call does, for messages, the same on all ranks; by default the function's
             name.
         is_urgent_fn: Tells by what ``judge_fn`` returned whether all ranks act in the next poll of
             the rank that is ahead, so that polls may wait a moment; by default they act one later.
@@ -167,7 +165,6 @@ class AsyncRequest(NamedTuple):
 
     @property
     def call(self) -> AsyncCall:
-        """``async_fn`` as an :class:`AsyncCall`."""
         return AsyncCall.of(self.async_fn)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
@@ -305,7 +302,6 @@ def _innermost(function: Any) -> Any:
 
 
 def function_name(function: Callable[..., Any] | None) -> str:
-    """Name of a function in messages."""
     if isinstance(function, AsyncCall) and function.name:
         return function.name
     function = _innermost(function)

@@ -66,7 +66,6 @@ class Absences:
         )
 
     def unknown(self, what: str, waited_s: float) -> Failure:
-        """Describe that the root gave no verdict after all had reported."""
         return _lost(
             f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
             f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "

@@ -44,12 +44,10 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; 0 once it has passed."""
         return max(0.0, self.at - time.monotonic())
 
     @property
     def waited_s(self) -> float:
-        """Seconds that have passed of the time that was given."""
         return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
 
 

@@ -119,7 +119,6 @@ class Deciding:
         return self._for_this_rank(call.what, verdict), cause
 
     def _post(self, call: Call) -> None:
-        """Report, without waiting for the verdict."""
         number = self._next_round(call.deadline)
         self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
 
@@ -161,7 +160,6 @@ class Deciding:
         return heard or unknown
 
     def _failure_here(self, what: str, error: BaseException) -> Verdict:
-        """Describe to all ranks what failed on this one."""
         mine = {self._absences.me: Failure.of(error)}
         return Verdict(failure=Failure.joint(f"could not {what}: ", mine))
 
@@ -328,7 +326,6 @@ class Deciding:
         return given
 
     def _verdict_on_missing(self, round_: Round, what: str, waited_s: float) -> Verdict:
-        """The verdict when not all have reported in time."""
         reports, ranks = round_.reports(), self.global_ranks
         late = [rank for rank, report in enumerate(reports) if report is None] or [self.root]
         failure = joint_failure(what, reports, ranks)

@@ -159,7 +159,6 @@ class StorePart:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is no store, because the rank is alone."""
         return len(self._group.ranks) == 1
 
     @property
@@ -284,7 +283,6 @@ class StorePart:
         return value
 
     def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Ask again and again."""
         assert self._store is not None
         pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
         while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
@@ -365,7 +363,6 @@ def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def default_store() -> Store:
-    """The key-value store of the default process group."""
     # torch has no public accessor for it; this is the one place that asks.
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -65,7 +65,6 @@ class Opening:
         self._patience = Patience(ranks[rank], self._what, logging.WARNING)
 
     def agree(self) -> str:
-        """Return the name once all ranks have come to it."""
         refused = {""}
         while True:
             name = self._publish() if self._rank == 0 else self._await_name(refused)

@@ -107,7 +107,6 @@ class Ranks(Deciding):
         self._stopped.set()
 
     def wait_again(self) -> None:
-        """Undo :meth:`abort`."""
         if self.is_aborted:
             self._stopped = Latch()
 
@@ -297,7 +296,6 @@ class Ranks(Deciding):
         return self._ask_part("look for a hand", lambda store: bool(store.check([HAND])))
 
     def patience(self, what: str) -> Patience:
-        """Begin a wait of this rank for others; ``what`` is as for :class:`Patience`."""
         return Patience(self.global_ranks[self.rank], what)
 
     def _look_for_failure(self, what: str, over: Latch, on_failure: Callable[[], None]) -> bool:
@@ -331,7 +329,6 @@ def _outcome(
     cause: Exception | None,
     read: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the value of a verdict, as it is read, or raise its failure."""
     if verdict.failure is not None:
         raise verdict.failure.error() from cause
     if read is None:

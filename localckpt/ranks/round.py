@@ -53,8 +53,6 @@ _VERDICT = "verdict"
 
 
 class Round:
-    """One round, as one rank takes part in it."""
-
     def __init__(
         self,
         store: Store,
@@ -213,13 +211,11 @@ class Round:
         return self._read(key, self._store.compare_set(key, "", kind + text))
 
     def await_verdict(self, until: float, key: str = _VERDICT) -> Any:
-        """Wait for the verdict; ``None`` if it is not in time."""
         key = f"{self.number}/{key}"
         value = self._fetch(key, until)
         return None if value is None else self._read(key, value)
 
     def verdict(self) -> Any:
-        """Read the verdict; ``None`` if there is none yet."""
         key = f"{self.number}/{_VERDICT}"
         value = if_there(self._store, key)
         return None if value is None else self._read(key, value)
@@ -243,7 +239,6 @@ class Round:
 
 
 def remove_rounds(store: Store, rank: int, world_size: int) -> None:
-    """Delete what a rank may have left of its last rounds."""
     last = -1
     for number in (0, 1):
         if (value := if_there(store, _report_key(rank, number))) is not None:

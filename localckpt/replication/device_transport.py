@@ -184,8 +184,6 @@ _Buckets = dict[tuple[int, int], torch.Tensor]
 
 
 class _Batch:
-    """The operations of one step."""
-
     def __init__(self) -> None:
         self.works: list[dist.Work] = []
         self.arrivals: list[tuple[int, memoryview, torch.Tensor]] = []

@@ -57,7 +57,6 @@ class ExchangePlan(Generic[IdT]):
         return self._by_receiver.get(rank, [])
 
     def peers(self, rank: int) -> set[int]:
-        """Return the ranks that ``rank`` sends to or receives from."""
         senders = {entry.sender for entry in self.receives(rank)}
         return senders | {entry.receiver for entry in self.sends(rank)}
 
@@ -155,8 +154,6 @@ def plan_shards(
     inventory: Inventory,
     wanted: Mapping[int, Iterable[int]],
 ) -> ExchangePlan[CkptID]:
-    """Decide who sends which shard of a checkpoint to whom."""
-
     def named(owner: int) -> CkptID:
         return CkptID(checkpoint.iteration, owner, session_id)
 

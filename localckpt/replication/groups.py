@@ -82,7 +82,6 @@ class GroupWrapper:
 
     @classmethod
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
-        """Wrap a group, unless it is wrapped already."""
         return group if isinstance(group, GroupWrapper) else cls(group)
 
     @classmethod
@@ -137,7 +136,6 @@ class GroupWrapper:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -306,7 +304,6 @@ def _devices_of(config: str) -> frozenset[str]:
 
 
 def require_same(what: str, values: Mapping[int, str]) -> None:
-    """Refuse to go on unless all ranks said the same."""
     if len(set(values.values())) == 1:
         return
     ranks_of: dict[str, list[int]] = {}

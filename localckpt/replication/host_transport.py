@@ -109,7 +109,6 @@ class HostTransport:
     def _ask(
         self, receives: Sequence[tuple[int, memoryview]], messages: Messages
     ) -> dict[int, list[Incoming]]:
-        """Ask for all that is to come."""
         asked: dict[int, list[Incoming]] = {}
         for peer, number, view in numbered(receives):
             for start, stop in chunks(len(view), self._chunk_nbytes):

@@ -139,7 +139,6 @@ class MemberStrategy(ReplicationStrategy):
 
     @property
     def _clique_ranks(self) -> Ranks:
-        """For messages within the clique."""
         ranks = self._clique.ranks
         assert self._formed_ranks is not None, f"ranks {ranks} are a clique that agrees on nothing"
         return self._formed_ranks
@@ -400,5 +399,4 @@ def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[li
 
 
 def _device_backend(config: str) -> str:
-    """Return the backend that sends CUDA memory."""
     return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

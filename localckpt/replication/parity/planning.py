@@ -43,7 +43,6 @@ class Left:
     parities: Mapping[int, int]
 
     def rank_with(self, strip: Strip) -> int | None:
-        """The rank that can read a strip."""
         at = self.images if strip.kind is Kind.IMAGE else self.parities
         return at.get(strip.member)
 
@@ -176,7 +175,6 @@ class Repair:
 
 
 def plan_repairs(lost: Lost) -> list[Repair]:
-    """Plan what each group computes, and who reads what for it."""
     inventory = lost.inventory
     holders, kept = inventory.holders(lost.checkpoint), inventory.groups(lost.checkpoint)
     wanted: dict[Group, dict[int, int]] = {}
@@ -240,7 +238,6 @@ NOTHING_FOUND = Findings((), None, Left({}, {}))
 
 
 def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
-    """Put together what ranks found."""
     place = {rank: number for number, rank in enumerate(repair.group.ranks)}
     in_order = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
     told = next((s.of for _, s in in_order if s.of is not None and s.problem is None), None)

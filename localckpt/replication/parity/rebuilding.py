@@ -91,7 +91,6 @@ class Rebuilding:
         self._recovered.slots.clear()
 
     def _deadline(self) -> Deadline:
-        """Return the deadline of a step that begins now."""
         return Deadline.after(self._patience_s)
 
     def _identity(self, kind: Kind, owner: int) -> ShardIdentity:
@@ -252,6 +251,5 @@ class _Group:
 
     @property
     def of(self) -> ParityOf:
-        """Members that the parities are of."""
         assert self.findings.of is not None, "without any parity nothing is to be computed"
         return self.findings.of

@@ -42,8 +42,6 @@ MOST_NBYTES = 1 << 50
 
 
 class Kind(IntEnum):
-    """Kind of what a member keeps."""
-
     IMAGE = 0
     PARITY = 1
 

@@ -58,7 +58,7 @@ class Latch:
             # In this order: a set() after the look finds the lock. A list, since a generator would
             # swallow an interrupt that comes while it is deallocated.
             if True not in [latch._is_set for latch in latches]:
-                held.acquire(timeout=-1 if timeout_s in (None, inf) else max(0.0, timeout_s))
+                held.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
         finally:
             for latch in latches:
                 with suppress(ValueError):

@@ -36,9 +36,9 @@ class StoreWait:
     ``begun`` is set once the thread has nothing left to do but to wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, abandoned: Latch | None = None) -> None:
         self.begun = Latch()
-        self.abandoned = Latch()
+        self.abandoned = abandoned or Latch()
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
-from localckpt.ranks.job_store import Members, StorePart
+from localckpt.ranks.job_store import AbandonedError, Members, StorePart
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import RESULT, Round
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
@@ -386,15 +386,15 @@ class Deciding:
         store = self._open()
         # However long the wait for other ranks, the store needs its time.
         answer_s = 2 * self._store_timeout_s + _AFTER_FIRST_S
+        if waits_s == inf:
+            # In a thread behind training, which has nothing else to do.
+            with store_errors(what), suppress(AbandonedError):
+                return call(self._round(store, number, StoreWait(stopped)))
+            return None
         patience = Patience(self._absences.me, what)
-
-        def tell() -> float:
-            # Whoever waits with no deadline waits behind training.
-            return patience.left_s(lambda: self._awaited(number)) if waits_s < inf else inf
-
         return ask_until_stopped(
             *(what, answer_s + waits_s, lambda wait: call(self._round(store, number, wait))),
-            *(stopped, tell),
+            *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

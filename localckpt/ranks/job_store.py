@@ -33,7 +33,7 @@ from localckpt.ranks.values import if_there
 from localckpt.threads import Latch, Task
 from localckpt.waiting import back_off
 
-__all__ = ["Members", "Standing", "StorePart", "default_store", "group_ranks"]
+__all__ = ["AbandonedError", "Members", "Standing", "StorePart", "default_store", "group_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Members:
         return cls(rank, tuple(members), default_store(), process_group, made_for)
 
 
-class _AbandonedError(Exception):
+class AbandonedError(Exception):
     """Ends a thread for which nobody waits any more."""
 
 
@@ -277,7 +277,7 @@ class StorePart:
         else:
             value = _get_in_time(client, key, until, wait.abandoned)
         if wait.abandoned.is_set():
-            raise _AbandonedError
+            raise AbandonedError
         if client is not None:
             self._clients.append(client)
         return value

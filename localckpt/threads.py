@@ -184,8 +184,8 @@ class SerialThread:
         finally:
             over.set()
 
-    def close(self, timeout_s: float | None = None) -> None:
-        self._last.wait(timeout_s)
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self._last.wait(timeout_s)
 
 
 def end_all(tasks: Sequence[Task[Any]]) -> None:

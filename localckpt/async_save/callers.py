@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
 from localckpt.ranks.ends import CallEnd, decide_end
-from localckpt.threads import Latch, Task
+from localckpt.threads import Latch, SerialThread, Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -103,10 +102,11 @@ class AsyncCaller(ABC):
         self._timeout_s = timeout_s
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: deque[PendingCall] = deque()
+        self._waiting: list[PendingCall] = []
         self._running: PendingCall | None = None
-        self._runner: Task[None] | None = None
-        self._left_behind: list[Task[None]] = []
+        self._thread = SerialThread(f"localckpt {type(self).__name__}")
+        # Threads in the middle of calls that were given up.
+        self._left_behind: list[SerialThread] = []
         self._latest = PendingCall(function_name(None))
         self._latest.end(None)
         self._scheduled = 0
@@ -136,11 +136,7 @@ class AsyncCaller(ABC):
             call.end(None)
         else:
             call = self._make_call(request, function)
-            try:
-                self._enqueue(call)
-            except BaseException as error:
-                self._end_unless_begun(call, error)
-                raise
+            self._enqueue(call)
         self._latest = call
         self._scheduled += 1
         return call
@@ -190,23 +186,18 @@ class AsyncCaller(ABC):
             if call.done():
                 return True
             call.end(error)
-            if call is not self._running:
-                self._waiting = deque(c for c in self._waiting if c is not call)
-                call.stop()
-                waiting = True
-            else:
-                waiting = False
-                if call.stop():
-                    return True
-                self._left_behind = [task for task in self._left_behind if not task.done()]
-                if self._runner is not None:
-                    self._left_behind.append(self._runner)
-                self._runner = self._running = None
-                if self._waiting:
-                    self._have_runner()
-        if waiting:
+            has_ended, is_waiting = call.stop(), call in self._waiting
+            if is_waiting:
+                self._waiting.remove(call)
+            elif not has_ended:
+                self._left_behind = [t for t in self._left_behind if not t.close(0.0)]
+                self._left_behind.append(self._thread)
+                self._thread = SerialThread(f"localckpt {type(self).__name__}")
+                for after in self._waiting:
+                    self._thread.submit(Task(partial(self._carry_out, after)))
+        if is_waiting:
             call.release()
-        return waiting
+        return has_ended or is_waiting
 
     def close(self, abort: bool = False) -> None:
         """Wait for all calls and give back what is held; may be called twice.
@@ -244,53 +235,37 @@ class AsyncCaller(ABC):
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
+        task = Task(partial(self._carry_out, call))
         with self._lock:
             self._waiting.append(call)
-            try:
-                self._have_runner()
-            except RuntimeError:
-                # No thread can be had.
-                self._waiting.remove(call)
-                raise
+        try:
+            # Not a daemon: the interpreter must not take the memory away that a call writes from.
+            self._thread.submit(task)
+        except BaseException as error:
+            if task.call_off():
+                # Not an interrupt itself, whose frames hold the call, and the request with it.
+                why = f"it did not begin: {type(error).__name__}"
+                is_own = isinstance(error, Exception)
+                self.give_up(call, error if is_own else CheckpointingException(why))
+            raise
 
-    def _end_unless_begun(self, call: PendingCall, error: BaseException) -> None:
-        """Count a call as failed that nobody is going to carry out."""
+    def _carry_out(self, call: PendingCall) -> None:
         with self._lock:
-            if call in self._waiting:
-                self._have_runner()
-            if call is self._running or call in self._waiting or call.done():
+            if call not in self._waiting:
                 return
-        if not isinstance(error, Exception):
-            # Not the interrupt itself, whose frames hold the call, and the request with it.
-            error = CheckpointingException(f"it did not begin: {type(error).__name__}")
-        call.end(error)
+            self._waiting.remove(call)
+            self._running = call
+        try:
+            call.run()
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
+            call.end(error)
+        else:
+            call.end(None)
+        with self._lock:
+            self._running = None if self._running is call else self._running
         call.release()
-
-    def _have_runner(self) -> None:
-        if self._runner is not None and not self._runner.done():
-            return
-        runner = self._runner = Task(lambda: self._run_waiting(runner))
-        # Not a daemon: the interpreter must not take the memory away that a call writes from.
-        runner.start(f"localckpt {type(self).__name__}", daemon=False)
-
-    def _run_waiting(self, runner: Task[None]) -> None:
-        while True:
-            with self._lock:
-                if self._runner is not runner:
-                    return
-                self._running = None
-                if not self._waiting:
-                    self._runner = None
-                    return
-                call = self._running = self._waiting.popleft()
-            try:
-                call.run()
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
-                call.end(error)
-            else:
-                call.end(None)
-            call.release()
-            del call
+        # Its error keeps this frame.
+        del call
 
     def _give_up_all(self, why: str) -> None:
         with self._lock:
@@ -300,11 +275,8 @@ class AsyncCaller(ABC):
                 self.give_up(call, CheckpointingException(f"{call.name} {why}"))
 
     def _join(self, deadline: float) -> bool:
-        with self._lock:
-            if self._waiting:
-                self._have_runner()
-            runners = [*self._left_behind, self._runner]
-        return all(runner is None or runner.wait(deadline - time.monotonic()) for runner in runners)
+        threads = [*self._left_behind, self._thread]
+        return all(thread.close(max(0.0, deadline - time.monotonic())) for thread in threads)
 
 
 class ThreadAsyncCaller(AsyncCaller):

@@ -132,7 +132,7 @@ class TestEveryCaller:
 
         assert (tmp_path / "a").exists()
         assert (tmp_path / "b").exists()
-        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        assert work.await_ends_of_threads()
         assert not our_children()
         with pytest.raises(CheckpointingException, match="closed"):
             caller.schedule_async_call(request(work.nothing))
@@ -142,12 +142,12 @@ class TestEveryCaller:
     ) -> None:
         caller = kind(timeout_s=PATIENCE_S)
         assert outcome(caller, work.nothing) is None
-        assert caller._join(time.monotonic() + PATIENCE_S)
+        caller._thread.close(PATIENCE_S)
         children = our_children()
         assert len(children) == (kind is PersistentAsyncCaller)
         gone = weakref.ref(caller)
 
-        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        assert work.await_ends_of_threads()
         del caller
         gc.collect()
 
@@ -346,7 +346,7 @@ class TestWorker:
         caller = make(PersistentAsyncCaller)
 
         caller.warm_up()
-        assert caller._join(time.monotonic() + PATIENCE_S)
+        caller._thread.close(PATIENCE_S)
 
         pid = caller.worker_pid
         assert pid is not None

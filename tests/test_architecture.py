@@ -96,16 +96,16 @@ _BUDGETS = {
     "integrations": (2866, 2900, 22),
     "managers": (5870, 3600, 22),
     "memory": (857, 700, 7),
-    "ranks": (3120, 1600, 16),
-    "replication": (3515, 2900, 18),
-    "replication/parity": (1877, 1700, 12),
+    "ranks": (3102, 1600, 14),
+    "replication": (3514, 2900, 18),
+    "replication/parity": (1860, 1700, 12),
     "state_dict": (8230, 5000, 31),
     "storage": (3888, 3100, 18),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (196, 150)
+_CORE_MODULES = (194, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

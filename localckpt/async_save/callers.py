@@ -20,7 +20,7 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.ranks.ends import CallEnd, decide_end
+from localckpt.ranks.failure import CallEnd
 from localckpt.threads import Latch, SerialThread, Task
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class AsyncCaller(ABC):
         is_alive = error is None and not is_over
         own = None if is_alive else CallEnd.of(self._scheduled, call.name, error)
         try:
-            return decide_end(self._all_ranks(), "ask for an async call", own)
+            return self._all_ranks().decide_end("ask for an async call", own)
         except CheckpointingException as failed:
             raise failed from error
         finally:

@@ -2,7 +2,7 @@
 
 A request has the seven fields that requests of NVRx and Megatron-Core have, so that their queues
 carry it out as well; whatever else belongs to a call hangs on its function (:class:`AsyncCall`).
-Whether a call stands or fails is decided by all ranks (:mod:`localckpt.ranks.ends`).
+Whether a call stands or fails is decided by all ranks (:mod:`localckpt.ranks.failure`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt.errors import CheckpointingException
-from localckpt.ranks.ends import NO_FUNCTION, CallEnd, decide_end
+from localckpt.ranks.failure import NO_FUNCTION, CallEnd
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -252,7 +252,7 @@ class AsyncRequest(NamedTuple):
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
         try:
-            decide_end(coordinator, f"agree on {name}", CallEnd.of(self.call_idx, name, error))
+            coordinator.decide_end(f"agree on {name}", CallEnd.of(self.call_idx, name, error))
         except CheckpointingException as failed:
             run_failure_fns(self, failed)
             raise failed from error

@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.failure import Failure
+from localckpt.ranks.failure import NAMED, Absences, Failure, named
 from localckpt.ranks.job_store import AbandonedError, Members, StorePart
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import RESULT, Round

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.failure import Failure
+from localckpt.ranks.failure import NAMED, Absences, Failure, named
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import OPENING, Round, remove_rounds
 from localckpt.ranks.values import if_there

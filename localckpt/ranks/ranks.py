@@ -17,7 +17,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ranks.asking import store_errors
 from localckpt.ranks.deadline import Deadline, begin
 from localckpt.ranks.deciding import Deciding
-from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND
@@ -183,6 +183,20 @@ class Ranks(Deciding):
             self.under_way = None
             # Else the errors would keep themselves by these variables.
             del failure, attempt
+
+    def decide_end(self, what: str, end: CallEnd | None) -> bool:
+        """Decide whether a call is over on all ranks; raise what it failed with on any."""
+        own = None if end is None else end.to_json()
+
+        def judge(ends: list[Any]) -> bool:
+            if None in ends:
+                return False
+            failure = failure_of([CallEnd.from_json(end) for end in ends], self.global_ranks)
+            if failure is not None:
+                raise failure.error()
+            return True
+
+        return self.decide(what, lambda: own, judge)
 
     def merge(
         self,

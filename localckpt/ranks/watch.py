@@ -23,8 +23,7 @@ import torch.distributed as dist
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.asking import store_is_silent
 from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.ends import CallEnd, failure_of
-from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task

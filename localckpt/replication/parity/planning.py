@@ -19,8 +19,6 @@ from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout
 from localckpt.replication.redundancy import Lost, PieceProblem
 
 __all__ = [
-    "NOTHING_FOUND",
-    "Findings",
     "Left",
     "Repair",
     "Seen",
@@ -221,23 +219,10 @@ class Seen(NamedTuple):
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """Reports of all ranks on what a repair is to read: what is of no use, and what is left.
-
-    ``of`` is what the parities are of; ``None`` if there is none.
-    """
-
-    problems: tuple[PieceProblem, ...]
-    of: ParityOf | None
-    left: Left
-
-
-NOTHING_FOUND = Findings((), None, Left({}, {}))
-"""Before anybody has looked."""
-
-
-def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
+def take_together(
+    repair: Repair, seen: Sequence[tuple[int, Seen]]
+) -> tuple[list[PieceProblem], ParityOf | None, Left]:
+    """Return what is of no use of what ranks found, what the parities are of, and what is left."""
     place = {rank: number for number, rank in enumerate(repair.group.ranks)}
     in_order = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
     told = next((s.of for _, s in in_order if s.of is not None and s.problem is None), None)
@@ -256,4 +241,4 @@ def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
             at[found.kind][place[found.owner]] = reader
         else:
             problems.append(PieceProblem(piece_of(found.kind, found.owner), reader, problem))
-    return Findings(tuple(problems), of, Left(at[Kind.IMAGE], at[Kind.PARITY]))
+    return problems, of, Left(at[Kind.IMAGE], at[Kind.PARITY])

@@ -96,7 +96,7 @@ _BUDGETS = {
     "integrations": (2866, 2900, 22),
     "managers": (5870, 3600, 22),
     "memory": (857, 700, 7),
-    "ranks": (3102, 1600, 14),
+    "ranks": (3062, 1600, 14),
     "replication": (3514, 2900, 18),
     "replication/parity": (1860, 1700, 12),
     "state_dict": (8230, 5000, 31),

@@ -21,9 +21,10 @@ from localckpt.errors import CheckpointingException, MismatchError, PeerLostErro
 from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import NAMED, Absences, Failure, named
-from localckpt.ranks.job_store import AbandonedError, Members, StorePart
+from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import RESULT, Round
+from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
 from localckpt.waiting import wait_until

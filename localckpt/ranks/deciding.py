@@ -384,16 +384,16 @@ class Deciding:
         stopped: Latch,
     ) -> T | None:
         store = self._open()
-        # However long the wait for other ranks, the store needs its time.
-        answer_s = 2 * self._store_timeout_s + _AFTER_FIRST_S
         if waits_s == inf:
             # In a thread behind training, which has nothing else to do.
             with store_errors(what), suppress(AbandonedError):
                 return call(self._round(store, number, StoreWait(stopped)))
             return None
+        # However long the wait for other ranks, the store needs its time.
+        limit_s = waits_s + self._store_timeout_s + 2 * _AFTER_FIRST_S
         patience = Patience(self._absences.me, what)
         return ask_until_stopped(
-            *(what, answer_s + waits_s, lambda wait: call(self._round(store, number, wait))),
+            *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
             *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
         )
 

@@ -236,9 +236,9 @@ class AsyncCaller(ABC):
 
     def _enqueue(self, call: PendingCall) -> None:
         task = Task(partial(self._carry_out, call))
-        with self._lock:
-            self._waiting.append(call)
         try:
+            with self._lock:
+                self._waiting.append(call)
             # Not a daemon: the interpreter must not take the memory away that a call writes from.
             self._thread.submit(task)
         except BaseException as error:

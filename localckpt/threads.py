@@ -176,10 +176,9 @@ class SerialThread:
 
     def run(self, task: Task[Any]) -> None:
         """Run a task in the calling thread, after those that were submitted."""
-        before, self._last = self._last, Latch()
-        over = self._last
+        self._last.wait()
+        self._last = over = Latch()
         try:
-            before.wait()
             task.run()
         finally:
             over.set()

@@ -85,7 +85,7 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2146, 1300, 14),
+    "top": (2145, 1300, 14),
     "async_save": (1718, 1400, 7),
     "availability": (2992, 2000, 12),
     "checkpointer": (5583, 1800, 22),

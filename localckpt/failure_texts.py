@@ -40,7 +40,6 @@ class Mismatches:
         self._found: list[MismatchError] = []
 
     def note(self, error: MismatchError) -> None:
-        """Note what a comparison raised."""
         self._found.append(error)
 
     @contextmanager
@@ -52,7 +51,7 @@ class Mismatches:
             self.note(error)
 
     def raise_all(self) -> None:
-        """Raise a MismatchError with the texts of all that was noted, if anything was."""
+        """Raise a MismatchError with all texts that were noted, if any were."""
         if not self._found:
             return
         first = next((error for error in self._found if error.topic), self._found[0])
@@ -94,7 +93,6 @@ def shown(manager: Any, session_id: str, place: object = None) -> str:
 
 
 def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:
-    """Cut each text in a JSON record."""
     if isinstance(record, str):
         return short(record, longest)
     if isinstance(record, list | tuple):

@@ -59,11 +59,9 @@ class Generation(NamedTuple):
 
     @property
     def epoch_id(self) -> EpochId:
-        """Identity of the attempt."""
         return EpochId(self.epoch, self.sequence // SAVES_AN_ATTEMPT)
 
     def next(self) -> Generation:
-        """Return the generation of the next save."""
         return Generation(self.epoch, self.sequence + 1)
 
     def beyond(self) -> Generation:
@@ -87,7 +85,6 @@ class Piece(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """True if the piece is the rank's shard."""
         return self.kind == SHARD_KIND
 
 
@@ -112,21 +109,17 @@ class ShardIdentity:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Checkpoint that the piece belongs to."""
         return Checkpoint(self.generation, self.iteration, self.world_size)
 
     @property
     def piece(self) -> Piece:
-        """Rank and kind, without the checkpoint."""
         return Piece(self.rank, self.kind)
 
     @property
     def is_shard(self) -> bool:
-        """True if the piece is the rank's shard."""
         return self.kind == SHARD_KIND
 
     def of_kind(self, kind: str) -> ShardIdentity:
-        """Return the identity of another piece of the same rank and checkpoint."""
         return replace(self, kind=kind)
 
     @property
@@ -153,7 +146,6 @@ class Checkpoint:
     world_size: int
 
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
-        """Return the identity of one rank's shard."""
         return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
 
 

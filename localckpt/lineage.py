@@ -231,16 +231,11 @@ def begin_lineage(
 
 
 class LineageKeeper(Protocol):
-    """Interface of the local manager that the manager of shared storage uses.
+    """Local manager, as that of shared storage uses it; all ranks call alike."""
 
-    All ranks call the methods in the same order.
-    """
+    def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None: ...
 
-    def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None:
-        """Declare the iteration and the lineage that the job resumes from."""
-
-    def lineage_of_save(self, iteration: int) -> Lineage:
-        """Return the lineage under which a save of this iteration is stored."""
+    def lineage_of_save(self, iteration: int) -> Lineage: ...
 
     def lineage_of(self, iteration: int) -> Lineage | None:
         """Return the lineage of the newest complete checkpoint of an iteration."""

@@ -167,7 +167,6 @@ class Options:
 
     @classmethod
     def of_hooks(cls, given: Mapping[str, Any]) -> Options:
-        """Make the options of a manager with hooks of its own."""
         _require_known(given, HookOptions.__optional_keys__)
         return cls(**given)
 
@@ -231,12 +230,10 @@ class Options:
 
     @property
     def rules(self) -> Mapping[str, PrivateRule]:
-        """Rules of the ``private`` option."""
         return self.private or {}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the ``guard`` option, as a list."""
         return list(self.guard) if isinstance(self.guard, Iterable) else [self.guard]
 
 

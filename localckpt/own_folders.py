@@ -156,7 +156,6 @@ def _make(path: Path, mode: int, within: int) -> None:
 
 
 def _open_below(path: Path, within: int) -> int:
-    """Open a folder by its name in the folder that holds it."""
     if stat.S_ISLNK(os.stat(path.name, dir_fd=within, follow_symlinks=False).st_mode):
         raise StorageError(f"{path} is a symbolic link: remove it. Nothing was changed")
     return os.open(path.name, _OPEN | os.O_NOFOLLOW, dir_fd=within)
@@ -227,7 +226,6 @@ def _makes_files_of(uid: int, folder: int) -> bool:
 
 
 def _user(uid: int) -> str:
-    """Return the number of a user, with the name if it has one."""
     with suppress(KeyError):
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
     return str(uid)

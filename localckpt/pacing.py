@@ -28,7 +28,6 @@ class Pacer:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether :meth:`stop` was called."""
         return self._stopped.is_set()
 
     def stop(self) -> None:

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Protocol
 
 from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint
+from localckpt.storage.notes import TrustNotes
 from localckpt.trust import Trusts, resumed_in_vain
 
-__all__ = ["Resuming", "StartNotes"]
+__all__ = ["Resuming"]
 
 logger = logging.getLogger(__name__)
-
-
-class StartNotes(Protocol):
-    """Keeper of notes on starts of the job. All methods raise StorageError."""
-
-    def count_start(self, checkpoint: Checkpoint, failed_starts: int, most_starts: int) -> None:
-        """Note durably that this start resumes from a checkpoint, after some that failed."""
-
-    def take_back_start(self, checkpoint: Checkpoint) -> None:
-        """Undo :meth:`count_start`. A signal handler may call this."""
-
-    def forget_starts(self) -> None:
-        """Count no start so far any more."""
 
 
 class Resuming:
@@ -39,13 +26,12 @@ class Resuming:
     crashed rank remains when the other ranks, which are then ended by a signal, remove theirs.
 
     Attributes:
-        max_attempts: Number of failed starts at which a checkpoint is given up; ``None`` to count
-            none.
+        max_attempts: Failed starts at which a checkpoint is given up; ``None`` to count none.
         trusts: Merged notes of all nodes, from the last inventory.
         current: Checkpoint that this start has resumed from, until it has made progress.
     """
 
-    def __init__(self, notes: StartNotes, max_attempts: int | None) -> None:
+    def __init__(self, notes: TrustNotes, max_attempts: int | None) -> None:
         self.max_attempts = max_attempts
         self.trusts = Trusts()
         self.current: Checkpoint | None = None
@@ -100,7 +86,6 @@ class Resuming:
             self.forget()
 
     def forget(self) -> None:
-        """Count no start so far any more."""
         try:
             self._notes.forget_starts()
         except StorageError as error:

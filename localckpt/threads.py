@@ -32,7 +32,6 @@ class Latch:
         self._waits: deque[threading.Lock] = deque()
 
     def is_set(self) -> bool:
-        """Return whether the latch was set."""
         return self._is_set
 
     def set(self) -> None:
@@ -76,12 +75,7 @@ class _Thread(threading.Thread):
 
 
 class Task(Generic[T]):
-    """Work for another thread: run once, or cancelled before it begins.
-
-    Attributes:
-        error: Error that the work raised.
-        over: Set once the work has ended, or was cancelled.
-    """
+    """Work for another thread: run once, or cancelled before it begins."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -124,11 +118,9 @@ class Task(Generic[T]):
             del self, work
 
     def done(self) -> bool:
-        """Return whether the task has ended, or was cancelled."""
         return self.over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the task, and return whether it has ended."""
         return self.over.wait(timeout_s)
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -182,9 +174,17 @@ class SerialThread:
         Task(run).start(self._name, daemon=False)
         self._last = over
 
-    def close(self) -> None:
-        """Wait until all submitted tasks have ended."""
+    def run(self, task: Task[Any]) -> None:
+        """Run a task in the calling thread, after those that were submitted."""
         self._last.wait()
+        self._last = over = Latch()
+        try:
+            task.run()
+        finally:
+            over.set()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        return self._last.wait(timeout_s)
 
 
 def end_all(tasks: Sequence[Task[Any]]) -> None:

@@ -38,19 +38,15 @@ _WHY_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Trust in one checkpoint.
+    """Trust in one checkpoint; MismatchError for impossible values.
 
     Attributes:
         failed_starts: Number of starts of the job that resumed from it and made no progress.
         most_starts: Number of such starts at which the job gives it up; 0 if there were none.
-        mark: Its mark; ``None`` for none.
         why: Reason of the mark, as a text for messages.
         is_drained: Whether it was drained to shared storage. No decision depends on it.
-        metric: Name and value of the metric that was given with its save. Only retention depends
-            on it.
-
-    Raises:
-        MismatchError: The values are impossible.
+        metric: Name and value of the metric that was given with its save. Only retention depends on
+            it.
     """
 
     failed_starts: int = 0
@@ -123,7 +119,6 @@ class Trusts(dict[Checkpoint, Trust]):
 
     @classmethod
     def of(cls, notes: Iterable[Mapping[Checkpoint, Trust]]) -> Trusts:
-        """Merge notes, in any order."""
         trusts = cls()
         for noted in notes:
             for checkpoint, trust in noted.items():
@@ -131,7 +126,6 @@ class Trusts(dict[Checkpoint, Trust]):
         return trusts
 
     def marked(self, mark: Mark) -> dict[Checkpoint, str]:
-        """Return the checkpoints with a mark, and its reason."""
         return {c: trust.why for c, trust in self.items() if trust.mark == mark}
 
     @property
@@ -176,7 +170,7 @@ class Choice:
     """Complete checkpoints, divided by the action of a restart.
 
     Attributes:
-        usable: Checkpoints that the restart tries, in that order: those that are marked bad last.
+        usable: Checkpoints that it tries, in that order: those that are marked bad last.
         quarantined: Checkpoints that it puts in quarantine, with the reasons.
         exhausted: Checkpoints that it neither moves nor takes by itself, with the reasons: each was
             resumed from in vain too often, but the nodes have no other to take instead.
@@ -188,12 +182,9 @@ class Choice:
 
 
 def choose(complete: Sequence[Checkpoint], trusts: Trusts, most: int | None) -> Choice:
-    """Choose what a restart may take.
+    """Choose what a restart may take of the complete checkpoints, given in the order to try them.
 
-    Args:
-        complete: The complete checkpoints, in the order in which a restart would try them.
-        trusts: Trust in them.
-        most: Number of failed starts at which a checkpoint is given up; ``None`` for never.
+    ``most`` is the number of failed starts at which one is given up; ``None`` for never.
     """
     quarantined: dict[Checkpoint, str] = {}
     spent: dict[Checkpoint, str] = {}
@@ -217,7 +208,6 @@ def choose(complete: Sequence[Checkpoint], trusts: Trusts, most: int | None) -> 
 
 
 def resumed_in_vain(count: int) -> str:
-    """Return the reason for messages, from a number of starts."""
     return f"the job was resumed from it {count} time{'s'[: count != 1]} and made no progress"
 
 

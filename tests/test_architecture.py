@@ -27,7 +27,7 @@ _ARROWS = {
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "trust": {"errors", "ids"},
-    "resuming": {"errors", "ids", "trust"},
+    "resuming": {"errors", "ids", "trust", "storage"},
     "options": {"errors", "events", "availability"},
     "interrupted": {"errors"},
     "threads": set[str](),
@@ -85,8 +85,8 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2211, 1300, 14),
-    "async_save": (1844, 1400, 7),
+    "top": (2139, 1300, 14),
+    "async_save": (1728, 1400, 7),
     "availability": (2867, 2000, 11),
     "checkpointer": (4520, 1800, 18),
     "cli": (3175, 3000, 16),
@@ -94,18 +94,18 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (7227, 4900, 23),
     "integrations": (2821, 2900, 21),
-    "managers": (5942, 3600, 22),
+    "managers": (5933, 3600, 22),
     "memory": (817, 700, 7),
-    "ranks": (3372, 1600, 16),
-    "replication": (3748, 2900, 18),
-    "replication/parity": (2123, 1700, 13),
+    "ranks": (3062, 1600, 14),
+    "replication": (3514, 2900, 18),
+    "replication/parity": (1860, 1700, 12),
     "state_dict": (8241, 5000, 31),
     "storage": (3398, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (189, 150)
+_CORE_MODULES = (187, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()
@@ -323,10 +323,12 @@ def test_names_that_the_package_does_not_list_are_those_beside_it() -> None:
     megatron = importlib.import_module("localckpt.megatron")
     survival = importlib.import_module("localckpt.cli.survival")
 
-    beside = {*megatron.__all__, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
+    names = {name for name in vars(megatron) if name[0] != "_"} - {"annotations"}
+
+    beside = {*names, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
 
     assert beside >= set(localckpt._HOMES_BESIDE)
-    for name in megatron.__all__:
+    for name in names:
         assert getattr(megatron, name) is getattr(localckpt, name)
 
 

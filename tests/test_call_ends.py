@@ -16,7 +16,7 @@ from localckpt.errors import (
     StorageError,
     WorkerDiedError,
 )
-from localckpt.ranks.ends import NO_FUNCTION, CallEnd, failure_of
+from localckpt.ranks.failure import NO_FUNCTION, CallEnd, failure_of
 
 GOOD = CallEnd(3, "write")
 

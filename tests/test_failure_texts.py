@@ -8,8 +8,7 @@ from localckpt.availability.coverage import SaveOutcome, save_problems
 from localckpt.errors import CheckpointingException, MismatchError, StorageError
 from localckpt.failure_texts import described, ranks_named, said_by, short, with_short_texts
 from localckpt.ids import Generation
-from localckpt.ranks.ends import CallEnd, failure_of
-from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
 

@@ -106,8 +106,8 @@ _CONSTRUCTORS: dict[str, tuple[Callable[[bool], Any], str]] = {
         "thread_count",
     ),
     "CliqueReplicationStrategy, a value": (
-        lambda refused: _protected(_clique(refused, chunk_nbytes=0 if refused else 1 << 20)),
-        "chunk_nbytes is 0",
+        lambda refused: _protected(_clique(refused, rate_limit=0 if refused else 1 << 30)),
+        "rate_limit is 0",
     ),
     "CliqueReplicationStrategy, one copy": (
         lambda refused: _protected(_clique(refused, replication_factor=1 if refused else 2)),
@@ -119,7 +119,7 @@ _CONSTRUCTORS: dict[str, tuple[Callable[[bool], Any], str]] = {
                 1, 2, timeout_s=_TIMEOUT_S, rate_limit=0 if refused else None
             )
         ),
-        "rate_limit 0",
+        "rate_limit is 0",
     ),
     "LazyCliqueReplicationStrategy, a value": (
         lambda refused: _protected(
@@ -182,8 +182,8 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(
 def _refuse_on_all(rank: int, world_size: int) -> float:
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(CheckpointingException, match=r"^chunk_nbytes is 0"):
-            localckpt.CliqueReplicationStrategy(chunk_nbytes=0)
+        with pytest.raises(CheckpointingException, match=r"^rate_limit is 0"):
+            localckpt.CliqueReplicationStrategy(rate_limit=0)
         with pytest.raises(CheckpointingException, match=r"^keep_last is 0"):
             make_manager("disk", node_store(), "job", keep_last=0)
     took_s = time.monotonic() - began

@@ -67,7 +67,7 @@ def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list
         coordinator = Ranks("test", timeout_s=timeout_s)
         point("opening")
         said = [coordinator.gather("meet", [rank, number]) for number in range(3)]
-        assert coordinator.await_all("agree behind training", rank, len) == world_size
+        assert coordinator.decide("agree", lambda: rank, len) == world_size
         point("gathering")
         behind = Ranks("behind", timeout_s=timeout_s)
         said.append(behind.commit("act", lambda: rank, lambda all_: all_))

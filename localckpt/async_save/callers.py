@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.ranks.ends import CallEnd, raise_failure
-from localckpt.threads import Latch, Task
+from localckpt.ranks.failure import CallEnd
+from localckpt.threads import Latch, SerialThread, Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -49,11 +48,8 @@ def _nothing() -> None:
 class PendingCall:
     """Call on this rank, and its end.
 
-    Args:
-        name: What it does, for messages.
-        run: Carries it out, in the caller's thread; raises what it fails with.
-        stop: Ends it from another thread; returns whether nothing of it runs any more.
-        release: Gives back what it holds, once nothing of it runs any more.
+    ``run`` carries it out, in the caller's thread. ``stop`` ends it from another one, and returns
+    whether nothing of it runs any more; then ``release`` gives back what it holds.
     """
 
     def __init__(
@@ -64,20 +60,15 @@ class PendingCall:
         release: Callable[[], object] = _nothing,
     ) -> None:
         self.name = name
-        self.then_fn: Callable[[], None] | None = None
-        """Runs after it, in the trainer; see :class:`AsyncCall`."""
-        self.then_runs = False
         self.run, self.stop, self._release = run, stop, release
         self._over = Latch()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether it is over, well or badly."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end; whether it came in time."""
         return self._over.wait(timeout_s)
 
     @property
@@ -86,14 +77,13 @@ class PendingCall:
         return self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Note how it ended; ``None`` for well. Only the first time counts."""
+        """Note how it ended; only the first time counts."""
         with self._lock:
             if not self._over.is_set():
                 self._error = error
                 self._over.set()
 
     def release(self) -> None:
-        """Give back what it holds; nothing runs any more."""
         self._release()
         # They hold the function and its arguments.
         self.run, self.stop, self._release = _nothing, lambda: True, _nothing
@@ -112,10 +102,11 @@ class AsyncCaller(ABC):
         self._timeout_s = timeout_s
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: deque[PendingCall] = deque()
+        self._waiting: list[PendingCall] = []
         self._running: PendingCall | None = None
-        self._runner: Task[None] | None = None
-        self._left_behind: list[Task[None]] = []
+        self._thread = SerialThread(f"localckpt {type(self).__name__}")
+        # Threads in the middle of calls that were given up.
+        self._left_behind: list[SerialThread] = []
         self._latest = PendingCall(function_name(None))
         self._latest.end(None)
         self._scheduled = 0
@@ -145,12 +136,7 @@ class AsyncCaller(ABC):
             call.end(None)
         else:
             call = self._make_call(request, function)
-            call.then_fn = request.call.then_fn
-            try:
-                self._enqueue(call)
-            except BaseException as error:
-                self._end_unless_begun(call, error)
-                raise
+            self._enqueue(call)
         self._latest = call
         self._scheduled += 1
         return call
@@ -179,17 +165,9 @@ class AsyncCaller(ABC):
                 raise CheckpointingException(f"{call.name} failed: {described(error)}") from error
             return is_over
         is_alive = error is None and not is_over
-        own = None if is_alive else CallEnd.of(self._scheduled, call.name, error).to_json()
-        ranks = self._all_ranks()
-
-        def judge(ends: list[Any]) -> bool:
-            if None in ends:
-                return False
-            raise_failure([CallEnd.from_json(end) for end in ends], ranks.global_ranks)
-            return True
-
+        own = None if is_alive else CallEnd.of(self._scheduled, call.name, error)
         try:
-            return ranks.decide("ask for an async call", lambda: own, judge)
+            return self._all_ranks().decide_end("ask for an async call", own)
         except CheckpointingException as failed:
             raise failed from error
         finally:
@@ -199,40 +177,33 @@ class AsyncCaller(ABC):
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
 
-        Returns:
-            Whether nothing of it runs any more. False for a call that a thread is in the middle
-            of: threads cannot be ended, so it goes on to use its arguments, and another thread
-            takes the calls after it.
+        Returns whether nothing of it runs any more. False for a call that a thread is in the middle
+        of: threads cannot be ended, so it goes on to use its arguments, and another one takes the
+        calls after.
         """
         self._check_fork()
         with self._lock:
             if call.done():
                 return True
             call.end(error)
-            if call is not self._running:
-                self._waiting = deque(c for c in self._waiting if c is not call)
-                call.stop()
-                waiting = True
-            else:
-                waiting = False
-                if not call.then_runs and call.stop():
-                    return True
-                self._left_behind = [task for task in self._left_behind if not task.done()]
-                if self._runner is not None:
-                    self._left_behind.append(self._runner)
-                self._runner = self._running = None
-                if self._waiting:
-                    self._have_runner()
-        if waiting:
+            has_ended, is_waiting = call.stop(), call in self._waiting
+            if is_waiting:
+                self._waiting.remove(call)
+            elif not has_ended:
+                self._left_behind = [t for t in self._left_behind if not t.close(0.0)]
+                self._left_behind.append(self._thread)
+                self._thread = SerialThread(f"localckpt {type(self).__name__}")
+                for after in self._waiting:
+                    self._thread.submit(Task(partial(self._carry_out, after)))
+        if is_waiting:
             call.release()
-        return waiting
+        return has_ended or is_waiting
 
     def close(self, abort: bool = False) -> None:
         """Wait for all calls and give back what is held; may be called twice.
 
-        Args:
-            abort: End the calls instead of waiting; one that a thread is in the middle of is
-                waited for even so, since it uses memory of the trainer.
+        With ``abort`` calls are ended; one that a thread is in the middle of is waited for even so,
+        since it uses memory of the trainer.
         """
         if os.getpid() != self._owner:
             return
@@ -264,62 +235,37 @@ class AsyncCaller(ABC):
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
-        with self._lock:
-            self._waiting.append(call)
-            try:
-                self._have_runner()
-            except RuntimeError:
-                # No thread can be had.
-                self._waiting.remove(call)
-                raise
-
-    def _end_unless_begun(self, call: PendingCall, error: BaseException) -> None:
-        """Count a call as failed that nobody is going to carry out."""
-        with self._lock:
-            if call in self._waiting:
-                self._have_runner()
-            if call is self._running or call in self._waiting or call.done():
-                return
-        if not isinstance(error, Exception):
-            # Not the interrupt itself, whose frames hold the call, and the request with it.
-            error = CheckpointingException(f"it did not begin: {type(error).__name__}")
-        call.end(error)
-        call.release()
-
-    def _have_runner(self) -> None:
-        if self._runner is not None and not self._runner.done():
-            return
-        runner = self._runner = Task(lambda: self._run_waiting(runner))
-        # Not a daemon: the interpreter must not take the memory away that a call writes from.
-        runner.start(f"localckpt {type(self).__name__}", daemon=False)
-
-    def _run_waiting(self, runner: Task[None]) -> None:
-        while True:
+        task = Task(partial(self._carry_out, call))
+        try:
             with self._lock:
-                if self._runner is not runner:
-                    return
-                self._running = None
-                if not self._waiting:
-                    self._runner = None
-                    return
-                call = self._running = self._waiting.popleft()
-            try:
-                call.run()
-                if (then_fn := self._take_then_fn(call)) is not None:
-                    then_fn()
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
-                call.end(error)
-            else:
-                call.end(None)
-            call.then_fn = then_fn = None
-            call.release()
-            del call
+                self._waiting.append(call)
+            # Not a daemon: the interpreter must not take the memory away that a call writes from.
+            self._thread.submit(task)
+        except BaseException as error:
+            if task.call_off():
+                # Not an interrupt itself, whose frames hold the call, and the request with it.
+                why = f"it did not begin: {type(error).__name__}"
+                is_own = isinstance(error, Exception)
+                self.give_up(call, error if is_own else CheckpointingException(why))
+            raise
 
-    def _take_then_fn(self, call: PendingCall) -> Callable[[], None] | None:
+    def _carry_out(self, call: PendingCall) -> None:
         with self._lock:
-            # For one that was given up nothing more is to begin.
-            call.then_runs = call.then_fn is not None and not call.done()
-            return call.then_fn if call.then_runs else None
+            if call not in self._waiting:
+                return
+            self._waiting.remove(call)
+            self._running = call
+        try:
+            call.run()
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
+            call.end(error)
+        else:
+            call.end(None)
+        with self._lock:
+            self._running = None if self._running is call else self._running
+        call.release()
+        # Its error keeps this frame.
+        del call
 
     def _give_up_all(self, why: str) -> None:
         with self._lock:
@@ -329,11 +275,8 @@ class AsyncCaller(ABC):
                 self.give_up(call, CheckpointingException(f"{call.name} {why}"))
 
     def _join(self, deadline: float) -> bool:
-        with self._lock:
-            if self._waiting:
-                self._have_runner()
-            runners = [*self._left_behind, self._runner]
-        return all(runner is None or runner.wait(deadline - time.monotonic()) for runner in runners)
+        threads = [*self._left_behind, self._thread]
+        return all(thread.close(max(0.0, deadline - time.monotonic())) for thread in threads)
 
 
 class ThreadAsyncCaller(AsyncCaller):

@@ -28,11 +28,9 @@ _LONGEST_PAUSE_S = 0.01
 class WaitForTrainer:
     """Waits in another process while a thread of the trainer does the work.
 
-    A foreign queue finalizes a call, which training waits for, once its process has returned.
-
-    Attributes:
-        pid, fd: The trainer, and its descriptor of the memory.
-        name: Name of the memory: the trainer may give the number to another file.
+    A foreign queue finalizes a call, which training waits for, once its process has returned. The
+    memory is found by pid and descriptor, and by name: the trainer may give the number to another
+    file.
     """
 
     pid: int
@@ -61,14 +59,7 @@ def given(wait: Callable[[], None]) -> Callable[[], None]:
 
 
 class HandedOver:
-    """Work that a foreign queue's process waits for, and a thread of the trainer does.
-
-    ``work`` returns what went wrong.
-
-    Attributes:
-        function: What the queue's process is to call.
-        task: What the thread of the trainer is to run.
-    """
+    """Work that a foreign queue's process waits for, by ``function``; a thread runs ``task``."""
 
     def __init__(self, work: Callable[[], str | None], timeout_s: float) -> None:
         name = f"localckpt-outcome-{uuid.uuid4().hex}"
@@ -88,7 +79,6 @@ class HandedOver:
 
     @property
     def is_closed(self) -> bool:
-        """True once no process waits any more."""
         return self._memory.closed
 
     def await_error(self) -> str | None:

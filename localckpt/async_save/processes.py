@@ -134,14 +134,10 @@ class WorkerProcess:
         priority.give(self.pid)
 
     def usable(self) -> bool:
-        """Return whether it can be given a call."""
         return self.stop.alive and not self._killed and self._process.poll() is None
 
     def call(self, name: str, packed: bytes) -> None:
-        """Have a call made, and return when it is over.
-
-        An error of the call is raised here, caused by the traceback over there.
-        """
+        """Have a call made; its error is raised here, caused by the traceback over there."""
         try:
             worker.write_frame(self._requests, packed)
             reply = _await_reply(self._replies, self._is_running, self._exit_patience_s)
@@ -157,10 +153,7 @@ class WorkerProcess:
             raise pickle.loads(reply).rebuild()
 
     def kill(self) -> bool:
-        """End it now, from any thread; a wait in :meth:`call` ends.
-
-        Returns whether it has ended. One that is deep in the kernel may take longer.
-        """
+        """End it now, from any thread, and a wait in :meth:`call`; returns whether it has ended."""
         self._killed = True
         self._process.kill()
         try:
@@ -186,8 +179,7 @@ class WorkerProcess:
 class ForkedProcess:
     """A copy of this process, made now, that makes one call when :meth:`call` asks for it.
 
-    It sees all memory as it is at the fork, so the call needs no pickling and is not changed by
-    what training does before its turn comes.
+    The call needs no pickling, and is not changed by what training does before its turn comes.
     """
 
     def __init__(

@@ -200,14 +200,10 @@ class AsyncCallsQueue:
         return finalized
 
     def pass_step(self, step: int | None) -> None:
-        """Count the polls from here on by the steps of a training loop; ``None`` to count polls.
-
-        Ranks then finalize in the same step, also if one of them has polled alone.
-        """
+        """Count the polls from here on by the steps of a training loop; ``None`` to count polls."""
         self._watch.step = step
 
     def get_num_unfinalized_calls(self) -> int:
-        """Number of calls that were scheduled and are not finalized."""
         return len(self._entries)
 
     def waits_for(self) -> str:
@@ -217,21 +213,14 @@ class AsyncCallsQueue:
 
     @property
     def is_over_here(self) -> bool:
-        """True if all calls are over on this rank; asks no other rank."""
         return self._are_over(self._scheduled)
 
     def coming(self) -> CallVerdict | None:
-        """Return the verdict on the oldest call as soon as it is known, before it takes effect.
-
-        Waits for nothing and asks no other rank. ``None`` if it is not known, or there is no call.
-        """
+        """Return the verdict on the oldest call, before it takes effect; asks no other rank."""
         return self._watch.coming(self._entries[0].watched) if self._entries else None
 
     def check_for_errors(self) -> None:
-        """Raise if a call has failed on this rank. Waits for nothing and asks no other rank.
-
-        The call stays, so that every rank raises its error when it is finalized.
-        """
+        """Raise if a call has failed on this rank; it stays, until every rank raises its error."""
         for entry in self._entries:
             if entry.call.error is not None:
                 raise CheckpointingException(
@@ -240,7 +229,6 @@ class AsyncCallsQueue:
                 ) from entry.call.error
 
     def wait_until_finished(self) -> None:
-        """Return when every call is finalized on all ranks, or raise what one failed with."""
         self.maybe_finalize_async_calls(blocking=True)
 
     def close(self, abort: bool = False) -> None:
@@ -341,12 +329,10 @@ class AsyncCallsQueue:
         return self._forker, self._forker.schedule_async_call(request)
 
     def _are_over(self, last: int) -> bool:
-        """Return whether all calls up to this number are over on this rank."""
         entries = (entry for entry in self._entries if entry.request.call_idx <= last)
         return all(entry.call.done() for entry in entries)
 
     def _finalize_until(self, last: int) -> None:
-        """Finalize all calls up to this number, and wait for them."""
         self._check_fork()
         while self._entries and self._entries[0].request.call_idx <= last:
             self._finalize_oldest(blocking=True)

@@ -2,7 +2,7 @@
 
 A request has the seven fields that requests of NVRx and Megatron-Core have, so that their queues
 carry it out as well; whatever else belongs to a call hangs on its function (:class:`AsyncCall`).
-Whether a call stands or fails is decided by all ranks (:mod:`localckpt.ranks.ends`).
+Whether a call stands or fails is decided by all ranks (:mod:`localckpt.ranks.failure`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt.errors import CheckpointingException
-from localckpt.ranks.ends import NO_FUNCTION, CallEnd, raise_failure
+from localckpt.ranks.failure import NO_FUNCTION, CallEnd
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -50,10 +50,8 @@ _FOREIGN_MODULES = (
 class Ticket:
     """The place of a call in an :class:`AsyncCallsQueue`, for whoever made its request.
 
-    Attributes:
-        is_over: Whether the call and all before it are over on this rank; asks no other rank.
-        finalize: Waits for the call and all before it, and finalizes them; all ranks call it. It
-            raises as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
+    ``is_over`` tells whether the call and all before it are over on this rank; ``finalize`` waits
+    for them and finalizes them on all ranks, as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
     """
 
     is_over: Callable[[], bool]
@@ -71,24 +69,20 @@ class AsyncCall:
         failure_fns: Run in place of the request's ``finalize_fns``, on every rank, with the error
             that every rank is about to raise.
         stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
-            of the call: other ranks may not come any more, and the call is to wait for none.
-        waits_for_fn: Describes which other ranks the call waits for on this one, and what each last
-            did; empty if it waits for none. Called when the call was not over in time.
-        then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
-            the call is over when ``then_fn`` has returned.
+            of the call, which is to wait for no other rank any more.
+        waits_for_fn: Describes which other ranks the call waits for, and what each last did.
         scheduled_fn: Runs in the trainer once the queue has taken the call.
         hand_over: Runs in the trainer when a queue of another library takes the request, and
-            returns a function without arguments that this queue's process can run. Without it,
-            ``function`` is handed over, and nothing else of this object runs there.
-        report_fn: Gives what came of the call on this rank, anything that JSON can carry, once it
-            is over without an error; in a thread. What it raises fails the call on every rank.
-        judge_fn: A pure function of what came of the call on each rank, in rank order, called on
-            one rank. What it raises is raised on every rank.
+            returns a function without arguments for its process. Without it, ``function`` is handed
+            over alone.
+        report_fn: Gives what came of the call on this rank, in JSON, once it is over without an
+            error; in a thread. What it raises fails the call on every rank.
+        judge_fn: A pure function of what came of the call on each rank, called on one rank. What it
+            raises is raised on every rank.
+        verdict_fn: Runs in the trainer with what ``judge_fn`` returned, right before the request's
+            ``finalize_fns``; not in a poll with ``no_dist``, which asks no other rank.
         iteration: Iteration that the call saves, the same on all ranks; ``None`` for no save.
-        verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
-            rank, right before the request's ``finalize_fns``. It does not run in a poll with
-            ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
-        name: What the call does, for messages, the same on all ranks; empty for the function's
+        name: What the call does, for messages, the same on all ranks; by default the function's
             name.
         is_urgent_fn: Tells by what ``judge_fn`` returned whether all ranks act in the next poll of
             the rank that is ahead, so that polls may wait a moment; by default they act one later.
@@ -99,7 +93,6 @@ class AsyncCall:
     failure_fns: Sequence[Callable[[BaseException], None]] = ()
     stop_fns: Sequence[Callable[[], None]] = ()
     waits_for_fn: Callable[[], str] = str
-    then_fn: Callable[[], None] | None = None
     scheduled_fn: Callable[[Ticket], None] | None = None
     hand_over: Callable[[], Callable[[], None]] | None = None
     report_fn: Callable[[], Any] | None = None
@@ -116,7 +109,7 @@ class AsyncCall:
 
     def without_work(self) -> AsyncCall:
         """Return a call without the function, for what follows once that function has begun."""
-        return replace(self, function=None, then_fn=None, scheduled_fn=None, hand_over=None)
+        return replace(self, function=None, scheduled_fn=None, hand_over=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if self.function is None else self.function(*args, **kwargs)
@@ -158,11 +151,7 @@ class AsyncRequest(NamedTuple):
 
     @classmethod
     def of(cls, request: Any) -> AsyncRequest:
-        """A request of another library's class, with the fields that it has, as one of ours.
-
-        Raises:
-            CheckpointingException: It is no such request.
-        """
+        """Make a request of another library one of ours; CheckpointingException if it is none."""
         if isinstance(request, AsyncRequest):
             return request
         fields = request._asdict() if hasattr(request, "_asdict") else {}
@@ -176,7 +165,6 @@ class AsyncRequest(NamedTuple):
 
     @property
     def call(self) -> AsyncCall:
-        """``async_fn`` as an :class:`AsyncCall`."""
         return AsyncCall.of(self.async_fn)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
@@ -200,8 +188,8 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """Return the request for a queue of another library; nothing can be added to it.
 
-        Those queues call this when they schedule a request, before they fork, or send it to their
-        process. So it is here that a call hands over what such a process can run.
+        Those queues call this before they fork, or send it to their process: it is here that a call
+        hands over what such a process can run.
         """
         call, frozen = self.call, self.scheduled(self.call_idx)
         if call.hand_over is not None:
@@ -218,12 +206,7 @@ class AsyncRequest(NamedTuple):
         )
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Run the finalize functions, as NVRx's queue has it done; returns the call's number.
-
-        Args:
-            validate_matching_call_idx: Accepted for NVRx. The finalize functions of the managers
-                compare what the ranks finalize themselves, without a device.
-        """
+        """Run the finalize functions, as NVRx's queue has it done; returns the call's number."""
         for fn in self.finalize_fns:
             fn()
         return self.call_idx
@@ -266,17 +249,10 @@ class AsyncRequest(NamedTuple):
             request = self.preload()
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-                if request.call.then_fn is not None:
-                    request.call.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
-        own, ranks = CallEnd.of(self.call_idx, name, error).to_json(), coordinator.global_ranks
-
-        def judge(ends: list[Any]) -> None:
-            raise_failure([CallEnd.from_json(end) for end in ends], ranks)
-
         try:
-            coordinator.decide(f"agree on {name}", lambda: own, judge)
+            coordinator.decide_end(f"agree on {name}", CallEnd.of(self.call_idx, name, error))
         except CheckpointingException as failed:
             run_failure_fns(self, failed)
             raise failed from error
@@ -326,7 +302,6 @@ def _innermost(function: Any) -> Any:
 
 
 def function_name(function: Callable[..., Any] | None) -> str:
-    """Name of a function in messages."""
     if isinstance(function, AsyncCall) and function.name:
         return function.name
     function = _innermost(function)

@@ -72,7 +72,6 @@ def main() -> None:
 
 
 def leave_ctrl_c_to_trainer() -> None:
-    """Ignore it here: the trainer decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -86,7 +85,6 @@ def carry_out(function: Any, args: Any, kwargs: Any) -> WorkerFailure | None:
 
 
 def carry_out_packed(request: bytes) -> WorkerFailure | None:
-    """Carry out what ``pack_call`` packed."""
     try:
         sys_path, call = pickle.loads(request)
         # Before the call is unpickled, which imports the modules that it names.
@@ -146,7 +144,7 @@ def write_frame(fd: int, payload: bytes) -> None:
 
 
 def read_frame(fd: int) -> bytes:
-    """Receive a message; raises ``EOFError`` when the other end has gone."""
+    """Receive a message; raises EOFError when the other end has gone."""
     return _read_exactly(fd, int.from_bytes(_read_exactly(fd, 8), "little"))
 
 

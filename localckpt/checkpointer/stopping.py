@@ -33,15 +33,13 @@ _ANSWER_S = 1.0
 class StopRequests:
     """Requests to stop that reach this rank.
 
-    A handler that was there before is called as well. The default action of a signal, which would
-    end the process, is not taken, nor is that of a first Ctrl-C among the signals. A closed object,
-    and a forked child's copy of one, do what was done before it: so signals end the child.
+    All objects that are not closed hear a signal, then a handler that was there before is called as
+    well. The default action, which would end the process, is not taken, nor is that of a first
+    Ctrl-C among the signals of any. Closed objects, and a forked child's copies, do what was done
+    before them: so signals end the child. ``asked`` is set once a signal has asked to stop.
 
     Handlers can be set in the main thread only; elsewhere none is set, and a warning says so.
     ``ask`` is called in a thread every few seconds.
-
-    Attributes:
-        asked: Set once a signal has asked this rank to stop.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class StopRequests:
         on_signal: Callable[[signal.Signals], None],
     ) -> None:
         self.asked = Latch()
+        self._signals = frozenset(signals)
         self._file = file
         self._ask = ask
         self._on_signal = on_signal
@@ -70,7 +69,7 @@ class StopRequests:
             return
         for number in signals:
             try:
-                self._before[number] = signal.signal(number, self._receive)
+                self._before[number] = signal.signal(number, self._handle)
             except (OSError, ValueError) as error:
                 self.close()
                 raise CheckpointingException(
@@ -79,7 +78,7 @@ class StopRequests:
                 ) from error
         # Where a shell has it ignored, it stays so.
         if signal.SIGINT not in signals and callable(signal.getsignal(signal.SIGINT)):
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
 
     def why(self) -> str | None:
         """Return why the job is to stop, always the first reason; ``None`` if it is not."""
@@ -126,42 +125,43 @@ class StopRequests:
         self._is_closed = True
         for number in self._before:
             # Who has set a handler since calls ours, or has replaced it.
-            if signal.getsignal(number) in (self._receive, self._pass_on):
-                signal.signal(number, self._action_before(number))
+            if signal.getsignal(number) == self._handle:
+                live, before = self._chain(number)
+                signal.signal(number, live[0]._handle if live else before)
 
     @property
     def _is_idle(self) -> bool:
-        """True if signals are to be handled as if this object were not there."""
         return self._is_closed or os.getpid() != self._process
 
-    def _action_before(self, number: signal.Signals) -> Any:
-        """Return what was done before, passing over other objects that are closed by now."""
-        action = self._before.get(number)
-        owner = getattr(action, "__self__", None)
-        if isinstance(owner, StopRequests) and owner._is_idle:
-            return owner._action_before(number)
+    def _chain(self, number: signal.Signals) -> tuple[list[StopRequests], Any]:
+        """Return the live objects whose handlers follow each other, and what was done before."""
+        live: list[StopRequests] = []
+        owner: Any = self
+        while isinstance(owner, StopRequests):
+            live += [] if owner._is_idle else [owner]
+            action = owner._before.get(number)
+            owner = getattr(action, "__self__", None)
         # Set by code that is not Python's: it cannot be set again.
-        return signal.SIG_DFL if action is None else action
+        return live, signal.SIG_DFL if action is None else action
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_idle:
-            received, is_first = signal.Signals(number), not self.asked.is_set()
-            self._received = f"signal {received.name}"
-            self.asked.set()
-            _leave_workers_to_loaders()
-            if is_first and self._action_before(received) is signal.default_int_handler:
-                # Ctrl-C, which is to stop the job between two steps. A second one interrupts it.
-                return
-        self._pass_on(number, frame)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if not self._is_idle:
-            self._on_signal(received)
-        before = self._action_before(received)
+        live, before = self._chain(received)
+        asked = [each for each in live if received in each._signals]
+        is_first = not all(each.asked.is_set() for each in asked)
+        for each in asked:
+            each._received = f"signal {received.name}"
+            each.asked.set()
+        if asked:
+            _leave_workers_to_loaders()
+        if is_first and before is signal.default_int_handler:
+            # Ctrl-C, which is to stop the job between two steps. A second one interrupts it.
+            return
+        for each in live:
+            each._on_signal(received)
         if callable(before):
             before(number, frame)
-        elif self._is_idle:
+        elif not live:
             # In a child, or below a handler that was set since, which calls this one.
             signal.signal(received, before)
             signal.raise_signal(received)

@@ -69,9 +69,6 @@ class Recovery:
                 self._context.ranks,
                 self._context.strategy.step_s(self._context.ranks.timeout_s),
             )
-            for shard, why in recovered.unrecoverable.items():
-                logger.error("%s cannot be computed: %s", self._identity(shard), why)
-            self.unrecoverable |= recovered.unrecoverable.keys()
             for problem in recovered.problems:
                 self.take_out(problem.piece, problem.reader, problem.why)
                 if problem.reader == self._context.ranks.rank:

@@ -15,9 +15,9 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import Group, ShardIdentity
 from localckpt.options import Options
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.replication.base import STEPS, CopyTicket, ReplicationStrategy
+from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.storage.store import Slot, Store
-from localckpt.threads import SerialThread, Task
+from localckpt.threads import Latch, Task
 
 __all__ = ["Replication", "Replicator"]
 
@@ -55,7 +55,7 @@ class Replicator:
         self._timeout_s = options.timeout
         self._background = options.background
         self._strict = options.strict
-        self._thread = SerialThread("localckpt-replicate")
+        self._last: Latch | None = None
 
     @property
     def is_behind_training(self) -> bool:
@@ -75,22 +75,20 @@ class Replicator:
 
         Without ``own``, which could not be captured, the others of the clique raise ``error``, too.
         """
-        ticket = self._strategy.take_ticket()
-        copies = replication.task = Task(
-            partial(self._replicate, ticket, replication, store, own, error)
-        )
+        self._strategy.begin_copies()
+        copies = replication.task = Task(partial(self._replicate, replication, store, own, error))
         if self.is_behind_training:
             try:
-                self._thread.submit(copies)
+                self._strategy.thread.submit(copies)
             except BaseException:
                 # No thread can be had, as while the interpreter ends, or an interrupt.
                 if copies.call_off():
                     replication.task = None
-                    ticket.end()
                 raise
+            self._last = copies.over
             replication.comes_later = True
             return
-        copies.run()
+        self._strategy.thread.run(copies)
         failure = copies.error
         if failure is not None and (own is not None or not isinstance(failure, Exception)):
             try:
@@ -136,23 +134,17 @@ class Replicator:
 
     def close(self) -> None:
         """Wait for the replications that are under way."""
-        self._thread.close()
+        if self._last is not None:
+            self._last.wait()
 
     def _replicate(
         self,
-        ticket: CopyTicket,
         replication: Replication,
         store: Store,
         own: Slot | None,
         error: str | None,
     ) -> list[Slot]:
-        ticket.is_taken_up = True
         try:
-            if not ticket.wait(STEPS * self._timeout_s):
-                raise CheckpointingException(
-                    f"iteration {replication.identity.iteration} is not replicated: the "
-                    f"replication before it has not ended after {STEPS * self._timeout_s:g} s"
-                )
             return self._exchange(replication, store, own, error)
         except Exception as failure:
             # Else the frames, and with them the images, would stay until cycles are collected.
@@ -161,7 +153,6 @@ class Replicator:
         finally:
             if own is not None:
                 own.end_hold("replication")
-            ticket.end()
 
     def _exchange(
         self, replication: Replication, store: Store, own: Slot | None, error: str | None

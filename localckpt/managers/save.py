@@ -202,8 +202,7 @@ class Save:
         # A user's hooks are asked what they hold in the trainer's thread only.
         is_judged = self._context.images is not None
         call = AsyncCall(
-            self.keep_local,
-            then_fn=self.protect,
+            self.carry_out,
             report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
             judge_fn=judge_save if is_judged else None,
             verdict_fn=self._take_verdict if is_judged else None,
@@ -235,8 +234,7 @@ class Save:
 
     def _run_here(self) -> str | None:
         try:
-            self.keep_local()
-            self.protect()
+            self.carry_out()
         except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
             self.note_error(error)
         return self.error
@@ -245,9 +243,15 @@ class Save:
         """Take the verdict on the save, as JSON fields; the same on all ranks."""
         self._verdict = SaveVerdict.from_json(fields)
 
+    @runs_in_trainer
+    def carry_out(self) -> None:
+        self.keep_local()
+        # Not after it was given up.
+        if any(save is self for save in self._saves.in_flight):
+            self.protect()
+
     # Local.
 
-    @runs_in_trainer
     def keep_local(self) -> None:
         """Commit the captured state; raises what the store, or the user's hook, raises."""
         self.is_scheduled = True
@@ -328,7 +332,6 @@ class Save:
             handed_over, self._handed_over = self._handed_over, None
             if handed_over is not None:
                 self.error = self.error or handed_over.await_error()
-            # A foreign queue that did not freeze the request has not called protect().
             self.protect()
             holds = context.store.holds
             missing += [s.identity.ckpt_id for s in self.slots if not holds(s.identity)]

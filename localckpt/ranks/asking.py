@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from math import inf
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
-from weakref import finalize
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks.deadline import begin, within
-from localckpt.threads import Latch, Task
+from localckpt.threads import Latch
 
 __all__ = [
-    "StoreThreads",
     "StoreWait",
     "ask_store",
+    "ask_until_stopped",
     "store_errors",
     "store_is_silent",
 ]
 
 T = TypeVar("T")
 
-# A thread that waits for nothing ends at once, unless the machine is busy.
-_ENDING_S = 1.0
 # This process may have been stopped meanwhile, and the thread with it.
 _LAST_LOOK_S = 0.5
 # Errors of whoever takes apart what is no report, no verdict and no name.
@@ -40,137 +33,51 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionErro
 class StoreWait:
     """A wait for other ranks, in a thread that its starter may abandon.
 
-    Attributes:
-        begun: Set once the thread has nothing left to do but to wait.
-        abandoned: Set once nobody waits for the thread any more.
-        answers_by: When the store is taken to be silent, by the monotonic clock.
+    ``begun`` is set once the thread has nothing left to do but to wait.
     """
 
-    def __init__(self, answer_s: float) -> None:
-        self._answer_s = answer_s
+    def __init__(self, abandoned: Latch | None = None) -> None:
         self.begun = Latch()
-        self.abandoned = Latch()
-        self.answers_by = 0.0
-        self.expect()
-
-    def expect(self, at: float = 0.0) -> None:
-        """Expect the next answer of the store, which has just answered.
-
-        ``at`` is when the store is to answer, by the monotonic clock, where it is to wait itself.
-        """
-        self.answers_by = max(time.monotonic(), at) + self._answer_s
+        self.abandoned = abandoned or Latch()
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
-    """Return what a call that talks to the job's store returns.
-
-    The call is made in another thread.
-    """
+    """Return what a call that talks to the job's store returns, made in another thread."""
     with store_errors(phase, limit_s):
         return within(limit_s, call)
 
 
-class StoreThreads:
-    """Threads for calls that wait for other ranks at the job's store, kept for later calls.
+def ask_until_stopped(
+    phase: str,
+    limit_s: float,
+    call: Callable[[StoreWait], T],
+    stopped: Latch,
+    tell: Callable[[], float],
+) -> T | None:
+    """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
-    There is one, unless several threads make calls at once, or a call never returns.
+    A call that waits when it is ``stopped``, or interrupted, is abandoned, and ``None`` is
+    returned. ``tell`` logs whom the wait is for if it is long, in this thread, and returns when to
+    call it again, in seconds.
     """
-
-    def __init__(self) -> None:
-        self._idle: deque[_Kept] = deque()
-        self._is_closed = False
-        finalize(self, _end_threads, self._idle)
-
-    def ask_until_stopped(
-        self,
-        phase: str,
-        limit_s: float,
-        call: Callable[[StoreWait], T],
-        stopped: Latch,
-        *,
-        answer_s: float,
-        tell: Callable[[], float] = lambda: inf,
-    ) -> T | None:
-        """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
-
-        A store that is silent ends the call long before other ranks are given up. A call that waits
-        when it is stopped, or interrupted, is abandoned, and ``None`` is returned.
-
-        Args:
-            phase, limit_s: As for :func:`ask_store`.
-            call: What is called, in another thread, with its wait.
-            stopped: Ends the wait.
-            answer_s: The time that the store has to answer, in seconds.
-            tell: Logs whom the wait is for if it is long, and returns when to call it again, in
-                seconds; called in this thread.
-        """
-        began = time.monotonic()
-        wait, until = StoreWait(answer_s), began + limit_s
-        with store_errors(phase):
-            task, thread = Task(lambda: call(wait)), self._take_thread()
-            try:
-                thread.tasks.put(task)
-                passed = 0.0
-                # The thread moves the moment on with each answer of the store.
-                while not task.done() and not stopped.is_set():
-                    now, at = time.monotonic(), min(until, wait.answers_by)
-                    if at == passed:
-                        raise TimeoutError(f"not for {now - began:.1f} s")
-                    passed = at if at <= now else 0.0
-                    task.over.wait(min(max(at - now, _LAST_LOOK_S), tell()), stopped)
-                if not task.done():
-                    # Other ranks are to see what the call does before it waits.
-                    task.over.wait(min(until, wait.answers_by) - time.monotonic(), wait.begun)
-                    if not task.done() and wait.begun.is_set():
-                        wait.abandoned.set()
-                        return None
-                return task.take_result(0)
-            except BaseException:
-                wait.abandoned.set()
-                raise
-            finally:
-                self._put_back(thread, task)
-
-    def close(self) -> None:
-        """End the threads. That of a call that is under way ends with the call."""
-        self._is_closed = True
-        _end_threads(self._idle)
-
-    def _take_thread(self) -> _Kept:
-        with suppress(IndexError):
-            return self._idle.pop()
-        tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        return _Kept(tasks, begin(partial(_run_tasks, tasks), "localckpt-ranks"))
-
-    def _put_back(self, thread: _Kept, task: Task[Any]) -> None:
-        if not task.done():
-            # Nobody waits for the call, which may never return.
-            thread.tasks.put(None)
-            return
-        self._idle.append(thread)
-        # In this order: who closes finds the thread, or this rank sees it.
-        if self._is_closed:
-            self.close()
-
-
-class _Kept(NamedTuple):
-    tasks: SimpleQueue[Task[Any] | None]
-    loop: Task[None]
-
-
-def _run_tasks(tasks: SimpleQueue[Task[Any] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task.run()
-        # Else this variable would keep the task's result until the next task comes.
-        del task
-
-
-def _end_threads(idle: deque[_Kept]) -> None:
-    with suppress(IndexError):
-        while True:
-            thread = idle.pop()
-            thread.tasks.put(None)
-            thread.loop.wait(_ENDING_S)
+    wait, until = StoreWait(), time.monotonic() + limit_s
+    with store_errors(phase, limit_s):
+        try:
+            task = begin(lambda: call(wait), "localckpt-ranks")
+            while not task.done() and not stopped.is_set() and time.monotonic() < until:
+                task.over.wait(min(max(0.0, until - time.monotonic()), tell()), stopped)
+            if stopped.is_set():
+                # Other ranks are to see what the call does before it waits.
+                task.over.wait(max(0.0, until - time.monotonic()), wait.begun)
+                if not task.done() and wait.begun.is_set():
+                    wait.abandoned.set()
+                    return None
+            elif not task.wait(_LAST_LOOK_S):
+                raise TimeoutError(f"not for {limit_s:.1f} s")
+            return task.take_result(0)
+        except BaseException:
+            wait.abandoned.set()
+            raise
 
 
 @contextmanager

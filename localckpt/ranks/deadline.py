@@ -30,12 +30,7 @@ _SOON_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The end of a wait.
-
-    Attributes:
-        timeout_s: The time that was given, in seconds, for messages.
-        at: The end of it, by the monotonic clock.
-    """
+    """The end of a wait: ``at`` by the monotonic clock, ``timeout_s`` after it began."""
 
     timeout_s: float
     at: float
@@ -49,12 +44,10 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; 0 once it has passed."""
         return max(0.0, self.at - time.monotonic())
 
     @property
     def waited_s(self) -> float:
-        """Seconds that have passed of the time that was given."""
         return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
 
 
@@ -62,11 +55,9 @@ _latest = inf
 
 
 def end_waits_by(at: float) -> None:
-    """Let no deadline that is made from now on be later than a time, in this process.
+    """Let no deadline that is made from now on be later than a time by ``time.monotonic()``.
 
-    For a job that is asked to stop.
-
-    ``at`` is a time by ``time.monotonic()``; infinity lets deadlines be as they are.
+    For a job that is asked to stop; infinity lets deadlines be as they are.
     """
     global _latest
     _latest = at

@@ -12,18 +12,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.absent import NAMED, Absences, named
-from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
+from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.failure import Failure
-from localckpt.ranks.job_store import AbandonedError, Members, StorePart
+from localckpt.ranks.failure import NAMED, Absences, Failure, named
+from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import RESULT, Round
+from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
 from localckpt.waiting import wait_until
@@ -48,9 +49,8 @@ class Deciding:
     """One rank's part in rounds, one after another; :class:`Ranks` is what others call.
 
     Attributes:
-        rank: This process's rank in the group.
-        root: The rank of the group that judges.
-        is_root: Whether that is this rank.
+        rank, root, is_root: This process's rank in the group, the rank that judges, and whether it
+            is this one.
         global_ranks: The ranks of the group, as ranks of the job.
         rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
             its number by a decision of other ``Ranks``.
@@ -64,16 +64,15 @@ class Deciding:
         self._absences = Absences(group.ranks[group.rank], group.ranks, group.ranks[root])
         self._store_timeout_s = timeout_s
         self._hint = hint
-        self._threads = StoreThreads()
         self._part = StorePart(name, group, timeout_s, hint)
         self.rounds = 0
         # Set while no call waits.
         self._stopped = Latch()
         # Verdicts before it have been deleted; the first was that of the opening of the part.
         self._forgotten = -1
-        # A round that another thread awaits, and one in which this rank waits for others.
-        self._awaited_round: tuple[int, str] | None = None
-        self._waits: int | None = None
+        # Number and name of a round in which this rank waits for others.
+        self._waits: tuple[int, str] | None = None
+        self._has_left = False
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank.
@@ -84,15 +83,11 @@ class Deciding:
             self._part.close_clients()
         else:
             self._part.close()
-        if not self._part.is_fork:
-            self._threads.close()
 
     def _open(self, deadline: Deadline | None = None) -> Store:
-        """Return the part of the store, once all ranks have come to theirs."""
         return self._part.open(self._stopped, deadline)
 
     def _ask_part(self, what: str, call: Callable[[Store], T]) -> T:
-        """Call what asks the part of the store, outside of any round."""
         store = self._open()
         return ask_store(what, self._store_timeout_s, lambda: call(store))
 
@@ -111,6 +106,8 @@ class Deciding:
             deadline = call.deadline
             waits_s = deadline.left_s + deadline.timeout_s * _AFTER_ROOT + call.grace_s
             outcome = self._wait(number, call.what, partial(self._take_part, call), waits_s)
+            if outcome is None and self._has_left:
+                raise PeerLostError(f"could not {call.what}: this rank has left")
             if outcome is None:
                 outcome = self._ask(number, call.what, partial(self._end_now, call))
             verdict, cause = outcome
@@ -122,7 +119,6 @@ class Deciding:
         return self._for_this_rank(call.what, verdict), cause
 
     def _post(self, call: Call) -> None:
-        """Report, without waiting for the verdict."""
         number = self._next_round(call.deadline)
         self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
 
@@ -164,7 +160,6 @@ class Deciding:
         return heard or unknown
 
     def _failure_here(self, what: str, error: BaseException) -> Verdict:
-        """Describe to all ranks what failed on this one."""
         mine = {self._absences.me: Failure.of(error)}
         return Verdict(failure=Failure.joint(f"could not {what}: ", mine))
 
@@ -176,7 +171,6 @@ class Deciding:
         return self.rounds - 1
 
     def _own(self, verdict: Verdict) -> Verdict:
-        """The verdict of a rank that is alone."""
         parts = verdict.parts or {}
         return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
 
@@ -278,33 +272,15 @@ class Deciding:
                 round_.drop_data(len(call.data))
         return verdict
 
-    # In a thread of its own, with no deadline.
-
-    def _await_verdict(self, call: Call) -> Verdict:
-        """Take part as in :meth:`_meet`, until another thread ends it."""
-        while True:
-            number, wait = self._next_round(call.deadline), StoreWait(self._store_timeout_s)
-            wait.abandoned = self._stopped
-            with store_errors(call.what):
-                round_ = self._round(self._open(), number, wait)
-                self._awaited_round = (number, call.what)
-                try:
-                    verdict, _ = self._take_part(call, round_)
-                except AbandonedError as error:
-                    raise PeerLostError(f"could not {call.what}: this rank has left") from error
-                finally:
-                    self._awaited_round = None
-            if not self._is_for_others(call.what, verdict):
-                return self._for_this_rank(call.what, verdict)
+    # Waits with no deadline, in another thread.
 
     def give_up(self, waited_s: float) -> None:
         """End a wait with no deadline in another thread: ranks that have not reported are lost.
 
-        Raises:
-            PeerLostError: The store cannot be reached.
+        Raises PeerLostError if the store cannot be reached.
         """
-        if (awaited_round := self._awaited_round) is not None:
-            number, what = awaited_round
+        if (waits := self._waits) is not None:
+            number, what = waits
             self._ask(number, what, lambda round_: self._give_up(round_, what, waited_s))
 
     def leave(self, next_what: str) -> None:
@@ -313,13 +289,14 @@ class Deciding:
         It ends a wait with no deadline in another thread, on all ranks; else the others' next one,
         which is that for ``next_what``.
         """
+        number, what = self._waits or (self.rounds, next_what)
+        self._has_left = True
         self._stopped.set()
-        number, what = self._awaited_round or (self.rounds, next_what)
 
         def decide() -> None:
             # The others may wait for this rank to come here first.
             store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
-            round_ = self._round(store, number, StoreWait(_LEAVING_S))
+            round_ = self._round(store, number, StoreWait())
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 
@@ -349,26 +326,27 @@ class Deciding:
         return given
 
     def _verdict_on_missing(self, round_: Round, what: str, waited_s: float) -> Verdict:
-        """The verdict when not all have reported in time."""
         reports, ranks = round_.reports(), self.global_ranks
         late = [rank for rank, report in enumerate(reports) if report is None] or [self.root]
         failure = joint_failure(what, reports, ranks)
         missing = tuple(ranks[rank] for rank in late)
-        if failure is None:
+        if failure is None or failure.kind == PeerLostError.__name__:
             seen = round_.last_seen(late[:NAMED], ranks)
-            failure = self._absences.late(what, missing, seen, waited_s, self._hint())
+            absent = self._absences.late(what, missing, seen, waited_s, self._hint())
+            # Ranks that have lost a peer say so, and this which of them is to blame.
+            also = "" if failure is None else f" Also: {failure.text}"
+            failure = replace(absent, text=f"{absent.text}{also and '.'}{also}")
         return Verdict(failure=failure, late=missing, given_up=what)
 
     def awaits(self) -> str:
         """Return in words which ranks a call in another thread waits for; empty for none."""
-        number = self._waits if self._awaited_round is None else self._awaited_round[0]
-        return "" if number is None else self._awaited(number)
+        return "" if (waits := self._waits) is None else self._awaited(waits[0])
 
     def _awaited(self, number: int) -> str:
         """Return in words which ranks a round waits for: on the root all, else whether it does."""
 
         def look() -> str:
-            round_ = self._round(self._open(), number, StoreWait(_LOOKING_S))
+            round_ = self._round(self._open(), number, StoreWait())
             reported = round_.last_report(self.root)
             if not self.is_root and reported is not None and reported[0] >= number:
                 return f"ranks that rank {self._absences.root} names"
@@ -391,7 +369,7 @@ class Deciding:
 
     def _wait(self, number: int, what: str, call: Callable[[Round], T], waits_s: float) -> T | None:
         """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
-        self._waits = number
+        self._waits = number, what
         try:
             return self._in_thread(number, what, call, waits_s, self._stopped)
         finally:
@@ -406,16 +384,17 @@ class Deciding:
         stopped: Latch,
     ) -> T | None:
         store = self._open()
+        if waits_s == inf:
+            # In a thread behind training, which has nothing else to do.
+            with store_errors(what), suppress(AbandonedError):
+                return call(self._round(store, number, StoreWait(stopped)))
+            return None
         # However long the wait for other ranks, the store needs its time.
-        answer_s = 2 * self._store_timeout_s + _AFTER_FIRST_S
+        limit_s = waits_s + self._store_timeout_s + 2 * _AFTER_FIRST_S
         patience = Patience(self._absences.me, what)
-        return self._threads.ask_until_stopped(
-            what,
-            answer_s + waits_s,
-            lambda wait: call(self._round(store, number, wait)),
-            stopped,
-            answer_s=answer_s,
-            tell=lambda: patience.left_s(lambda: self._awaited(number)),
+        return ask_until_stopped(
+            *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
+            *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

@@ -1,17 +1,40 @@
-"""Errors in plain data, as they go to other ranks: one on one rank is the same on all."""
+"""Errors in plain data, as they go to other ranks: one on one rank is the same on all.
+
+Among them are those about ranks that did not come, and the failures of calls behind training.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localckpt import errors
-from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.failure_texts import described, said_by
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.failure_texts import described, ranks_named, said_by, with_class
 
-__all__ = ["Attempt", "Failure", "forget_frames"]
+__all__ = [
+    "NAMED",
+    "NO_FUNCTION",
+    "SLOW",
+    "Absences",
+    "Attempt",
+    "CallEnd",
+    "Failure",
+    "failure_of",
+    "forget_frames",
+    "named",
+]
+
+SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
+"""Advice on the topic ``slow``, on ranks that did not come."""
+
+NAMED = 16
+"""So many ranks are named in a message."""
+
+NO_FUNCTION = "no function"
+"""Name of a call that has nothing to do on a rank."""
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -32,7 +55,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an error."""
         names = (c.__name__ for c in type(error).__mro__)
         kind = next((n for n in names if n in errors.__all__), CheckpointingException.__name__)
         fields = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN)}
@@ -50,7 +72,6 @@ class Failure:
         return [self.kind, self.text, self.fields]
 
     def error(self) -> CheckpointingException:
-        """Make the error again."""
         raised: CheckpointingException = getattr(errors, self.kind)(self.text)
         for name, value in self.fields.items():
             setattr(raised, name, value)
@@ -58,10 +79,7 @@ class Failure:
 
     @classmethod
     def joint(cls, begin: str, failures: Mapping[int, Failure]) -> Failure:
-        """Describe what went wrong on several ranks.
-
-        ``begin`` is what the text begins with; the ranks, and what each says, follow.
-        """
+        """Describe what went wrong on several ranks: ``begin``, the ranks, and what each says."""
         # Peers of a rank that failed for a reason of its own have lost it: that says nothing more.
         causes = {r: f for r, f in failures.items() if f.kind != PeerLostError.__name__}
         causes = causes or dict(failures)
@@ -88,7 +106,6 @@ class Attempt:
 
     @property
     def error_text(self) -> str | None:
-        """Text of the exception for other ranks; ``None`` without one."""
         return None if self.failure is None else described(self.failure)
 
     def __enter__(self) -> Attempt:
@@ -111,3 +128,148 @@ def forget_frames(failure: BaseException | None) -> None:
         traceback.clear_frames(failure.__traceback__)
         # Not its context, which may be an error that the trainer is about to handle.
         failure = failure.__cause__
+
+
+@dataclass(frozen=True, slots=True)
+class Absences:
+    """The words of one rank (``me``) about others: ranks of the job, of which ``root`` judges."""
+
+    me: int
+    ranks: Sequence[int]
+    root: int
+
+    def late(
+        self, what: str, late: Sequence[int], seen: Mapping[int, str], waited_s: float, hint: str
+    ) -> Failure:
+        """Describe ranks that have not reported in time.
+
+        ``seen`` has the call in which each was last seen, if it was; ``hint`` is the end of the
+        message.
+        """
+        return _lost(
+            f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
+            f"{named(late, seen)} did not come. What was saved before stands",
+            advice=f"{SLOW}{hint}",
+        )
+
+    def too_late(self, what: str, late: Sequence[int]) -> Failure:
+        """Tell this rank, which is among ``late``, that the others did not wait for it."""
+        others = ranks_named(rank for rank in self.ranks if rank != self.me)
+        missing = [rank for rank in late if rank != self.me]
+        named = ", ".join(f"rank {rank}" for rank in missing[:NAMED])
+        nor = f", and {named} had not come either" if missing else ""
+        return _lost(
+            f"rank {self.me} came too late to {what}: the others ({others}) were not all waiting "
+            f"any more{nor}. What was saved before stands",
+            advice=SLOW,
+        )
+
+    def closed(self, name: str) -> Failure:
+        return _lost(
+            f"rank {self.me} closed {name!r} before all ranks had opened it. What was saved before "
+            f"stands",
+            advice=SLOW,
+        )
+
+    def left(self, what: str) -> Failure:
+        return _lost(
+            f"could not {what}: rank {self.me} has left before all ranks had come. What was saved "
+            f"before stands"
+        )
+
+    def unknown(self, what: str, waited_s: float) -> Failure:
+        return _lost(
+            f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
+            f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "
+            f"saved before stands. find_latest() will tell",
+            outcome_unknown=True,
+        )
+
+
+def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Return ranks that have not come in words, with the call in which each was last seen."""
+    texts = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
+    texts[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
+    return ", ".join(texts)
+
+
+def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
+    advised = {"topic": "slow", "advice": advice} if advice else {}
+    return Failure(PeerLostError.__name__, text, {**fields, **advised})
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The end of one call on one rank, for messages and the judge.
+
+    Attributes:
+        number: Number of the call in its queue.
+        name: What the call does.
+        failure: What it failed with; ``None`` if it did not.
+        value: What came of it; anything that JSON can carry.
+        iteration: Iteration that the call saves; ``None`` for a call that is no save.
+    """
+
+    number: int
+    name: str
+    failure: Failure | None = None
+    value: Any = None
+    iteration: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        name: str,
+        error: BaseException | None,
+        report: Callable[[], Any] | None = None,
+        iteration: int | None = None,
+    ) -> CallEnd:
+        """Describe a call that is over; ``report()`` gives the value of one that did not fail."""
+        value = None
+        if error is None and report is not None:
+            try:
+                value = report()
+            except Exception as failure:  # noqa: BLE001 - raised on every rank
+                error = failure
+        if error is None:
+            return cls(number, name, None, value, iteration)
+        failed = replace(Failure.of(error), text=with_class(error))
+        return cls(number, name, failed, None, iteration)
+
+    def to_json(self) -> list[Any]:
+        failure = None if self.failure is None else self.failure.to_json()
+        return [self.number, self.name, failure, self.value, self.iteration]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> CallEnd:
+        number, name, failure, *rest = fields
+        return cls(number, name, None if failure is None else Failure.from_json(failure), *rest)
+
+
+def failure_of(ends: Sequence[CallEnd], ranks: Sequence[int]) -> Failure | None:
+    """Return the failure that every rank raises; ``None`` if the call succeeded."""
+    # A rank that has nothing to write takes part with no function.
+    names = {end.name for end in ends} - {NO_FUNCTION}
+    if len({end.number for end in ends}) > 1 or len(names) > 1:
+        at: dict[str, list[int]] = {}
+        for rank, end in zip(ranks, ends, strict=True):
+            at.setdefault(f"at call {end.number} ({end.name})", []).append(rank)
+        where = ", ".join(
+            f"{ranks_named(those)} {'is' if len(those) == 1 else 'are'} {call}"
+            for call, those in at.items()
+        )
+        text = (
+            f"the ranks do not finalize the same call: {where}. Every rank must schedule the same "
+            f"calls in the same order. The oldest of these was not finalized"
+        )
+        return Failure(MismatchError.__name__, text)
+    failures = {
+        rank: end.failure for rank, end in zip(ranks, ends, strict=True) if end.failure is not None
+    }
+    if not failures:
+        return None
+    first = next(end for end in ends if end.failure is not None)
+    joint = Failure.joint(f"call {first.number} ({first.name}) failed on ", failures)
+    text = f"{joint.text}. It was finalized on no rank; further calls can be scheduled"
+    return replace(joint, text=text)

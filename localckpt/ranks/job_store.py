@@ -1,65 +1,24 @@
-"""The job's key-value store, and how a group of ranks opens a part of it that nobody has used.
-
-A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
-keys of ranks that died at any point. A part is therefore opened by a handshake (``opening.py``),
-which draws its name: names never follow from what a process has made before, of which others may
-have made less, or nothing.
-"""
+"""The job's key-value store and the ranks of a group, as torch tells them at the moment."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from statistics import median
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.ranks.asking import StoreWait, store_errors
-from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.opening import NAMES, Opening
-from localckpt.ranks.round import remove_rounds
-from localckpt.ranks.values import if_there
-from localckpt.threads import Latch, Task
-from localckpt.waiting import back_off
+from localckpt.errors import MismatchError
 
-__all__ = ["AbandonedError", "Members", "Standing", "StorePart", "default_store", "group_ranks"]
-
-logger = logging.getLogger(__name__)
-
-# Time for the store itself, beyond the wait for other ranks.
-_STORE_TIMES = 2
-# Of one message; without a deadline another one follows.
-_LONGEST_WAIT_S = 86400.0
-_LEAVING_S = 1.0
-# Up to so many ranks, asking again and again is cheaper than a connection to wait on.
-_FEW_RANKS = 64
-_LONGEST_PAUSE_OF_FEW_S = 0.02
-# Fewer ranks ask as often as they like. Else so many waits say how long the next one usually takes,
-# and so much of it is slept at once.
-_VERY_FEW_RANKS, _WAITS, _SLEPT, _LONGEST_FIRST_PAUSE_S = 16, 5, 0.9, 0.05
+__all__ = ["Members", "Standing", "default_store", "group_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """This process in a process group, as torch tells it at the moment. Comparing sends nothing.
 
-    Attributes:
-        rank: Its rank there; -1 if it is not in the group.
-        size: Number of ranks.
-        version: Changes when the group's members are changed in place, where torch tells.
+    ``rank`` is -1 outside of the group; ``version`` changes when members are changed in place.
     """
 
     rank: int
@@ -89,7 +48,6 @@ class Members:
         rank: This process's place among ``ranks``.
         ranks: The ranks of the group, as ranks of the job.
         store: The job's store; ``None`` for a process that is alone.
-        process_group: Their process group; ``None`` for that of all ranks.
         made_for: This process in the job and in that group when this was made; ``None`` without
             torch.distributed.
     """
@@ -119,264 +77,6 @@ class Members:
         return cls(rank, tuple(members), default_store(), process_group, made_for)
 
 
-class AbandonedError(Exception):
-    """Ends a thread for which nobody waits any more."""
-
-
-class StorePart:
-    """A fresh part of the job's store for some ranks, opened when it is used first.
-
-    All ranks of the group use their parts of one name first in the same order; whoever does waits
-    until all have. One that only some ranks have made, and that none uses, is in nobody's way.
-    Without torch.distributed it is a world of one, which has no store.
-
-    What a rank has written into a part that was closed, or that an earlier process of this rank
-    left, is deleted when the next part of the name is opened.
-
-    Attributes:
-        is_large: Whether ranks wait on connections kept for that, and do not poll the process that
-            hosts the store.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        group: Members,
-        timeout_s: float,
-        hint: Callable[[], str] = str,
-    ) -> None:
-        self._process = os.getpid()
-        self._group = group
-        self._store: Store | None = None
-        self.is_large = len(group.ranks) > _FEW_RANKS
-        # Connections for waiting that are free.
-        self._clients: list[Store] = []
-        self._opening: Task[Store] | None = None
-        self._closed = False
-        # The last waits that were not in vain, in seconds.
-        self._waits_s: deque[float] = deque(maxlen=_WAITS)
-        self._hint = hint
-        self._name = name
-        self._timeout_s = timeout_s
-        self._limit_s = _STORE_TIMES * timeout_s
-        if group.store is None or self.is_alone:
-            return
-        members = hashlib.sha256(repr(list(group.ranks)).encode()).hexdigest()[:16]
-        self._prefix = f"localckpt/{members}/{name}"
-        self._shared = PrefixStore(self._prefix, group.store)
-        self._openings = _openings_in(group)
-        self._given_up = Latch()
-        self._deadline = Deadline.after(timeout_s)
-
-    @property
-    def is_alone(self) -> bool:
-        """True if there is no store, because the rank is alone."""
-        return len(self._group.ranks) == 1
-
-    @property
-    def is_fork(self) -> bool:
-        """True if this process is a fork of the rank, and shares its connection to the store."""
-        return os.getpid() != self._process
-
-    def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
-        """Return the part, once all ranks have come to it.
-
-        The deadline may be earlier than the part's own. After an error the next call tries again.
-        """
-        if self.is_fork:
-            raise CheckpointingException(
-                f"process {self._process} is a rank of the job, and this one is a fork of it: "
-                f"save and load there"
-            )
-        if self._store is not None:
-            return self._store
-        self.prepare()
-        opening = self._opening
-        assert opening is not None, "prepare() has begun it"
-        if deadline is not None and deadline.at < self._deadline.at:
-            self._deadline = deadline
-        try:
-            opening.over.wait(self._limit_s, stopped)
-            with store_errors(f"open {self._name!r}", self._limit_s):
-                self._store = opening.take_result(0)
-        finally:
-            if opening.done():
-                self._opening = None
-        return self._store
-
-    def prepare(self) -> None:
-        """Begin to open the part in the background, after those of its name that came before."""
-        if self._opening is None and self._store is None and not self.is_alone:
-            self._deadline = Deadline.after(self._timeout_s)
-            before, over = self._openings.last.get(self._prefix), Latch()
-            self._opening = begin(partial(self._agree_after, before, over))
-            self._openings.last[self._prefix] = over
-
-    def require_same_world(self) -> None:
-        """Check that the job's process group is the one for which this part was made."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        if self._group.store is None and dist.get_world_size() > 1:
-            raise MismatchError(
-                f"{self._name!r} was made before torch.distributed.init_process_group(), as if "
-                f"this process were alone, and the job has {dist.get_world_size()} ranks: make the "
-                f"Checkpointer or the manager after the process group. Nothing was saved or read "
-                f"by this call"
-            )
-        group = self._group
-        if group.store is None or group.made_for is None:
-            return
-        if default_store() is not group.store:
-            what = f"torch.distributed was initialised anew after {self._name!r} was made"
-        elif (Standing.of(), Standing.of(group.process_group)) != group.made_for:
-            what = f"the members of the process group were changed after {self._name!r} was made"
-        else:
-            return
-        raise MismatchError(
-            f"{what}: it was made by {group.made_for[0]}, and this process is {Standing.of()} now. "
-            f"Close the manager (or checkpointer, queue, strategy), and make another. Nothing was "
-            f"saved or read by this call"
-        )
-
-    def close(self) -> None:
-        """Note that no rank calls anything here any more; the next opening removes the keys.
-
-        Another rank may be reading them still. May be called twice, and in a fork.
-        """
-        if self._group.store is None or self.is_alone or self._closed or self.is_fork:
-            return
-        opening = self._opening
-        if self._store is None:
-            # Its thread is not to outlive this, nor its keys, only because nothing was decided.
-            self._given_up.set()
-            if opening is None or not opening.wait(_LEAVING_S) or opening.error:
-                return
-        self._closed = True
-        self.close_clients()
-        with self._openings.noting:
-            self._openings.closed.setdefault(self._prefix, []).append(self._part)
-
-    def _agree_after(self, before: Latch | None, over: Latch) -> Store:
-        try:
-            if before is not None:
-                before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
-            opening = Opening(
-                self._shared,
-                lambda name: PrefixStore(name, self._shared),
-                self._name,
-                self._group.rank,
-                self._group.ranks,
-                lambda: self._deadline,
-                lambda: self._given_up.is_set() or self._openings.are_over.is_set(),
-                self._hint,
-            )
-            self._part = opening.agree()
-            # All ranks have come here, so none of them is in the last call on a part before.
-            self._note_opened()
-            return PrefixStore(self._part, self._shared)
-        finally:
-            over.set()
-
-    def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Wait for a value of the part.
-
-        ``wait`` is told that nothing is left to do but to wait, and when the store has answered.
-        Returns ``None`` if the value is not there in time.
-        """
-        wait.begun.set()
-        client = self._take_client() if self.is_large else None
-        if client is None:
-            value = self._poll(key, until, wait)
-        else:
-            wait.expect(until)
-            value = _get_in_time(client, key, until, wait.abandoned)
-            wait.expect()
-        if wait.abandoned.is_set():
-            raise AbandonedError
-        if client is not None:
-            self._clients.append(client)
-        return value
-
-    def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Ask again and again; in a world of some size first when the usual wait is almost over."""
-        assert self._store is not None
-        began = time.monotonic()
-        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
-        if len(self._group.ranks) > _VERY_FEW_RANKS and self._waits_s:
-            pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
-            pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
-        while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
-            value = if_there(self._store, key)
-            wait.expect()
-            if value is not None:
-                self._waits_s.append(time.monotonic() - began)
-                return value
-            if time.monotonic() > until:
-                return None
-            pause_s = next(pauses)
-        return None
-
-    def close_clients(self) -> None:
-        """Give up the connections that were made for waiting."""
-        self._clients.clear()
-
-    def _take_client(self) -> Store | None:
-        """A connection that nobody else waits on; it is given back once it is free again."""
-        with suppress(IndexError):
-            return self._clients.pop()
-        return self._own_client()
-
-    def _own_client(self) -> Store | None:
-        """Another connection to the store; ``None`` where the store has none to give."""
-        assert self._group.store is not None
-        clone = getattr(self._group.store, "clone", None)
-        if clone is None:
-            return None
-        return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
-
-    def _note_opened(self) -> None:
-        """Note the part for later processes, and remove this rank's keys of those nobody uses."""
-        openings, rank = self._openings, self._group.rank
-        with openings.noting:
-            parts = openings.parts.get(self._prefix)
-            unused = openings.closed.pop(self._prefix, [])
-            if parts is None:
-                parts = unused = self._left_parts()
-            for part in unused:
-                remove_rounds(PrefixStore(part, self._shared), rank, len(self._group.ranks))
-            parts = [*(part for part in parts if part not in unused), self._part]
-            openings.parts[self._prefix] = parts
-            self._shared.set(f"parts/{rank}", json.dumps(parts))
-
-    def _left_parts(self) -> list[str]:
-        """Parts that an earlier process of this rank has left, or this one in another world."""
-        text = if_there(self._shared, f"parts/{self._group.rank}") or b"[]"
-        try:
-            return [part for part in json.loads(text) if NAMES.fullmatch(part)]
-        except (ValueError, TypeError, RecursionError):
-            # No rank has put it there. Keys of closed parts then stay.
-            return []
-
-
-def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
-    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time.
-
-    Whether the wait was stopped is looked at when a value is there, or once a day.
-    """
-    value = b""
-    # torch's server ends the waits for a key that is not there when another client compares it, as
-    # :func:`if_there` does. No value that is waited for is empty.
-    while not value and not stopped.is_set():
-        left_s = max(0.001, until - time.monotonic())
-        client.set_timeout(timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
-        try:
-            value = client.get(key)
-        except dist.DistStoreError:
-            if left_s <= _LONGEST_WAIT_S:
-                return None
-    return value or None
-
-
 def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     """Ranks of a process group in the job; ``None`` for that of all ranks."""
     if group is None or group is dist.group.WORLD:
@@ -386,48 +86,10 @@ def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def default_store() -> Store:
-    """The key-value store of the default process group."""
     # torch has no public accessor for it; this is the one place that asks.
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-@dataclass(slots=True)
-class _Openings:
-    """Openings of this process in one store, for one membership of the job.
-
-    Attributes:
-        made_for: This process in the job.
-        last: By prefix, set once the last opening that was begun there is over.
-        are_over: Set once the membership has changed.
-        parts: By prefix, parts that have keys of this process.
-        closed: By prefix, those of them that nobody uses any more.
-        noting: Held while parts are noted.
-    """
-
-    made_for: Standing | None
-    last: dict[str, Latch] = field(default_factory=dict)
-    are_over: Latch = field(default_factory=Latch)
-    parts: dict[str, list[str]] = field(default_factory=dict)
-    closed: dict[str, list[str]] = field(default_factory=dict)
-    noting: threading.Lock = field(default_factory=threading.Lock)
-
-
-# Parts of one name are opened one after another. Owners of parts know nothing of each other; what
-# they share is the store, which takes no attributes. The entry goes with the store.
-_OPENINGS: WeakKeyDictionary[Store, _Openings] = WeakKeyDictionary()
-
-
-def _openings_in(group: Members) -> _Openings:
-    assert group.store is not None, "a process that is alone opens nothing"
-    made_for = group.made_for and group.made_for[0]
-    openings = _OPENINGS.get(group.store)
-    if openings is None or openings.made_for != made_for:
-        if openings is not None:
-            openings.are_over.set()
-        openings = _OPENINGS[group.store] = _Openings(made_for)
-    return openings
 
 
 def _refuse_unknown_world() -> None:

@@ -36,10 +36,7 @@ class Patience:
         self._began, self._next_s = time.monotonic(), _SILENT_S
 
     def left_s(self, whom: Callable[[], str]) -> float:
-        """Log the wait if it is time; return the seconds until the next message.
-
-        ``whom`` returns the ranks that are waited for, in words.
-        """
+        """Log the wait for ``whom()`` if it is time; return the seconds until the next message."""
         waited_s = time.monotonic() - self._began
         if waited_s >= self._next_s:
             self._next_s = 2 * waited_s
@@ -58,8 +55,6 @@ class Patience:
         *,
         longest_s: float = 0.25,
     ) -> bool:
-        """Poll a condition until it holds, as :func:`wait_until`, and log the wait."""
-
         def is_over() -> bool:
             if not (is_met := holds()):
                 self.left_s(whom)
@@ -70,10 +65,7 @@ class Patience:
     def wait(
         self, wait: Callable[[float], bool], timeout_s: float, whom: Callable[[], str]
     ) -> bool:
-        """Wait for another thread, and log the wait; returns whether it is over.
-
-        ``wait`` waits so many seconds, and returns whether it is over.
-        """
+        """Wait for another thread, logged; ``wait(seconds)`` returns whether it is over."""
         until = time.monotonic() + timeout_s
         while not wait(min(max(0.0, until - time.monotonic()), self.left_s(whom))):
             if time.monotonic() >= until:

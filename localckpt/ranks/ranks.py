@@ -1,8 +1,7 @@
 """Decisions of a job's ranks: each reports, one of them judges, and all get the verdict.
 
-Reports and verdicts are sent over the key-value store that the process group was made with, never
-over a device, so deciding costs no GPU synchronisation and needs no gloo group. This is not a
-transport for shards.
+They go over the key-value store that the process group was made with, never over a device: deciding
+costs no GPU synchronisation and needs no gloo group.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ranks.asking import store_errors
 from localckpt.ranks.deadline import Deadline, begin
 from localckpt.ranks.deciding import Deciding
-from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND
@@ -49,18 +47,14 @@ class Ranks(Deciding):
     """Decisions of the ranks of one process group.
 
     All ranks of the group call the same methods in the same order, also over all objects of one
-    name. The first call, whichever it is, waits until all ranks have come to theirs. Without
+    ``name``. The first call, whichever it is, waits until all ranks have come to theirs. Without
     torch.distributed it is a world of one.
 
-    Args:
-        name: Keeps these messages apart from those of others.
-        process_group: The ranks that take part; ``None`` for all.
-        timeout_s: Time for the other ranks in each call that is given no deadline, and for the
-            job's store, in seconds. The former is an attribute, too.
-        ranks: Those that take part, where they have no process group.
-        group: The ranks and the store, where they are known already.
-        root: The rank of the group that judges.
-        hint: Returns the end of the error message for ranks that do not come: a likely cause.
+    ``timeout_s`` is the time for other ranks in each call that is given no deadline, and for the
+    job's store; the former is an attribute, too. ``ranks`` are those that take part where they have
+    no process group, ``group`` where they and the store are known already; ``root`` is the one that
+    judges. ``hint`` returns the end of the error message for ranks that do not come: a likely
+    cause.
 
     Attributes:
         under_way: What the ranks decide together at the moment, for messages of other threads;
@@ -84,9 +78,9 @@ class Ranks(Deciding):
         self.under_way: str | None = None
 
     def require_same_world(self) -> None:
-        """Check that the job's process group and its members are those that this was made for.
+        """Raise MismatchError if the process group, or its members, are others than before.
 
-        It compares a few numbers, and asks no other rank. If they are not, it is a MismatchError.
+        It asks no other rank.
         """
         self._part.require_same_world()
 
@@ -113,7 +107,6 @@ class Ranks(Deciding):
         self._stopped.set()
 
     def wait_again(self) -> None:
-        """Undo :meth:`abort`."""
         if self.is_aborted:
             self._stopped = Latch()
 
@@ -130,24 +123,19 @@ class Ranks(Deciding):
 
         Args:
             what: What the ranks do together, as an infinitive, for messages.
-            work: This rank's part; its result, anything that JSON can carry, or a
-                :class:`Message`, goes to the root.
-            judge: A pure function, called on the root with the results in rank order. What it
-                returns is JSON, or :class:`PerRank`.
-            deadline: Deadline of the wait for other ranks; by default :attr:`timeout_s` from the
-                end of the work on.
+            work: This rank's part; its result, JSON or a :class:`Message`, goes to the root.
+            judge: A pure function, called on the root with the results in rank order. It returns
+                JSON, or a :class:`PerRank`, which comes as a list: the common value, and this
+                rank's part or ``None``.
+            deadline: By default :attr:`timeout_s` from the end of the work on.
             read: Makes what is returned of what ``judge`` returned, such as :func:`shaped`. What it
-                cannot read is no verdict of this program's: a MismatchError.
-
-        Returns:
-            What ``judge`` returned. Of a :class:`PerRank` it is a list of two: what is common to
-            all ranks, and this rank's part, which is ``None`` if it has none.
+                cannot read is a MismatchError.
 
         Raises:
             CheckpointingException: ``work`` failed on some rank, or ``judge``: the same on all
                 ranks, of the class that was raised where that is one of localckpt's.
-            PeerLostError: Some rank did not come in time; it is raised on all ranks, late ones
-                too. It names them, and what each of them last did.
+            PeerLostError: Some rank did not come in time; it is raised on all ranks, late ones too.
+                It names them, and what each of them last did.
             MismatchError: The ranks are in different calls, or the job's process group is another
                 one than when this was made.
         """
@@ -170,18 +158,12 @@ class Ranks(Deciding):
         order: int | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Decide as in :meth:`decide`, about work that is done.
+        """Decide as in :meth:`decide`, about work that is done: ``attempt`` is its end.
 
-        Args:
-            what, deadline, read: As for :meth:`decide`.
-            grace_s: The longest wait for other ranks once some rank has failed, in seconds.
-            judge: As for :meth:`decide`; by default there is nothing to judge.
-            attempt: End of this rank's work.
-            result: Result of this rank's work, if it succeeded.
-            kind: What all ranks must do alike, where that is less than ``what``.
-            order: Iteration of the call, where there is one. Calls of one kind for another fail on
-                the ranks that are behind, which made theirs alone; the others wait for them, if
-                they are at least half of all.
+        ``grace_s`` is the longest wait for other ranks once some rank has failed. ``kind`` is what
+        all ranks must do alike, where that is less than ``what``. Calls of one kind for another
+        iteration (``order``) fail on the ranks that are behind, which made theirs alone; the others
+        wait for them, if they are at least half of all.
         """
         failure, attempt.failure = attempt.failure, None
         mine = None if failure is None else Failure.of(failure)
@@ -202,6 +184,20 @@ class Ranks(Deciding):
             # Else the errors would keep themselves by these variables.
             del failure, attempt
 
+    def decide_end(self, what: str, end: CallEnd | None) -> bool:
+        """Decide whether a call is over on all ranks; raise what it failed with on any."""
+        own = None if end is None else end.to_json()
+
+        def judge(ends: list[Any]) -> bool:
+            if None in ends:
+                return False
+            failure = failure_of([CallEnd.from_json(end) for end in ends], self.global_ranks)
+            if failure is not None:
+                raise failure.error()
+            return True
+
+        return self.decide(what, lambda: own, judge)
+
     def merge(
         self,
         what: str,
@@ -212,9 +208,9 @@ class Ranks(Deciding):
         grace_s: float = GRACE_S,
         read: Callable[[Any], Any] = lambda report: report,
     ) -> dict[int, Any]:
-        """Give the reports that are not empty to every rank, by rank.
+        """Give the reports that are not empty to every rank, by rank; ``read`` reads one of them.
 
-        For what few ranks have to report, such as what went wrong; ``read`` reads one of them.
+        For what few ranks have to report, such as what went wrong.
         """
         merged: dict[int, Any] = self.agree(
             *(what, attempt, report, _not_empty),
@@ -247,21 +243,16 @@ class Ranks(Deciding):
     ) -> V:
         """Do a part on each rank, decide that all have, and then do one thing on the root for all.
 
-        The first failure of a part is raised at once on all ranks that wait. The outcome on the
-        root is told to the others, which give nothing up for it: a rank that is told nothing in
-        time raises that it does not know. The root returns once all have read the outcome, or
-        soon, since the job's store may live in its process.
+        The first failure of a part is raised at once on all ranks that wait. ``commit`` is called
+        on the root with the results in rank order. Its outcome is told to the others, which give
+        nothing up for it: a rank that is told nothing in time raises that it does not know. The
+        root returns once all have read the outcome, or soon, since the job's store may live in its
+        process.
 
-        Args:
-            what, work, read: As for :meth:`decide`.
-            commit: Called on the root with the results in rank order, once all are there. What it
-                returns is JSON, or :class:`PerRank`.
-            kind, order: As for :meth:`agree`.
-            timeout_s: Time that the other ranks get once this one has done its part, and that the
-                root gets to commit, in seconds; ``None`` for :attr:`timeout_s`.
-            on_failure: For work that takes long: called in another thread once some rank has
-                failed, or the job's store cannot be reached. It makes ``work`` raise anything; this
-                rank raises what the others do.
+        ``timeout_s`` is the time that the others get once this rank has done its part, and that the
+        root gets to commit. ``on_failure`` is for work that takes long: called in another thread
+        once some rank has failed, or the store cannot be reached, it makes ``work`` raise anything;
+        this rank raises what the others do. Else as :meth:`agree`.
         """
         self._part.require_same_world()
         said: list[T] = []
@@ -307,18 +298,6 @@ class Ranks(Deciding):
         committed: V = _outcome(what, self._tell(what, done, timeout_s), cause, read)
         return committed
 
-    def await_all(
-        self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
-    ) -> Any:
-        """Decide as in :meth:`agree`, in a thread of its own and with no deadline.
-
-        It waits until all ranks have reported, or another thread, of whichever rank, calls
-        :meth:`give_up` or :meth:`leave`.
-        """
-        self._part.require_same_world()
-        call = Call(what, None, result, judge, Deadline(inf, inf), kind=kind)
-        return _outcome(what, self._await_verdict(call), None)
-
     def raise_hand(self) -> None:
         """Have :meth:`is_hand_raised` be true on all ranks from now on; waits for none of them."""
         if not self._part.is_alone:
@@ -331,7 +310,6 @@ class Ranks(Deciding):
         return self._ask_part("look for a hand", lambda store: bool(store.check([HAND])))
 
     def patience(self, what: str) -> Patience:
-        """Begin a wait of this rank for others; ``what`` is as for :class:`Patience`."""
         return Patience(self.global_ranks[self.rank], what)
 
     def _look_for_failure(self, what: str, over: Latch, on_failure: Callable[[], None]) -> bool:
@@ -365,7 +343,6 @@ def _outcome(
     cause: Exception | None,
     read: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the value of a verdict, as it is read, or raise its failure."""
     if verdict.failure is not None:
         raise verdict.failure.error() from cause
     if read is None:

@@ -53,8 +53,6 @@ _VERDICT = "verdict"
 
 
 class Round:
-    """One round, as one rank takes part in it."""
-
     def __init__(
         self,
         store: Store,
@@ -71,10 +69,7 @@ class Round:
         self._team = rank // len(self._teams[0])
 
     def report(self, report: Any, *, wakes_root: bool) -> None:
-        """Report, once a round.
-
-        With ``wakes_root`` the root knows at once, though others have not reported yet.
-        """
+        """Report, once a round. With ``wakes_root`` the root knows before others have reported."""
         store, number, team = self._store, self.number, self._team
         # Two keys by turns: the last report stays for those who ask where a rank was last seen.
         value = json.dumps([number, report]).encode()
@@ -92,7 +87,6 @@ class Round:
             self.wake_root()
 
     def note(self, what: str) -> None:
-        """Note what this rank begins to do, before it has anything to report."""
         self._store.set(_note_key(self._rank), json.dumps([self.number, short(what)]))
 
     def is_first_report(self) -> bool:
@@ -100,11 +94,9 @@ class Round:
         return int(self._store.add(_signed_key(self._rank, self.number), 1)) == 1
 
     def put_data(self, data: bytes) -> None:
-        """Before the report: put the bytes that belong to it where the root takes them."""
         put(self._store, _data_key(self._rank, self.number), data)
 
     def take_data(self, rank: int) -> bytes:
-        """On the root: take the bytes that belong to a rank's report."""
         return take(self._store, _data_key(rank, self.number))
 
     def drop_data(self, nbytes: int) -> None:
@@ -112,19 +104,14 @@ class Round:
         drop(self._store, _data_key(self._rank, self.number), nbytes)
 
     def count_reader(self) -> None:
-        """Count this rank among those that have read the verdict."""
         self._store.add(f"{self.number}/readers", 1)
 
     def is_read_by_all(self) -> bool:
-        """On the root: whether all other ranks have read the verdict."""
         others = sum(map(len, self._teams)) - 1
         return int(self._store.add(f"{self.number}/readers", 0)) >= others
 
     def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
-        """On the root: wait until all ranks have reported; whether they have.
-
-        ``grace_until`` returns the deadline once some rank has reported a failure.
-        """
+        """On the root: wait until all have reported, or until the grace for a failure is over."""
         if not self.wait_to_look(until) or self.is_complete():
             return self.is_complete()
         return self._fetch(f"{self.number}/complete", min(until, grace_until())) is not None
@@ -134,11 +121,9 @@ class Round:
         return self._fetch(f"{self.number}/look", until) is not None
 
     def wake_root(self) -> None:
-        """Have the root look."""
         self._store.set(f"{self.number}/look", _THERE)
 
     def is_complete(self) -> bool:
-        """Return whether all ranks have reported."""
         return bool(self._store.check([f"{self.number}/complete"]))
 
     def reports(self) -> list[Any]:
@@ -226,13 +211,11 @@ class Round:
         return self._read(key, self._store.compare_set(key, "", kind + text))
 
     def await_verdict(self, until: float, key: str = _VERDICT) -> Any:
-        """Wait for the verdict; ``None`` if it is not in time."""
         key = f"{self.number}/{key}"
         value = self._fetch(key, until)
         return None if value is None else self._read(key, value)
 
     def verdict(self) -> Any:
-        """Read the verdict; ``None`` if there is none yet."""
         key = f"{self.number}/{_VERDICT}"
         value = if_there(self._store, key)
         return None if value is None else self._read(key, value)
@@ -256,7 +239,6 @@ class Round:
 
 
 def remove_rounds(store: Store, rank: int, world_size: int) -> None:
-    """Delete what a rank may have left of its last rounds."""
     last = -1
     for number in (0, 1):
         if (value := if_there(store, _report_key(rank, number))) is not None:

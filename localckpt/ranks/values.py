@@ -30,12 +30,7 @@ _ABSENT = "\0absent"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Record, and bytes of any size beside it, which are sent as they are.
-
-    Attributes:
-        record: Anything that JSON can carry.
-        data: The bytes.
-    """
+    """Record, anything that JSON can carry, and bytes of any size beside it."""
 
     record: Any = None
     data: bytes = b""

@@ -1,7 +1,4 @@
-"""Reports of ranks, and the root's verdict on them: plain data.
-
-Reports and verdicts are JSON; nothing that a peer sends is executed.
-"""
+"""Reports of ranks, and the root's verdict on them: JSON, of which nothing is executed."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ _LARGE_NBYTES, _MOST_NBYTES = 1 << 20, 16 << 20
 class PerRank:
     """A verdict that has a part for each rank, which no other rank reads.
 
-    Attributes:
-        common: For all ranks.
-        parts: For single ranks, by rank in the group; ranks without one get ``None``. A part may be
-            a :class:`Message`.
+    ``parts`` are by rank in the group; ranks without one get ``None``. A part may be a
+    :class:`Message`.
     """
 
     common: Any
@@ -41,11 +36,9 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a round: a value, or an error, which late ranks raise as well.
+    """The end of a round: a value, or a failure in its place, which late ranks raise as well.
 
     Attributes:
-        value: Value that was decided.
-        failure: Failure in place of a value.
         late: The ranks that were not waited for any longer.
         parts: Parts of single ranks, packed, which are sent apart; ``None`` for a verdict without.
         given_up: The call in which the others did not wait any longer; empty if they did.
@@ -80,19 +73,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's call of a round.
+    """One rank's call of a round; see :meth:`Ranks.agree`.
 
-    Attributes:
-        what: What the ranks do together.
-        failure: The error of this rank's work.
-        result: The result of this rank's work.
-        judge: Returns the verdict.
-        deadline: Deadline of the wait for other ranks.
-        grace_s: The longest wait for them once some rank has failed, in seconds.
-        kind: What all ranks must do alike; empty for ``what``. Where that has numbers in it which
-            ``judge`` compares, this has none.
-        order: Place of the call among those of its kind, which only grows, such as an iteration;
-            ``None`` for a call without one. Ranks at a later one let this round pass.
+    ``order`` is the place of the call among those of its kind, which only grows: ranks at a later
+    one let this round pass.
     """
 
     what: str

@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.asking import store_is_silent
-from localckpt.ranks.deadline import begin
-from localckpt.ranks.ends import CallEnd, failure_of
-from localckpt.ranks.failure import Failure
+from localckpt.ranks.deadline import Deadline, begin
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
@@ -57,8 +57,6 @@ class Watched:
 
     Attributes:
         number: Number of the call in its queue.
-        name: What the call does, for messages.
-        ending: The call on this rank.
         report: Returns the call's result for ``judge``: anything that JSON can carry.
         judge: A pure function of the reports of all ranks, called on the root.
         iteration: Iteration that the call saves; ``None`` for a call that is no save.
@@ -94,13 +92,10 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class CallVerdict:
-    """Verdict of all ranks on one call.
+    """Verdict of all ranks on one call; ``number`` is that of this rank.
 
     Attributes:
-        number: Number of the call, on this rank.
         due: The poll in which all ranks act on it.
-        failure: Failure that all ranks raise; ``None`` if the call succeeded.
-        value: Result of the judge.
         is_ahead: The others are at an earlier call, which failed; this one is still to come.
         is_lost: The ranks did not come together.
         is_own: No other rank was asked, so nothing was judged.
@@ -136,18 +131,14 @@ class Watch:
 
     All ranks watch the same calls in the same order, and poll equally often. The trainer calls
     everything here; whatever goes over the job's store does so in a thread that lives while a call
-    is watched. A rank that is alone, or that asks no other, judges by itself.
-
-    Args:
-        timeout_s: The longest wait of a poll, in seconds.
-        process_group: The ranks that agree; ``None`` for all.
-        ranks: These ranks, where they are known already, and used for nothing else.
+    is watched. A rank that is alone, or that asks no other, judges by itself. A poll waits
+    ``timeout_s`` at most. ``ranks`` are used for nothing else.
 
     Attributes:
         has_lost_ranks: Whether some rank did not come.
         step: Step of the training loop, the same on all ranks, for a loop that polls at most once
-            in each: ranks then act in the same step, whatever any of them polled alone. ``None``
-            to count polls.
+            in each: ranks then act in the same step, whatever any of them polled alone. ``None`` to
+            count polls.
     """
 
     def __init__(
@@ -177,16 +168,12 @@ class Watch:
         self._is_mismatched = False
 
     def join(self) -> None:
-        """Find the other ranks, before the first call is added.
-
-        Not when this is made, which may be before the process group is.
-        """
+        """Find the other ranks: the process group may be made after this object is."""
         if self._known_ranks is None:
             self._known_ranks = Ranks("async calls", self._process_group, self._timeout_s)
         self._require_same_world()
 
     def patience(self, what: str) -> Patience:
-        """Begin a wait of this rank, as :meth:`Ranks.patience`."""
         return self._ranks.patience(what)
 
     def add(self, call: Watched) -> None:
@@ -195,10 +182,7 @@ class Watch:
             self._added.append(call)
 
     def begin_anew(self, number: int) -> None:
-        """Forget all calls after a mismatch; all ranks do so, and count their calls from here.
-
-        ``number`` is that of this rank's next call.
-        """
+        """Forget all calls after a mismatch, on all ranks, and count from this rank's next."""
         with self._lock:
             self._added.clear()
             self._calls.clear()
@@ -206,10 +190,7 @@ class Watch:
             self._offset, self._is_mismatched = number, False
 
     def poll(self, blocking: bool) -> None:
-        """Count a poll of this rank; it waits if all ranks may act in it.
-
-        If it is ``blocking``, :meth:`verdict` waits, on all ranks.
-        """
+        """Count a poll, which waits if all ranks may act in it; ``blocking`` as on all ranks."""
         self._require_same_world()
         if self._is_alone:
             return
@@ -322,10 +303,9 @@ class Watch:
         return next((v for v in tuple(self._verdicts) if v.number >= number), None)
 
     def _await_verdict(self, number: int, start: float) -> CallVerdict:
-        """Wait for the verdict on this rank's oldest call, which is over here.
+        """Wait for the verdict on this rank's oldest call; all ranks do in this poll.
 
-        All ranks do so in the same poll, and act on it in that one. The waits for it began at
-        ``start``, by the monotonic clock.
+        The waits for it began at ``start``, by the monotonic clock.
         """
         self._await(lambda: self._known_verdict(number) is not None, start)
         while (verdict := self._verdicts.popleft()).number < number:
@@ -374,9 +354,7 @@ class Watch:
         what, since = over[0].what, over[0].since
         try:
             ends = [call.end(self._offset).to_json() for call in over]
-            judged = self._ranks.await_all(
-                what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
-            )
+            judged = self._agreed(what, ends, lambda reports: self._judge(over, reports))
             for call in over:
                 call.may_stand = True
             due = 0
@@ -387,7 +365,7 @@ class Watch:
                     for call, (_, failure, value, _) in zip(over, judged, strict=False)
                 )
                 promise = self._promise(0 if is_urgent else _MARGIN) - since
-                due = since + 1 + self._ranks.await_all(what, promise, max, kind=_AGREE)
+                due = since + 1 + self._agreed(what, promise, max)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([CallVerdict(over[0].number, failure=Failure.of(error), is_lost=True)])
             return
@@ -403,6 +381,12 @@ class Watch:
                 )
                 for call, (oldest, failure, value, is_mismatched) in zip(over, judged, strict=False)
             ]
+        )
+
+    def _agreed(self, what: str, result: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        forever = Deadline(inf, inf)
+        return self._ranks.agree(
+            *(what, Attempt(), result, judge), deadline=forever, grace_s=0.0, kind=_AGREE
         )
 
     def _judge(self, over: list[Watched], reports: list[list[Any]]) -> list[list[Any]]:

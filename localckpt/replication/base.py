@@ -6,7 +6,6 @@ into images and back at the edge.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -25,9 +24,9 @@ from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.store import Slot, Store
-from localckpt.threads import Latch
+from localckpt.threads import SerialThread
 
-__all__ = ["STEPS", "Accept", "CopyTicket", "ReplicationStrategy"]
+__all__ = ["STEPS", "Accept", "NoReplication", "ReplicationStrategy"]
 
 STEPS = 7
 """Announcing, making room (after an older save), connecting (twice), sending (twice, where pieces
@@ -41,26 +40,7 @@ IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
 
 
-class CopyTicket:
-    """Place of one replication among all of a strategy, whichever threads make them."""
-
-    def __init__(self, before: Latch | None) -> None:
-        self._before = before
-        self.is_taken_up = False
-        """True if somebody makes this replication, who then ends the ticket."""
-        self.over = Latch()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for all replications before this one; return whether they are over."""
-        return self._before is None or self._before.wait(timeout_s)
-
-    def end(self) -> None:
-        """Let the next replication begin."""
-        self._before = None
-        self.over.set()
-
-
-class ReplicationStrategy(ABC):
+class ReplicationStrategy:
     """Protection of the shards that a job saves; also brings shards to ranks that lack them.
 
     Args:
@@ -70,6 +50,13 @@ class ReplicationStrategy(ABC):
             the manager's.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
+
+    Attributes:
+        rate_limit: Bytes a second that a rank may send behind training; ``None`` for any.
+        sent_nbytes: Bytes that this rank sent for the copies of the last save; ``None`` if nobody
+            counts.
+        thread: Makes the copies of all managers that share the strategy. All ranks submit their
+            calls of :meth:`protect` in the same order, each after :meth:`begin_copies`.
     """
 
     def __init__(
@@ -82,28 +69,22 @@ class ReplicationStrategy(ABC):
         self.timeout_s = timeout_s
         self.target_device = target_device
         self.rate_limit: float | None = None
-        """Number of bytes a second that a rank may send behind training; ``None`` for any."""
         self.sent_nbytes: int | None = None
-        """Bytes that this rank sent for the copies of the last save; ``None`` if nobody counts."""
+        self.thread = SerialThread("localckpt-replicate")
         self._process_group = process_group
         self._everyone: Ranks | None = None
-        self._last_ticket: CopyTicket | None = None
 
-    @abstractmethod
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         """Place the ranks in groups, before anything is protected; all ranks call it together.
 
-        Args:
-            domains: For each rank of the job, the token of its store: what is lost together.
-            timeout_s: Deadline of each step, in seconds.
+        ``domains`` has for each rank of the job the token of its store: what is lost together.
         """
 
     @property
     def protection(self) -> Mapping[int, Group]:
-        """For each rank the group that protects its shard.
+        """For each rank the group that protects its shard, on all ranks, once they are placed.
 
-        Known once the ranks are placed; the same on all ranks. Without an entry a shard is only on
-        its own node.
+        Without an entry a shard is only on its own node.
         """
         return {}
 
@@ -111,29 +92,19 @@ class ReplicationStrategy(ABC):
         """Find what a loaded checkpoint lacks of its protection: a pure function."""
         return Lacking({})
 
-    def take_ticket(self) -> CopyTicket:
-        """Announce a call of :meth:`protect`; all ranks do so in the same order.
-
-        Managers may share a strategy, and each makes its copies in a thread of its own.
-        """
-        self._last_ticket = CopyTicket(
-            None if self._last_ticket is None else self._last_ticket.over
-        )
-        return self._last_ticket
+    def begin_copies(self) -> None:
+        """Take back :meth:`give_up`, which was about the copies before these."""
 
     def step_s(self, timeout_s: float | None, *, of_save: bool = False) -> float:
-        """Return the deadline of each step that ranks take together, in seconds.
+        """Return the deadline in seconds of each step that ranks take together, for a caller's.
 
-        Args:
-            timeout_s: The caller's; ``None`` for a caller that has none.
-            of_save: Whether two steps are to end before the caller's deadline.
+        Two steps ``of_save`` are to end before the caller's deadline.
         """
         if timeout_s is None:
             return self.timeout_s or _TIMEOUT_S
         share_s = timeout_s / _STEPS_IN_TIME if of_save else timeout_s
         return min(self.timeout_s or share_s, timeout_s)
 
-    @abstractmethod
     def replicate_image(
         self,
         source: ShardSource | None,
@@ -163,6 +134,7 @@ class ReplicationStrategy(ABC):
             PeerLostError: A peer did not come, or broke off.
             CheckpointingException: What went wrong on a peer, the same on all of them.
         """
+        return []
 
     def protect(
         self,
@@ -176,21 +148,12 @@ class ReplicationStrategy(ABC):
     ) -> list[Slot]:
         """Send what protects a shard to other nodes, and take what protects theirs.
 
-        All ranks call it together.
+        All ranks call it together. Without ``own`` there is an ``error``, which the ranks of the
+        group raise, too. ``timeout_s`` is the caller's deadline: of waiting for a slot of the
+        store, and of two steps that ranks take together. A state ``on_gpu`` may be sent from there.
 
-        Args:
-            own: This rank's shard; ``None`` if there is an error.
-            timeout_s: The caller's deadline, in seconds: of waiting for a slot of the store, and of
-                two steps that ranks take together.
-            on_gpu: Whether the state is in GPU memory, and may be sent from there.
-            error: Why this rank has no shard, if so; the ranks of its group then raise it, too.
-
-        Returns:
-            Slots of what came here, filled, for the caller to commit. When it raises, it has
-            released them.
-
-        Raises:
-            CheckpointingException: Something went wrong on a rank; the same on all of its group.
+        Returns slots of what came here, filled, for the caller to commit. When it raises, it has
+        released them.
         """
         slots: list[Slot] = []
 
@@ -216,15 +179,8 @@ class ReplicationStrategy(ABC):
             raise
         return slots
 
-    def require_states(self, manager: str) -> None:  # noqa: B027 - most deal in states, too
-        """Check that a manager that keeps states, and no images, can use the strategy.
-
-        Args:
-            manager: Its name.
-
-        Raises:
-            MismatchError: The strategy deals in images only.
-        """
+    def require_states(self, manager: str) -> None:
+        """Raise MismatchError if the strategy deals in images only, for a manager of states."""
 
     @property
     def sends_from_devices(self) -> bool:
@@ -235,14 +191,8 @@ class ReplicationStrategy(ABC):
         """Describe, in any thread, whom a replication waits for; empty if for no other rank."""
         return ""
 
-    @abstractmethod
     def give_up(self) -> None:
-        """End all waits of other threads, with an error there, until the next ticket is taken."""
-
-    def _end_idle_ticket(self) -> None:
-        """Let others go on after a ticket that an interrupt kept from being taken up."""
-        if self._last_ticket is not None and not self._last_ticket.is_taken_up:
-            self._last_ticket.end()
+        """End all waits of other threads, with an error there, until :meth:`begin_copies`."""
 
     def close(self) -> None:
         """Close connections, and groups that the strategy made itself."""
@@ -254,36 +204,6 @@ class ReplicationStrategy(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def retrieve_plan(
-        self,
-        globally_available_ids: Mapping[int, Sequence[IdT]],
-        wanted: Mapping[int, Sequence[IdT]] | Sequence[IdT],
-    ) -> ExchangePlan[IdT]:
-        """Decide who sends which shard to whom.
-
-        Args:
-            globally_available_ids: For each rank the shards it holds; the same on all ranks.
-            wanted: For each rank the shards it wants; or the shards that this rank wants, and then
-                all ranks call this together.
-
-        Raises:
-            NoReplicasAvailableError: Shards are wanted that no rank holds. It lists all of them.
-        """
-        if isinstance(wanted, Mapping):
-            return plan_exchange(globally_available_ids, wanted)
-        ids = {id_ for held in globally_available_ids.values() for id_ in held}
-        number_of = {id_: number for number, id_ in enumerate(sorted(ids, key=_plain_repr))}
-        # Numbers, since any hashable may be an ID, and what JSON brings back is not what it was.
-        mine = [number_of.get(id_, _plain_repr(id_)) for id_ in wanted]
-        records = self._world().gather("say which shards are wanted", mine)
-        named = {number: id_ for id_, number in number_of.items()}
-        # A shard that nobody holds ends in an error that names it; it is never looked up.
-        by_rank: dict[int, list[Any]] = {
-            rank: [named[entry] if isinstance(entry, int) else _Unheld(entry) for entry in record]
-            for rank, record in enumerate(records)
-        }
-        return plan_exchange(globally_available_ids, by_rank)
 
     def retrieve_image(
         self,
@@ -297,7 +217,7 @@ class ReplicationStrategy(ABC):
         A rank's own copies are not touched. Without anything to move it returns at once.
 
         Args:
-            plan: From :meth:`retrieve_plan`.
+            plan: The plan.
             open_source: Opens an image that the plan lets this rank send; closed here.
             accept: Returns writable memory of a size for an image that comes.
             timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
@@ -310,6 +230,8 @@ class ReplicationStrategy(ABC):
             CheckpointingException: What went wrong on some rank, the same on all of them.
         """
         return carry_out(self._world(), plan, open_source, accept, self.step_s(timeout_s))
+
+    # On states, as upstream's strategies; the managers deal in images.
 
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
@@ -326,6 +248,28 @@ class ReplicationStrategy(ABC):
             source = pack(local_ckpt, self._identity(mine))
         received = self.replicate_image(source, mine, _into(images), error=packing.error_text)
         return [local_ckpt, *(self._unpack(images, id_) for id_ in received)], [mine, *received]
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[IdT]], wanted: Sequence[IdT]
+    ) -> ExchangePlan[IdT]:
+        """Decide who sends which shard to whom; all ranks call it together.
+
+        Args:
+            globally_available_ids: For each rank the shards it holds; the same on all ranks.
+            wanted: The shards that this rank wants.
+
+        Raises:
+            NoReplicasAvailableError: Shards are wanted that no rank holds. It lists all of them.
+        """
+        # By their texts: any hashable may be an ID, and what JSON brings back is not what it was.
+        mine = [_plain_repr(id_) for id_ in wanted]
+        records = self._world().gather("say which shards are wanted", mine)
+        named = {_plain_repr(id_): id_ for held in globally_available_ids.values() for id_ in held}
+        # A shard that nobody holds is only looked for.
+        by_rank: dict[int, list[Any]] = {
+            rank: [named.get(text, text) for text in r] for rank, r in enumerate(records)
+        }
+        return plan_exchange(globally_available_ids, by_rank)
 
     def retrieve_execute(
         self,
@@ -366,13 +310,8 @@ class ReplicationStrategy(ABC):
         return state
 
 
-class _Unheld(str):
-    """Placeholder of an ID that only the rank that wants it knows."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+class NoReplication(ReplicationStrategy):
+    """Keeps no replicas. Shards are still brought to ranks that restart on other nodes."""
 
 
 def _into(images: dict[CkptID, memoryview]) -> Accept:

@@ -1,22 +1,17 @@
-"""gloo connections between ranks, for host memory: made, used and cut here only.
-
-They belong to no group that torch.distributed knows of, or to a group of the caller's. What is sent
-over them, and in which order, is for others to say.
-"""
+"""gloo connections between ranks, for host memory: made, used and cut here only."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named
@@ -25,9 +20,8 @@ from localckpt.ranks.deadline import begin
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.values import if_there
-from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.progress import Progress, first_line
-from localckpt.waiting import back_off, wait_until
+from localckpt.waiting import wait_until
 
 __all__ = ["NEVER", "HostConnections", "as_tensor", "nothing"]
 
@@ -44,10 +38,13 @@ _GIVEN_UP = "given-up"
 
 
 class HostConnections:
-    """Connections of this rank to others.
+    """Connections of this rank to others, in no group that torch.distributed knows of.
 
-    ``ways`` has for each peer a process group of torch's that both are in, and the peer's place
-    there. ``store`` is a part of the job's key-value store that nobody else uses.
+    ``ways`` has for each peer a gloo group of torch's that both are in, and the peer's place there.
+
+    Attributes:
+        given_up: True if this rank has cut them because it does not wait for the others any more.
+        progress: Progress of the last exchange over them; ``None`` before the first.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class HostConnections:
         ways: Mapping[int, tuple[Any, int]],
         ranks: Sequence[int],
         rank: int,
-        store: Store | None = None,
         asking: Sequence[_AskingStore] = (),
     ) -> None:
         self._ways = dict(ways)
@@ -63,18 +59,10 @@ class HostConnections:
         self._process = os.getpid()
         self.ranks = list(ranks)
         self.rank = rank
-        self.store = store
         self.given_up = False
         """True if this rank has cut them because it does not wait for the others any more."""
         self.progress: Progress | None = None
         """Progress of the last exchange over them; ``None`` before the first."""
-
-    @classmethod
-    def of(cls, group: GroupWrapper | dist.ProcessGroup | None) -> HostConnections:
-        """The connections of a group that is the caller's."""
-        members = GroupWrapper.wrap(group)
-        ways = _ways(members.group, members.ranks)
-        return cls(ways, members.ranks, members.my_global_rank)
 
     @classmethod
     def connect(
@@ -92,11 +80,10 @@ class HostConnections:
         """
         if list(ranks) == [rank]:
             # A process that is alone connects to nobody, and may be in no job that has a store.
-            return cls({}, ranks, rank, HashStore())
-        store = _part_of_store(name)
-        opening = _Opening(store, ranks, rank, timeout_s, is_given_up)
+            return cls({}, ranks, rank)
+        opening = _Opening(_part_of_store(name), ranks, rank, timeout_s, is_given_up)
         group = opening.finish()
-        return cls(_ways(group, ranks), ranks, rank, store, [opening.asking])
+        return cls(_ways(group, ranks), ranks, rank, [opening.asking])
 
     @classmethod
     def connect_to(
@@ -122,7 +109,7 @@ class HostConnections:
                 opening.give_up()
             raise
         asking = [opening.asking for opening in openings.values()]
-        return cls(ways, sorted((rank, *peers)), rank, store, asking)
+        return cls(ways, sorted((rank, *peers)), rank, asking)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""
@@ -150,7 +137,7 @@ class HostConnections:
                     group.recv([nothing()], place, NEVER).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Connections of our own end with the last reference; a caller's group is the caller's."""
+        """Connections end with the last reference."""
         if os.getpid() != self._process:
             return
         self._ways = {}
@@ -178,7 +165,6 @@ class _Opening:
         self._rank = rank
         self._timeout_s = timeout_s
         self._is_given_up = is_given_up
-        self._is_over = False
         deadline = timedelta(seconds=timeout_s)
         self.asking = asking = _AskingStore(store, deadline, is_given_up)
         place, count = self.ranks.index(rank), len(self.ranks)
@@ -188,10 +174,10 @@ class _Opening:
 
     def finish(self) -> Any:
         """The group, once all ranks have made it."""
-        making, quitting = self._making, begin(self._await_quitter)
+        making = self._making
         try:
             Patience(self._rank, "connect").until(
-                lambda: making.done() or quitting.done() or self._is_given_up(),
+                lambda: making.done() or self._is_given_up(),
                 _CONNECTING_TIMES * self._timeout_s,
                 lambda: ranks_named(r for r in self.ranks if r != self._rank),
                 longest_s=_LONGEST_PAUSE_S,
@@ -199,9 +185,7 @@ class _Opening:
             return making.take_result(0)
         except (RuntimeError, TimeoutError) as error:
             self.give_up()
-            why = first_line(error) or "no answer"
-            if quitting.done() and quitting.error is None:
-                why = f"rank {quitting.result()} has given up"
+            why = self.asking.why_ended or first_line(error) or "no answer"
             raise PeerLostError(
                 f"rank {self._rank} could not connect to ranks {self.ranks} within "
                 f"{self._timeout_s:g} s ({why}). Shards kept on this node are untouched; restart "
@@ -213,18 +197,7 @@ class _Opening:
 
     def give_up(self) -> None:
         """Stop waiting for the other ranks, and let them know."""
-        self._is_over = True
         self.asking.close(given_up_by=self._rank)
-
-    def _await_quitter(self) -> int:
-        """Wait until a rank has given up, and return it."""
-        until = time.monotonic() + _CONNECTING_TIMES * self._timeout_s
-        for pause_s in back_off(longest_s=_LONGEST_PAUSE_S):
-            if (quitter := self.asking.quitter()) is not None:
-                return quitter
-            if self._is_over or self._making.wait(pause_s) or time.monotonic() > until:
-                break
-        raise TimeoutError("no rank has given up")
 
 
 def _part_of_store(name: str) -> Store:
@@ -232,7 +205,6 @@ def _part_of_store(name: str) -> Store:
 
 
 def _ways(group: Any, ranks: Sequence[int]) -> dict[int, tuple[Any, int]]:
-    """The connections of a group that all of some ranks are in."""
     return {rank: (group, place) for place, rank in enumerate(ranks)}
 
 
@@ -250,6 +222,8 @@ class _AskingStore(Store):
         self._is_given_up = is_given_up
         self._is_closed = False
         self._keys: list[str] = []
+        self.why_ended = ""
+        """Why a wait ended early, if another rank is the reason."""
 
     def close(self, given_up_by: int | None = None) -> None:
         """Remove what was set here: ranks that are connected do not look for it again.
@@ -271,11 +245,6 @@ class _AskingStore(Store):
             # Most often the process that hosts the store has ended, and the keys with it.
             logger.debug("%s", error)
 
-    def quitter(self) -> int | None:
-        """The rank that was the first to give up, if any has."""
-        rank = if_there(self._store, _GIVEN_UP)
-        return None if rank is None else int(rank)
-
     def has_extended_api(self) -> bool:
         """Without it gloo uses what is here, and nothing else."""
         return False
@@ -293,12 +262,14 @@ class _AskingStore(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there."""
         timeout_s = (timeout or self._longest).total_seconds()
 
         def are_there() -> bool:
             if self._is_closed or self._is_given_up():
                 raise TimeoutError("it is not waited for any more")
+            if (quitter := if_there(self._store, _GIVEN_UP)) is not None:
+                self.why_ended = f"rank {quitter.decode()} has given up"
+                raise TimeoutError(self.why_ended)
             return bool(self._store.check(keys))
 
         if not wait_until(are_there, timeout_s, longest_s=_LONGEST_PAUSE_S):

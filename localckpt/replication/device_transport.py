@@ -1,7 +1,4 @@
-"""Images from device memory, over NCCL, through a few buckets on the device.
-
-Nothing here is particular to CUDA: with a CPU device and gloo it does the same.
-"""
+"""Images from device memory, over NCCL; with a CPU device and gloo it does the same."""
 
 from __future__ import annotations
 
@@ -187,8 +184,6 @@ _Buckets = dict[tuple[int, int], torch.Tensor]
 
 
 class _Batch:
-    """The operations of one step."""
-
     def __init__(self) -> None:
         self.works: list[dist.Work] = []
         self.arrivals: list[tuple[int, memoryview, torch.Tensor]] = []

@@ -48,19 +48,15 @@ class ExchangePlan(Generic[IdT]):
 
     @cached_property
     def transfers(self) -> list[ExchangePlanEntry[IdT]]:
-        """Entries whose shard goes from one rank to another."""
         return [entry for entry in self.entries if entry.sender != entry.receiver]
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Return the entries that ``rank`` sends to others."""
         return self._by_sender.get(rank, [])
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Return the entries that ``rank`` receives from others."""
         return self._by_receiver.get(rank, [])
 
     def peers(self, rank: int) -> set[int]:
-        """Return the ranks that ``rank`` sends to or receives from."""
         senders = {entry.sender for entry in self.receives(rank)}
         return senders | {entry.receiver for entry in self.sends(rank)}
 
@@ -142,7 +138,7 @@ def _by_rank(
 
 def _describe_missing(missing: Mapping[IdT, Sequence[int]], ranks: int) -> str:
     lost = "; ".join(
-        f"{id_!r} (wanted by rank {', '.join(map(str, receivers))})"
+        f"{id_} (wanted by rank {', '.join(map(str, receivers))})"
         for id_, receivers in missing.items()
     )
     return (
@@ -158,8 +154,6 @@ def plan_shards(
     inventory: Inventory,
     wanted: Mapping[int, Iterable[int]],
 ) -> ExchangePlan[CkptID]:
-    """Decide who sends which shard of a checkpoint to whom."""
-
     def named(owner: int) -> CkptID:
         return CkptID(checkpoint.iteration, owner, session_id)
 

@@ -82,16 +82,11 @@ class GroupWrapper:
 
     @classmethod
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
-        """Wrap a group, unless it is wrapped already."""
         return group if isinstance(group, GroupWrapper) else cls(group)
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int]) -> GroupWrapper:
-        """Ranks that need no process group, since they have connections of their own.
-
-        Args:
-            ranks: Ranks of the job, this one among them.
-        """
+        """Ranks of the job, this one among them, that need no process group."""
         group = cls()
         group.group, group.ranks = None, list(ranks)
         group.supported_devices = frozenset({"cpu"})
@@ -141,7 +136,6 @@ class GroupWrapper:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -149,21 +143,13 @@ class GroupWrapper:
         return self.ranks.index(self.my_global_rank)
 
     def get_group_rank(self, global_rank: int) -> int:
-        """The place in this group of a rank of the job.
-
-        Raises:
-            MismatchError: It is not a member.
-        """
+        """Return the place in this group of a rank of the job; MismatchError if it has none."""
         if global_rank not in self.ranks:
             raise MismatchError(f"rank {global_rank} is not in the group of ranks {self.ranks}")
         return self.ranks.index(global_rank)
 
     def get_global_rank(self, group_rank: int) -> int:
-        """The rank in the job of a member.
-
-        Raises:
-            MismatchError: The group has no such place.
-        """
+        """Return the rank in the job of a member; MismatchError if there is no such place."""
         if not 0 <= group_rank < len(self.ranks):
             raise MismatchError(f"the group of ranks {self.ranks} has no member {group_rank}")
         return self.ranks[group_rank]
@@ -318,7 +304,6 @@ def _devices_of(config: str) -> frozenset[str]:
 
 
 def require_same(what: str, values: Mapping[int, str]) -> None:
-    """Refuse to go on unless all ranks said the same."""
     if len(set(values.values())) == 1:
         return
     ranks_of: dict[str, list[int]] = {}

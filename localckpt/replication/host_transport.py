@@ -12,7 +12,6 @@ from localckpt.errors import PeerLostError
 from localckpt.pacing import Pacer
 from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import CHUNK_NBYTES, Progress, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource, views_last
@@ -27,10 +26,9 @@ class HostTransport:
     """Sends and receives images at once; see :class:`Transport`.
 
     Every chunk that is to come is asked for at the start, so a peer can send at any time; a source
-    that is slow to read holds up nobody but those it is sent to.
-
-    A source whose views stay valid after the next ``read`` says so by an attribute ``views_last``
-    that is true; it is sent from where it lies. Others are copied once.
+    that is slow to read holds up nobody but those it is sent to. A source with a true
+    ``views_last``, whose views stay valid after the next ``read``, is sent from where it lies.
+    Others are copied once.
 
     ``chunk_nbytes`` is the largest single message, the same on all ranks. The deadline of an
     exchange is later by what ``rate_limit``, in bytes a second, makes it take.
@@ -38,14 +36,12 @@ class HostTransport:
 
     def __init__(
         self,
-        group: GroupWrapper | dist.ProcessGroup | HostConnections | None = None,
+        connections: HostConnections,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
-        if not isinstance(group, HostConnections):
-            group = HostConnections.of(group)
-        self.connections = group
+        self.connections = connections
         self._rank = self.connections.rank
         self._chunk_nbytes = chunk_nbytes
         self.pacer = Pacer(rate_limit)
@@ -113,7 +109,6 @@ class HostTransport:
     def _ask(
         self, receives: Sequence[tuple[int, memoryview]], messages: Messages
     ) -> dict[int, list[Incoming]]:
-        """Ask for all that is to come."""
         asked: dict[int, list[Incoming]] = {}
         for peer, number, view in numbered(receives):
             for start, stop in chunks(len(view), self._chunk_nbytes):

@@ -39,10 +39,7 @@ class LossChance:
 
 
 def chances_of_loss(nodes: Sequence[str], protection: Mapping[int, Group]) -> list[LossChance]:
-    """Chances that data is lost with 1, 2, ... nodes, for a checkpoint with all its protection.
-
-    ``protection`` has for each rank the group that protects its shard, if there is one.
-    """
+    """Chances that data is lost with 1, 2, ... nodes, by the groups that protect the shards."""
     groups = {protection.get(rank, Group((rank,), 0)): None for rank in range(len(nodes))}
     on_nodes = [frozenset(nodes[rank] for rank in group.ranks) for group in groups]
     tolerated = [group.tolerated for group in groups]

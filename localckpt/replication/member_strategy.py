@@ -24,7 +24,7 @@ from localckpt.failure_texts import ranks_named
 from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import GRACE_S, Ranks, shaped
-from localckpt.replication.base import STEPS, CopyTicket, ReplicationStrategy
+from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import (
     GroupWrapper,
@@ -35,7 +35,6 @@ from localckpt.replication.groups import (
 )
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.placement import keepers_in
-from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.source import ShardSource
 
@@ -54,7 +53,13 @@ FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message of a member before anything is sent."""
+    """Message of a member before anything is sent.
+
+    Attributes:
+        connection: Name of the connections it still has from the last save.
+        offer: A name for new ones; the first member's is taken.
+        more: Fields of the strategy's own.
+    """
 
     rank: int
     id_: CkptID
@@ -66,7 +71,6 @@ class Announcement:
     """A name for new ones; the first member's is taken."""
     more: Any
     """Fields of the strategy's own."""
-    chunk_nbytes: int = CHUNK_NBYTES
 
 
 class MemberStrategy(ReplicationStrategy):
@@ -88,17 +92,13 @@ class MemberStrategy(ReplicationStrategy):
         process_group: dist.ProcessGroup | None,
         target_device: str,
         failure_domain: str | None,
-        *,
-        chunk_nbytes: int = CHUNK_NBYTES,
-        rate_limit: float | None = None,
+        rate_limit: float | None,
     ) -> None:
-        if chunk_nbytes < 1 or (rate_limit is not None and rate_limit <= 0):
+        if rate_limit is not None and rate_limit <= 0:
             raise CheckpointingException(
-                f"chunk_nbytes is {chunk_nbytes} and rate_limit {rate_limit}: the one must be at "
-                f"least 1 byte, the other above 0 bytes a second, or None"
+                f"rate_limit is {rate_limit}: it must be above 0 bytes a second, or None"
             )
         super().__init__(timeout_s, process_group, target_device=target_device)
-        self._chunk_nbytes = chunk_nbytes
         self.rate_limit = rate_limit
         self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
         # Failure domains of all ranks, if they were given.
@@ -139,7 +139,6 @@ class MemberStrategy(ReplicationStrategy):
 
     @property
     def _clique_ranks(self) -> Ranks:
-        """For messages within the clique."""
         ranks = self._clique.ranks
         assert self._formed_ranks is not None, f"ranks {ranks} are a clique that agrees on nothing"
         return self._formed_ranks
@@ -148,18 +147,15 @@ class MemberStrategy(ReplicationStrategy):
     def _is_aborted(self) -> bool:
         return self._formed_ranks is not None and self._formed_ranks.is_aborted
 
-    def take_ticket(self) -> CopyTicket:
+    def begin_copies(self) -> None:
         if self._formed_ranks is not None:
-            # An earlier give_up() was about the replications before this one.
             self._formed_ranks.wait_again()
             self._formed_ranks.prepare()
-        return super().take_ticket()
 
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         step_s = self.step_s(timeout_s)
-        if self._last_ticket is not None:
-            # Other ranks, too, had theirs over or given up before they came here.
-            self._last_ticket.over.wait(STEPS * step_s)
+        # Other ranks, too, had their copies over or given up before they came here.
+        self.thread.close(STEPS * step_s)
         # Both count messages, and a rank that was interrupted may have sent fewer than the others.
         if self._everyone is not None:
             self._everyone.close()
@@ -220,7 +216,6 @@ class MemberStrategy(ReplicationStrategy):
     def give_up(self) -> None:
         if os.getpid() != self._process:
             return
-        self._end_idle_ticket()
         if self._formed_ranks is not None:
             self._formed_ranks.abort()
         # Looked at once: another thread may be about to connect anew.
@@ -259,10 +254,10 @@ class MemberStrategy(ReplicationStrategy):
         timeout_s: float,
         more: Any = None,
     ) -> list[Announcement]:
-        """Announce this member's shard to the other members.
+        """Announce this member's shard to the other members, with anything ``more`` in JSON.
 
-        ``more`` is anything else for the other members, in JSON. An error of one member is raised
-        on all of them. Returns the announcements of all members, in their order.
+        An error of one member is raised on all. Returns the announcements of all members, in their
+        order.
         """
         if source is None and error is None:
             error = "it was given neither an image nor an error"
@@ -274,7 +269,6 @@ class MemberStrategy(ReplicationStrategy):
             connection=self._host_name if self._host and not self._host.broken else "",
             offer=new_name(),
             more=more,
-            chunk_nbytes=self._chunk_nbytes,
         )
         records = self._clique_ranks.gather(
             f"announce iteration {ckpt_id.iteration} for replication",
@@ -298,9 +292,7 @@ class MemberStrategy(ReplicationStrategy):
                     *(name, ranks, self._clique.my_global_rank, timeout_s),
                     is_given_up=lambda: self._is_aborted,
                 )
-                self._host = HostTransport(
-                    connections, chunk_nbytes=self._chunk_nbytes, rate_limit=self.rate_limit
-                )
+                self._host = HostTransport(connections, rate_limit=self.rate_limit)
             finally:
                 self._is_connecting = False
             self._host_name = name
@@ -372,7 +364,6 @@ def _require_agreement(announced: Sequence[Announcement]) -> None:
         )
     for what, index in (("iteration", 0), ("session", 2)):
         require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
-    require_same("chunk_nbytes", {peer.rank: repr(peer.chunk_nbytes) for peer in announced})
     owners = [peer.id_.rank for peer in announced]
     if len(set(owners)) < len(owners):
         said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
@@ -380,10 +371,7 @@ def _require_agreement(announced: Sequence[Announcement]) -> None:
 
 
 def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
-    """Check the parameters of the ranks; return their failure domains, if given, in runs.
-
-    A report has a rank's parameters, in words, and its failure domain.
-    """
+    """Check the parameters of the ranks; return their failure domains, if given, in runs."""
     require_same(
         "replication parameters", {r: str(params) for r, (params, _) in enumerate(reports)}
     )
@@ -411,5 +399,4 @@ def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[li
 
 
 def _device_backend(config: str) -> str:
-    """Return the backend that sends CUDA memory."""
     return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

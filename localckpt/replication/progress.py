@@ -14,8 +14,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
-from localckpt.ranks.absent import SLOW
-from localckpt.ranks.failure import forget_frames
+from localckpt.ranks.failure import SLOW, forget_frames
 from localckpt.ranks.patience import Patience
 
 __all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]

@@ -48,25 +48,17 @@ class Lacking(NamedTuple):
 class Renewal(Protocol):
     """Pieces of a loaded checkpoint that are made again, behind training."""
 
-    def __str__(self) -> str:
-        """Words for the log."""
-        ...
+    def __str__(self) -> str: ...
 
     def connect(self, name: str, rank: int, timeout_s: float, rate_limit: float | None) -> None:
-        """Connect this rank to those that it makes pieces with.
-
-        Args:
-            name: Name that was not used before in this job.
-            timeout_s: Deadline, in seconds.
-            rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.
-        """
+        """Connect this rank to those that it makes pieces with, under a name that is new."""
         ...
 
     def make(self, keeper: Keeper) -> list[str]:
         """Make the pieces; all ranks of the job call it together.
 
-        Returns:
-            What went wrong, on any rank; the pieces that were made are in the keeper's inventory.
+        Returns what went wrong, on any rank; the pieces that were made are in the keeper's
+        inventory.
         """
         ...
 
@@ -74,17 +66,13 @@ class Renewal(Protocol):
         """End :meth:`make` in another thread, with an error there."""
         ...
 
-    def close(self) -> None:
-        """Give up connections."""
-        ...
+    def close(self) -> None: ...
 
 
 class Keeper:
     """A rank's place in the making of pieces: where it reads shards, and keeps what comes.
 
-    Attributes:
-        slots: Slots that are reserved for pieces.
-        nbytes: Bytes of the pieces that were committed.
+    ``slots`` are reserved for pieces; ``nbytes`` were committed.
     """
 
     def __init__(
@@ -104,23 +92,19 @@ class Keeper:
         self._session_id = session_id
 
     def identity(self, rank: int) -> ShardIdentity:
-        """Return the identity of a rank's shard."""
         # A new piece names its lineage, as the lost one did.
         lineage = self.inventory.lineages.get(self.checkpoint.generation.epoch_id)
         return replace(self.checkpoint.shard(rank, self._session_id), lineage=lineage)
 
     def open(self, identity: ShardIdentity) -> ShardSource:
-        """Open the image of a piece of this node; raises as :meth:`Store.open`."""
         return self._store.open(identity)
 
     def reserve(self, identity: ShardIdentity, nbytes: int) -> Slot:
-        """Reserve a slot for a piece; raises as :meth:`Store.reserve`."""
         slot = self._store.reserve(identity, nbytes, self.ranks.timeout_s)
         self.slots.append(slot)
         return slot
 
     def commit(self, slots: Sequence[Slot]) -> None:
-        """Write what has come to slots; raises StorageError."""
         for slot in slots:
             slot.arrived()
             self._store.commit([slot])
@@ -154,13 +138,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class PieceProblem:
-    """Piece of a node that is of no use.
-
-    Attributes:
-        piece: The piece.
-        reader: The rank that read it.
-        why: What is wrong.
-    """
+    """Piece of a node that is of no use: who read it, and what is wrong."""
 
     piece: Piece
     reader: int
@@ -172,17 +150,15 @@ class Recovered:
     """Outcome of an attempt to compute shards; the same on all ranks but for the slots.
 
     Attributes:
-        is_done: Whether all were computed. If not, the problems and what is unrecoverable tell why,
-            and the ranks may plan again.
+        is_done: Whether all were computed. If not, the problems tell why, and the ranks may plan
+            again.
         problems: What was wrong with pieces that were read.
-        unrecoverable: Shards that could not be computed, and why.
         nbytes: Size of the image of each shard that was computed.
         slots: The slot of each shard that was computed on this rank.
     """
 
     is_done: bool = False
     problems: list[PieceProblem] = field(default_factory=list)
-    unrecoverable: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
 
@@ -194,21 +170,11 @@ class RecoveryScheme(Code, Protocol):
     """
 
     def recover(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> Recovered:
-        """Compute shards; all ranks of the job call it together, with the same that is lost.
+        """Compute shards, all of groups of this kind; all ranks of the job call it together.
 
         A shard is computed on the rank that :attr:`Lost.computed_by` names, into a slot of its
         store, and verified as far as that can be; the caller verifies it again when it restores the
-        state. The caller releases the slots; there are
-        none after an error, or if not all shards were computed.
-
-        Args:
-            lost: The shards, all of groups of this kind.
-            store: This rank's pieces.
-            ranks: The ranks of the job.
-            timeout_s: Deadline of each step, in seconds.
-
-        Raises:
-            PeerLostError: A rank did not come, or broke off.
-            CheckpointingException: Something went wrong on some rank; the same on all.
+        state. The caller releases the slots; there are none after an error, or if not all shards
+        were computed. An error is the same on all ranks.
         """
         ...

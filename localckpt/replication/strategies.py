@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self, TypedDict, Unpack
 
+import torch
 import torch.distributed as dist
 
 from localckpt.availability.inventory import Inventory
@@ -20,7 +21,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
 from localckpt.ranks.refusals import MANAGER, refused_together
-from localckpt.replication.base import Accept, ReplicationStrategy
+from localckpt.replication.base import Accept, NoReplication, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.member_strategy import (
@@ -29,10 +30,9 @@ from localckpt.replication.member_strategy import (
     deadline_with_others,
 )
 from localckpt.replication.placement import place_cliques
-from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
-from localckpt.replication.transport import Transport, choose_transport
+from localckpt.replication.transport import DeviceTransport
 from localckpt.state_dict.source import ShardSource
 
 __all__ = [
@@ -45,17 +45,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class NoReplication(ReplicationStrategy):
-    """Keeps no replicas. Shards are still brought to ranks that restart on other nodes."""
+class _Options(TypedDict, total=False):
+    """Options of :class:`CliqueReplicationStrategy` that its other constructors have as well."""
 
-    def replicate_image(self, *_: Any, **__: Any) -> list[CkptID]:
-        return []
-
-    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
-        return
-
-    def give_up(self) -> None:
-        return
+    target_device: str
+    timeout_s: float | None
+    failure_domain: str | None
+    rate_limit: float | None
 
 
 class CliqueReplicationStrategy(MemberStrategy):
@@ -78,7 +74,6 @@ class CliqueReplicationStrategy(MemberStrategy):
         failure_domain: What this rank's node is lost with, such as its rack or switch; no two
             members of a clique are to share it. All ranks give one, or none does. By default what
             the variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
-        chunk_nbytes: How many bytes are sent at once from host memory; the same on all ranks.
         rate_limit: How many bytes a second this rank sends at most from host memory, to leave the
             network to training; ``None`` for as many as it can.
     """
@@ -95,7 +90,6 @@ class CliqueReplicationStrategy(MemberStrategy):
         replication_jump: int | None = None,
         replication_factor: int = 2,
         failure_domain: str | None = None,
-        chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
         with refused_together(MANAGER, process_group, timeout_s):
@@ -105,15 +99,8 @@ class CliqueReplicationStrategy(MemberStrategy):
                     1 if replication_jump is None else replication_jump, replication_factor
                 )
             self._jump, self._factor = replication_jump, replication_factor
-            self._device: Transport | None = None
-            super().__init__(
-                timeout_s,
-                process_group,
-                target_device,
-                failure_domain,
-                chunk_nbytes=chunk_nbytes,
-                rate_limit=rate_limit,
-            )
+            self._device: DeviceTransport | None = None
+            super().__init__(timeout_s, process_group, target_device, failure_domain, rate_limit)
             if clique is not None:
                 self._use(clique, self.step_s(None))
 
@@ -122,20 +109,15 @@ class CliqueReplicationStrategy(MemberStrategy):
         cls,
         replication_jump: int | None = None,
         replication_factor: int = 2,
-        *,
-        timeout_s: float | None = None,
-        failure_domain: str | None = None,
-        target_device: str = "cpu",
-        chunk_nbytes: int = CHUNK_NBYTES,
-        rate_limit: float | None = None,
+        **options: Unpack[_Options],
     ) -> Self:
         """Agree on how the job is cut into cliques; all ranks call it together.
 
         Args:
             replication_jump: Distance between members of a clique, for cliques by rank numbers.
                 With ``None`` they are formed from failure domains when a manager is made.
-            replication_factor, timeout_s, failure_domain, target_device, chunk_nbytes, rate_limit:
-                As for the class.
+            replication_factor, options: As for the class: ``timeout_s``, ``failure_domain``,
+                ``target_device``, ``rate_limit``.
 
         Raises:
             MismatchError: The job has too few ranks, or ranks give different numbers.
@@ -147,15 +129,11 @@ class CliqueReplicationStrategy(MemberStrategy):
                 "LazyCliqueReplicationStrategy, which is built at its first use"
             )
         # The others meet at once.
-        with refused_together("retrieval", None, timeout_s):
+        with refused_together("retrieval", None, options.get("timeout_s")):
             strategy = cls(
-                target_device=target_device,
-                timeout_s=timeout_s,
                 replication_jump=replication_jump,
                 replication_factor=replication_factor,
-                failure_domain=failure_domain,
-                chunk_nbytes=chunk_nbytes,
-                rate_limit=rate_limit,
+                **options,
             )
         strategy._agree_on_parameters()
         if replication_jump is not None:
@@ -281,11 +259,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             )
             return
         if self._device is None:
-            self._device = choose_transport(
-                self._clique,
-                True,
-                owns_group=self._owns_group,
-            )
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._device = DeviceTransport(self._clique, device, owns_group=self._owns_group)
         try:
             # One round at a time, so that there are buckets for one peer only.
             for sends, receives in moves:
@@ -307,19 +282,8 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
         self,
         replication_jump: int | None = None,
         replication_factor: int = 2,
-        *,
-        timeout_s: float | None = None,
-        failure_domain: str | None = None,
-        target_device: str = "cpu",
-        chunk_nbytes: int = CHUNK_NBYTES,
-        rate_limit: float | None = None,
+        **options: Unpack[_Options],
     ) -> None:
         super().__init__(
-            target_device=target_device,
-            timeout_s=timeout_s,
-            replication_jump=replication_jump,
-            replication_factor=replication_factor,
-            failure_domain=failure_domain,
-            chunk_nbytes=chunk_nbytes,
-            rate_limit=rate_limit,
+            replication_jump=replication_jump, replication_factor=replication_factor, **options
         )

@@ -10,23 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
-
-from localckpt.errors import MismatchError
 from localckpt.replication.device_transport import DeviceTransport
-from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["DeviceTransport", "HostTransport", "Transport", "choose_transport"]
+__all__ = ["DeviceTransport", "HostTransport", "Transport"]
 
 
 class Transport(Protocol):
     """Connections to other ranks, over which images are sent and received at once.
 
-    To add one: a module beside this one, and a choice in :func:`choose_transport`, for the
-    replication of saves, or in ``retrieval.connect_for``, for all else.
+    To add one: a module beside this one, and a choice in ``CliqueReplicationStrategy._exchange``,
+    for saves, or in ``retrieval.connect_for``, for all else.
     """
 
     broken: bool
@@ -42,9 +37,7 @@ class Transport(Protocol):
 
         Ranks call it together. Several images between the same two ranks are listed in the same
         order by both. When it raises, nothing is read from or written to the memory any more.
-
-        Args:
-            timeout_s: Deadline of the whole exchange, in seconds.
+        ``timeout_s`` is the deadline of the whole exchange.
         """
         ...
 
@@ -55,22 +48,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give up the connections that this transport opened itself."""
         ...
-
-
-def choose_transport(
-    group: GroupWrapper | dist.ProcessGroup | None,
-    tensors_on_gpu: bool,
-    *,
-    owns_group: bool = False,
-) -> Transport:
-    """Choose the transport for host or device memory; arguments as for the transports."""
-    wrapped = GroupWrapper.wrap(group)
-    if wrapped.supports("cuda") and (tensors_on_gpu or not wrapped.supports("cpu")):
-        device = torch.device("cuda", torch.cuda.current_device())
-        return DeviceTransport(wrapped, device, owns_group=owns_group)
-    if wrapped.supports("cpu"):
-        return HostTransport(wrapped)
-    raise MismatchError(
-        f"the group's backend {wrapped.backend!r} sends neither host nor CUDA memory; "
-        f"make the group with gloo or NCCL"
-    )

@@ -24,7 +24,7 @@ from localckpt.async_save.callers import (
     ThreadAsyncCaller,
 )
 from localckpt.async_save.processes import NotSendableError, Priority
-from localckpt.async_save.request import AsyncCall, AsyncRequest
+from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from tests.async_save import work
 
@@ -80,65 +80,6 @@ class TestEveryCaller:
         assert caller.is_current_async_call_done(blocking=True)
         assert (tmp_path / "a").exists()
 
-    def test_goes_on_in_the_trainer_once_the_function_has_returned(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller, gate, seen = make(kind), tmp_path / "gate", []
-
-        def then() -> None:
-            beside = threading.current_thread() is not threading.main_thread()
-            seen.append((os.getpid(), beside, (tmp_path / "a").exists()))
-
-        both = request(AsyncCall(work.write_when, then_fn=then), tmp_path / "a", gate)
-        call = caller.schedule_async_call(both)
-        before = [*seen]
-        work.write(gate)
-
-        assert call.wait(PATIENCE_S)
-        assert (before, seen, call.error) == ([], [(os.getpid(), True, True)], None)
-
-    def test_does_not_go_on_after_a_function_that_failed(
-        self, make: Any, kind: type[AsyncCaller]
-    ) -> None:
-        seen: list[str] = []
-        both = request(AsyncCall(work.fail_storage, then_fn=lambda: seen.append("went on")))
-
-        call = make(kind).schedule_async_call(both)
-
-        assert call.wait(PATIENCE_S)
-        assert isinstance(call.error, StorageError)
-        assert seen == []
-
-    def test_fails_with_what_goes_wrong_in_the_trainer(
-        self, make: Any, kind: type[AsyncCaller]
-    ) -> None:
-        def then() -> None:
-            raise StorageError("no room for what came")
-
-        call = make(kind).schedule_async_call(request(AsyncCall(work.nothing, then_fn=then)))
-
-        assert call.wait(PATIENCE_S)
-        assert str(call.error) == "no room for what came"
-
-    def test_that_is_given_up_in_the_trainer_goes_on_there_and_the_next_is_carried_out(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller, there, gate = make(kind), threading.Event(), threading.Event()
-        ended: list[bool] = []
-
-        def then() -> None:
-            there.set()
-            ended.append(gate.wait(PATIENCE_S))
-
-        call = caller.schedule_async_call(request(AsyncCall(work.nothing, then_fn=then)))
-        assert there.wait(PATIENCE_S)
-        nothing_runs = caller.give_up(call, CheckpointingException("too late"))
-        error = outcome(caller, work.write, tmp_path / "a")
-        gate.set()
-        caller.close()
-
-        assert (nothing_runs, str(call.error), error, ended) == (False, "too late", None, [True])
-
     def test_runs_calls_one_after_another_in_order(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
     ) -> None:
@@ -191,7 +132,7 @@ class TestEveryCaller:
 
         assert (tmp_path / "a").exists()
         assert (tmp_path / "b").exists()
-        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        assert work.await_ends_of_threads()
         assert not our_children()
         with pytest.raises(CheckpointingException, match="closed"):
             caller.schedule_async_call(request(work.nothing))
@@ -201,12 +142,12 @@ class TestEveryCaller:
     ) -> None:
         caller = kind(timeout_s=PATIENCE_S)
         assert outcome(caller, work.nothing) is None
-        assert caller._join(time.monotonic() + PATIENCE_S)
+        caller._thread.close(PATIENCE_S)
         children = our_children()
         assert len(children) == (kind is PersistentAsyncCaller)
         gone = weakref.ref(caller)
 
-        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        assert work.await_ends_of_threads()
         del caller
         gc.collect()
 
@@ -405,7 +346,7 @@ class TestWorker:
         caller = make(PersistentAsyncCaller)
 
         caller.warm_up()
-        assert caller._join(time.monotonic() + PATIENCE_S)
+        caller._thread.close(PATIENCE_S)
 
         pid = caller.worker_pid
         assert pid is not None

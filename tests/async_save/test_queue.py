@@ -265,7 +265,7 @@ def test_a_thread_that_is_not_over_in_time_does_not_stop_later_calls(tmp_path: P
     work.write(gate)
     queue.close()
     assert len(pids) == 1
-    assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+    assert work.await_ends_of_threads()
 
 
 def test_close_finalizes_and_leaves_nothing(
@@ -279,7 +279,7 @@ def test_close_finalizes_and_leaves_nothing(
 
     assert owner.finalized == ["a", "b"]
     assert not our_children()
-    assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+    assert work.await_ends_of_threads()
     with pytest.raises(CheckpointingException, match="closed"):
         owner.schedule(None)
 
@@ -439,7 +439,7 @@ def test_a_queue_that_is_dropped_takes_its_worker_with_it(
     queue.wait_until_finished()
     pid = json.loads((tmp_path / "a").read_text())["pid"]
     caller = queue._worker
-    assert caller._join(time.monotonic() + PATIENCE_S)
+    caller._thread.close(PATIENCE_S)
 
     del queue, caller
 

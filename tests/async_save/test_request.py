@@ -184,7 +184,7 @@ def test_a_request_of_plain_functions_can_be_pickled() -> None:
 
 
 def test_another_process_gets_the_function_of_a_call_and_nothing_else() -> None:
-    call = AsyncCall(work.write, failure_fns=[lambda _: None], then_fn=lambda: None)
+    call = AsyncCall(work.write, failure_fns=[lambda _: None])
 
     assert pickle.loads(pickle.dumps(call)) is work.write
 
@@ -198,7 +198,7 @@ def test_a_queue_of_another_library_is_never_given_a_call_without_function() -> 
 
 def test_who_freezes_a_request_is_handed_what_another_process_can_run() -> None:
     handed = AsyncRequest(AsyncCall(print, hand_over=lambda: work.nothing), (1,), []).freeze()
-    plain = AsyncRequest(AsyncCall(print, then_fn=work.nothing), (1,), []).freeze()
+    plain = AsyncRequest(AsyncCall(print), (1,), []).freeze()
 
     assert (handed.async_fn, handed.async_fn_args) == (work.nothing, ())
     assert (plain.async_fn, plain.async_fn_args) == (print, (1,))

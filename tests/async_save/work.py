@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +160,13 @@ def hang(path: Path, *args: object) -> None:
     """Tell who hangs, and live until that process is killed."""
     write(path, str(os.getpid()))
     await_file(path.with_suffix(".never"))
+
+
+def await_ends_of_threads(timeout_s: float = 20.0) -> bool:
+    """Whether all threads of ours end in time: one that has done its part takes a moment."""
+    deadline = time.monotonic() + timeout_s
+    while any(thread.name.startswith("localckpt") for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

@@ -30,8 +30,8 @@ from localckpt import (
     Values,
 )
 from localckpt.ranks import round as rounds
-from localckpt.ranks.opening import Opening
 from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.store_part import StorePart
 from localckpt.ranks.values import Message
 from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
@@ -145,14 +145,19 @@ class _Tampering:
 
 
 def _tamper() -> None:
-    for part in (rounds.Round, Opening):
+    def with_stranger(
+        self: Any, store: Any, *args: Any, init: Any = rounds.Round.__init__, **options: Any
+    ) -> None:
+        init(self, _Tampering(store), *args, **options)
 
-        def with_stranger(
-            self: Any, store: Any, *args: Any, init: Any = part.__init__, **options: Any
-        ) -> None:
-            init(self, _Tampering(store), *args, **options)
+    def publish(self: Any, own: Any = StorePart._publish) -> str:
+        name: str = own(self)
+        if (value := _Tampering(None)._replaced(name)) != name:
+            self._shared.set("opening", value)
+        return name
 
-        part.__init__ = with_stranger  # type: ignore[assignment]
+    rounds.Round.__init__ = with_stranger  # type: ignore[assignment]
+    StorePart._publish = publish  # type: ignore[method-assign]
 
 
 def _decide(rank: int, number: int) -> None:

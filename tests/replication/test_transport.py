@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,25 +18,27 @@ import torch.distributed as dist
 from localckpt.errors import MismatchError, PeerLostError, StorageError
 from localckpt.ranks import patience
 from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
-from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.transport import (
-    DeviceTransport,
-    HostTransport,
-    Transport,
-    choose_transport,
-)
+from localckpt.replication.transport import DeviceTransport, HostTransport, Transport
 from localckpt.state_dict.source import MemorySource, ShardSource
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource, image
 
 _CHUNK = 1000
 _TIMEOUT_S = 20.0
+_numbers = count()
 
 
 def _transport(kind: str) -> Transport:
     if kind == "device":
         return DeviceTransport(None, "cpu", bucket_nbytes=_CHUNK)
-    return HostTransport(None, chunk_nbytes=_CHUNK)
+    return _host_transport(_CHUNK)
+
+
+def _host_transport(chunk_nbytes: int) -> HostTransport:
+    """Connect all ranks; each calls it as often."""
+    ranks, name = range(dist.get_world_size()), f"transport {next(_numbers)}"
+    connections = HostConnections.connect(name, ranks, dist.get_rank(), _TIMEOUT_S)
+    return HostTransport(connections, chunk_nbytes=chunk_nbytes)
 
 
 class _PackingSource(ScratchSource):
@@ -222,7 +225,7 @@ def _exchange_for_ever(
 
 
 def _die_within_a_message(rank: int, world_size: int, nbytes: int) -> tuple[str, float]:
-    transport = HostTransport(None, chunk_nbytes=nbytes)
+    transport = _host_transport(nbytes)
     mine, theirs = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
     dist.barrier()
     if rank == 1:
@@ -368,14 +371,6 @@ def test_an_address_that_was_removed_is_no_address_of_no_bytes() -> None:
     run_ranks(_find_an_address_that_was_removed, 1)
 
 
-def _chosen(rank: int, world_size: int) -> list[str]:
-    return [type(choose_transport(None, on_gpu)).__name__ for on_gpu in (False, True)]
-
-
-def test_gloo_sends_host_memory_whatever_the_tensors_are_on() -> None:
-    assert run_ranks(_chosen, 2) == [["HostTransport", "HostTransport"]] * 2
-
-
 def _exchange_aborted(rank: int, world_size: int) -> None:
     transport = _transport("device")
 
@@ -392,32 +387,17 @@ def test_a_transport_of_device_memory_that_was_aborted_sends_nothing_more() -> N
 
 
 def test_a_world_of_one_has_nothing_to_exchange() -> None:
-    transport = choose_transport(None, tensors_on_gpu=False)
+    transport = HostTransport(HostConnections.connect("alone", [0], 0, _TIMEOUT_S))
 
     transport.exchange([], [], _TIMEOUT_S)
 
-    assert isinstance(transport, HostTransport)
-
-
-def test_nccl_alone_sends_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    group = GroupWrapper()
-
-    group.supported_devices = frozenset({"cuda"})
-    assert isinstance(choose_transport(group, tensors_on_gpu=False), DeviceTransport)
-    group.supported_devices = frozenset({"cpu", "cuda"})
-    assert isinstance(choose_transport(group, tensors_on_gpu=False), HostTransport)
-    assert isinstance(choose_transport(group, tensors_on_gpu=True), DeviceTransport)
-    group.supported_devices = frozenset({"xpu"})
-    with pytest.raises(MismatchError, match="neither host nor CUDA"):
-        choose_transport(group, tensors_on_gpu=False)
+    assert not transport.broken
 
 
 def _over_nccl(rank: int, world_size: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    transport = choose_transport(None, tensors_on_gpu=True)
-    assert isinstance(transport, DeviceTransport)
+    transport = DeviceTransport(None, device)
     contents = [image(sender, 100 * 2**20 + sender) for sender in range(world_size)]
     place = memoryview(bytearray(len(contents[rank - 1])))
 

@@ -70,11 +70,9 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One sum over one stripe.
+    """One sum over one stripe, which is ``place`` of a member's image or parity.
 
-    Attributes:
-        hops: In order, each on another rank than the one before; the last keeps the sum.
-        place: What of a member's image or parity the sum is.
+    Each hop is on another rank than the one before; the last keeps the sum.
     """
 
     hops: tuple[Hop, ...]
@@ -82,13 +80,12 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that each hop hands on."""
         return self.place.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ChainSchedule:
-    """Schedule: the step at which each chain starts, and the size of a message."""
+    """The step at which each chain starts, and messages that a rank has memory for."""
 
     starts: tuple[int, ...]
     message_nbytes: int
@@ -132,7 +129,6 @@ def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Chai
 
 
 def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
-    """Number of bytes that each rank sends."""
     sent: dict[int, int] = {}
     for chain in chains:
         for hop in chain.hops[:-1]:
@@ -141,8 +137,6 @@ def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
 
 
 def tasks_of(rank: int, chains: Sequence[Chain], when: ChainSchedule) -> Iterator[ChainStep]:
-    """Tasks of a rank, in the order in which it does them."""
-
     def tasks(number: int, hop: int) -> Iterator[ChainStep]:
         messages = chunks(chains[number].nbytes, when.message_nbytes)
         for step, (start, stop) in enumerate(messages, when.starts[number] + hop):
@@ -170,8 +164,8 @@ def add_terms(
     """Do to part of a sum what a hop does.
 
     ``acc`` holds the sum of the hops before, unless this is the ``first``; it begins at ``start``
-    in the stripe. ``read`` returns the bytes of a strip between two places in the stripe, fewer at
-    its end, valid until the next call.
+    in the stripe. ``read`` returns the bytes of a strip between two places, fewer at its end, valid
+    until the next call.
     """
     plain = next((term for term in hop.terms[:1] if term.factor == 1), None)
     data = acc[:0] if plain is None else read(plain.strip, start, start + len(acc))

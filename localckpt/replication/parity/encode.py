@@ -30,11 +30,8 @@ def encode(
 ) -> None:
     """Compute this member's parity; the members of the group call it together.
 
-    It needs at most :data:`BUFFERS_NBYTES` for messages and less than 1 MiB for the arithmetic,
-    which the pipeline keeps for the next time. That it returned says that this member's part is
-    done, not that every other's is.
-
-    The image must not change meanwhile. After an error ``parity`` is of no use.
+    That it returned says that this member's part is done, not that every other's is. The image must
+    not change meanwhile. After an error ``parity`` is of no use.
     """
     connections = pipeline.connections
     member = connections.ranks.index(connections.rank)

@@ -80,7 +80,6 @@ def scale_xor_into(acc: Bytes, data: Bytes, factor: int, scratch: Scratch) -> No
 
 
 def multiply(a: int, b: int) -> int:
-    """The product of two elements."""
     product = 0
     while b:
         if b & 1:
@@ -101,7 +100,6 @@ def power(exponent: int) -> int:
 
 
 def inverse(a: int) -> int:
-    """The element whose product with ``a`` is 1."""
     if a == 0:
         raise ZeroDivisionError("0 has no inverse in GF(2^8)")
     # Every element to the power 255 is 1.

@@ -52,7 +52,6 @@ class ParityOf:
 
     @property
     def layout(self) -> ParityLayout:
-        """Layout of the bytes in stripes."""
         return ParityLayout(self.image_nbytes, self.group.tolerated)
 
     def to_json(self) -> str:
@@ -62,7 +61,6 @@ class ParityOf:
 
     @classmethod
     def from_json(cls, text: Any) -> ParityOf:
-        """The inverse of :meth:`to_json`."""
         try:
             ranks, parity, image_nbytes = json.loads(text)
             return cls(Group(tuple(ranks), parity, PARITY_KIND), tuple(image_nbytes))
@@ -72,13 +70,7 @@ class ParityOf:
 
 @dataclass(frozen=True, slots=True)
 class ParityFrame:
-    """Image of a parity without its contents.
-
-    Attributes:
-        header: Its first bytes.
-        parity_nbytes: Bytes of the parity.
-        nbytes: Size of the image.
-    """
+    """Image of a parity without its contents: its first bytes, and sizes."""
 
     header: bytes
     parity_nbytes: int
@@ -86,7 +78,6 @@ class ParityFrame:
 
     @classmethod
     def of(cls, identity: ShardIdentity, parity_of: ParityOf) -> ParityFrame:
-        """Make the frame for the parity that a rank is to keep beside its own shard."""
         nbytes = parity_of.layout.parity_nbytes
         slots = (TensorSlot(_PARITY, "U8", (nbytes,), nbytes, 0),)
         header, image_nbytes = render_header(

@@ -3,8 +3,8 @@
 One thread does everything in the order of the schedule, while gloo's own threads move what was
 asked for ahead. An answer to a message says that its memory may be used again.
 
-A rank that is lost stops the whole pipeline, so most ranks lose peers that only gave up: see
-:mod:`localckpt.replication.parity.attribution` for how the one to blame is found.
+A rank that is lost stops the whole pipeline, so most ranks lose peers that only gave up: which rank
+is to blame is told by who does not come to the decision that follows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from typing import TypeAlias
 import numpy as np
 import torch.distributed as dist
 
-from localckpt.errors import MismatchError, PeerLostError
-from localckpt.failure_texts import with_class
+from localckpt.errors import PeerLostError
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.pacing import Pacer
-from localckpt.ranks.absent import SLOW
 from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.parity.attribution import GivenUp, ask_whom_to_blame, tell_given_up
 from localckpt.replication.parity.chains import (
     Chain,
     ChainStep,
@@ -38,7 +35,7 @@ from localckpt.replication.parity.chains import (
 )
 from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
-from localckpt.replication.progress import PeerFailed, Progress, first_line
+from localckpt.replication.progress import PeerFailed, Progress
 from localckpt.state_dict.source import ShardSource, views_last
 
 __all__ = ["Pipeline", "Sinks", "Sources"]
@@ -61,10 +58,6 @@ class Pipeline:
     """
 
     def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
-        if connections.store is None:
-            raise MismatchError(
-                "a pipeline needs connections of its own, made by HostConnections.connect"
-            )
         self.connections = connections
         self.broken = False
         self.pacer = pacer or Pacer()
@@ -85,8 +78,7 @@ class Pipeline:
         When it raises, the connections are cut, and nothing is read from or written to the memory
         any more. When it returns, this rank has done its part and all that it sent has arrived.
 
-        The deadline is later by what a limit of its rate makes it take. Finding out who is to blame
-        takes at most eight seconds more.
+        The deadline is later by what a limit of its rate makes it take.
         """
         if self.broken:
             raise PeerLostError(
@@ -99,23 +91,21 @@ class Pipeline:
                 interruptible(job.run, self._give_up)
         except BaseException as error:
             self.broken = True
-            if self.connections.given_up and isinstance(error, PeerFailed):
-                # No peer is to blame, and nobody waits until it is known who would be.
-                why = f"rank {self.connections.rank} was {what}, and gave it up"
-                _leave(self.connections, GivenUp(reason=why), error)
-                raise PeerLostError(f"{why}. What was saved before stands.") from error.__cause__
+            self.connections.disconnect()
             if not isinstance(error, PeerFailed):
-                account = GivenUp(reason=with_class(error))
-                _leave(self.connections, account, error)
                 raise
-            raise _give_up(what, self.connections, job.progress, error) from error.__cause__
+            if self.connections.given_up:
+                raise PeerLostError(
+                    f"rank {self.connections.rank} was {what}, and gave it up. What was saved "
+                    f"before stands."
+                ) from error.__cause__
+            raise job.progress.explain(error) from error.__cause__
 
     def _give_up(self) -> None:
         self.connections.given_up = True
         self.connections.disconnect()
 
     def close(self) -> None:
-        """Give the memory back."""
         self.broken = True
         self.memory = _Memory()
 
@@ -298,45 +288,6 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A message under way."""
-
     step: int
     buffer: memoryview | None
     message: Outgoing
-
-
-def _give_up(
-    what: str, connections: HostConnections, progress: Progress, failed: PeerFailed
-) -> PeerLostError:
-    """Cut the connections, and say who is to blame."""
-    own = GivenUp(tuple(failed.peers), late=progress.is_over())
-    _leave(connections, own, failed)
-    accounts: Mapping[int, GivenUp | None] = dict.fromkeys(failed.peers)
-    try:
-        assert connections.store is not None
-        accounts = ask_whom_to_blame(connections.store, connections.ranks, connections.rank, own)
-    except PeerLostError as unreachable:
-        failed.add_note(str(unreachable))
-    cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
-    lost = []
-    for peer, account in accounts.items():
-        if account is None:
-            how = "did not answer in time" if progress.is_over() else "was lost"
-            lost.append(f"{progress.of(peer)} {how}{cause}")
-        elif account.reason is not None:
-            lost.append(f"rank {peer} failed: {account.reason}")
-        else:
-            lost.append(f"{progress.of(peer)} waited in vain, too{cause}")
-    return PeerLostError(
-        f"rank {connections.rank} was {what}, and {', '.join(lost)}. What was saved before stands"
-    ).advised("slow", SLOW)
-
-
-def _leave(connections: HostConnections, account: GivenUp, failure: BaseException) -> None:
-    try:
-        assert connections.store is not None
-        tell_given_up(connections.store, connections.rank, account)
-    except PeerLostError as unreachable:
-        failure.add_note(str(unreachable))
-    finally:
-        connections.disconnect()

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import SHARD_KIND, Group, Piece
-from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.chains import Chain, Hop, Term
 from localckpt.replication.parity.gf import inverse, multiply, power
 from localckpt.replication.parity.image import ParityOf
@@ -21,8 +19,6 @@ from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout
 from localckpt.replication.redundancy import Lost, PieceProblem
 
 __all__ = [
-    "NOTHING_FOUND",
-    "Findings",
     "Left",
     "Repair",
     "Seen",
@@ -33,24 +29,18 @@ __all__ = [
     "take_together",
 ]
 
-# Of what cannot be rebuilt, so many places are named.
-_NAMED = 10
-
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Remains of a group, as all ranks know them.
+    """Remains of a group: the rank that can read each member's image, and its parity.
 
-    Attributes:
-        images: The rank that can read each member's image; a member that is missing has lost it.
-        parities: The same for each member's parity.
+    A member that is missing has lost it.
     """
 
     images: Mapping[int, int]
     parities: Mapping[int, int]
 
     def rank_with(self, strip: Strip) -> int | None:
-        """The rank that can read a strip."""
         at = self.images if strip.kind is Kind.IMAGE else self.parities
         return at.get(strip.member)
 
@@ -63,7 +53,6 @@ def plan_rebuild(layout: ParityLayout, left: Left, wanted: Mapping[int, int]) ->
     has nothing to receive.
     """
     chains: list[Chain] = []
-    beyond: list[str] = []
     for member, rank in wanted.items():
         for stripe in range(layout.members):
             if member not in layout.contributors(stripe):
@@ -72,17 +61,8 @@ def plan_rebuild(layout: ParityLayout, left: Left, wanted: Mapping[int, int]) ->
             symbols = _Symbols.of(layout, stripe)
             lost = symbols.lost(left)
             parts = symbols.express(place, lost) if place.nbytes else {}
-            if parts is None:
-                beyond.append(_describe(stripe, place, lost))
-            elif parts:
+            if parts:
                 chains.append(Chain(_hops(parts, left, rank, number=len(chains)), place))
-    if beyond:
-        more = f", and {len(beyond) - _NAMED} more places" if len(beyond) > _NAMED else ""
-        raise NoReplicasAvailableError(
-            f"more is lost than {layout.parity} parities of a group of {layout.members} can make "
-            f"up for: {'; '.join(beyond[:_NAMED])}{more}. What is left is untouched. Bring back "
-            f"a node that holds what is missing, or load an older checkpoint."
-        )
     return chains
 
 
@@ -109,26 +89,22 @@ class _Symbols:
         )
 
     def lost(self, left: Left) -> frozenset[Strip]:
-        """Strips that cannot be read, and are not zeros."""
         return frozenset(
             strip
             for strip in (*self.chunks, *self.rows)
             if strip.nbytes and left.rank_with(strip) is None
         )
 
-    def express(self, wanted: Strip, lost: frozenset[Strip]) -> dict[Strip, int] | None:
+    def express(self, wanted: Strip, lost: frozenset[Strip]) -> dict[Strip, int]:
         """A chunk as a sum of what can be read, each with a factor that is not 0.
 
         Strips that have only zeros are no part of it, whether they can be read or not.
-
-        Returns ``None`` if there is no such sum.
         """
         if wanted not in lost:
             return {wanted: 1}
         unknown = [number for number, chunk in enumerate(self.chunks) if chunk in lost]
         known_rows = [number for number, row in enumerate(self.rows) if row not in lost]
-        if len(unknown) > len(known_rows):
-            return None
+        assert len(unknown) <= len(known_rows), "the code says what can be computed"
         sums = dict.fromkeys((*self.chunks, *self.rows), 0)
         for row, weight in self._solve(self.chunks.index(wanted), unknown, known_rows):
             sums[self.rows[row]] ^= weight
@@ -172,29 +148,12 @@ def _plain_first(terms: Sequence[Term]) -> tuple[Term, ...]:
     return tuple(sorted(terms, key=lambda term: term.factor))
 
 
-def _describe(stripe: int, place: Strip, lost: frozenset[Strip]) -> str:
-    first = place.start // BLOCK_NBYTES
-    last = (place.start + place.nbytes - 1) // BLOCK_NBYTES
-    blocks = f"block {first}" if first == last else f"blocks {first} to {last}"
-    missing = ", ".join(
-        f"{strip.kind.name.lower()} of member {strip.member}"
-        for strip in sorted(lost, key=lambda strip: (strip.kind, strip.member))
-    )
-    return (
-        f"{blocks} of the {place.kind.name.lower()} of member {place.member} (stripe {stripe}, of "
-        f"which cannot be read: {missing})"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Shards that are computed in one group.
+    """Shards that are computed in one group, whose members are ranks that saved the checkpoint.
 
-    Attributes:
-        group: The group. Its members are ranks that saved the checkpoint.
-        images: For each member whose image is somewhere, the rank of this job that reads it.
-        parities: The same for each member's parity.
-        wanted: For each member whose image is computed, the rank of this job that computes it.
+    ``images`` and ``parities`` have the rank of this job that reads those of each member, where
+    they are anywhere; ``wanted`` the one that computes the image.
     """
 
     group: Group
@@ -204,11 +163,9 @@ class Repair:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that take part."""
         return sorted({*self.images.values(), *self.parities.values(), *self.wanted.values()})
 
     def reads(self, rank: int) -> list[tuple[Kind, int]]:
-        """Reads of a rank: the kind, and whose."""
         return [
             *((Kind.IMAGE, owner) for owner, reader in self.images.items() if reader == rank),
             *((Kind.PARITY, owner) for owner, reader in self.parities.items() if reader == rank),
@@ -216,7 +173,6 @@ class Repair:
 
 
 def plan_repairs(lost: Lost) -> list[Repair]:
-    """Plan what each group computes, and who reads what for it."""
     inventory = lost.inventory
     holders, kept = inventory.holders(lost.checkpoint), inventory.groups(lost.checkpoint)
     wanted: dict[Group, dict[int, int]] = {}
@@ -234,7 +190,6 @@ def plan_repairs(lost: Lost) -> list[Repair]:
 
 
 def piece_of(kind: int, owner: int) -> Piece:
-    """The piece that a :class:`Kind` of symbol is read from."""
     return Piece(owner, PARITY_KIND if kind == Kind.PARITY else SHARD_KIND)
 
 
@@ -264,27 +219,10 @@ class Seen(NamedTuple):
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """Reports of all ranks on what a repair is to read.
-
-    Attributes:
-        problems: What is of no use.
-        of: What the parities are of; ``None`` if there is none.
-        left: For :func:`plan_rebuild`.
-    """
-
-    problems: tuple[PieceProblem, ...]
-    of: ParityOf | None
-    left: Left
-
-
-NOTHING_FOUND = Findings((), None, Left({}, {}))
-"""Before anybody has looked."""
-
-
-def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
-    """Put together what ranks found."""
+def take_together(
+    repair: Repair, seen: Sequence[tuple[int, Seen]]
+) -> tuple[list[PieceProblem], ParityOf | None, Left]:
+    """Return what is of no use of what ranks found, what the parities are of, and what is left."""
     place = {rank: number for number, rank in enumerate(repair.group.ranks)}
     in_order = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
     told = next((s.of for _, s in in_order if s.of is not None and s.problem is None), None)
@@ -303,4 +241,4 @@ def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
             at[found.kind][place[found.owner]] = reader
         else:
             problems.append(PieceProblem(piece_of(found.kind, found.owner), reader, problem))
-    return Findings(tuple(problems), of, Left(at[Kind.IMAGE], at[Kind.PARITY]))
+    return problems, of, Left(at[Kind.IMAGE], at[Kind.PARITY])

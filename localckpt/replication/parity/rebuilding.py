@@ -14,7 +14,6 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
@@ -28,7 +27,7 @@ from localckpt.replication.parity.chains import Chain
 from localckpt.replication.parity.image import ParityOf, ParityPart
 from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.planning import (
-    NOTHING_FOUND,
+    Left,
     Repair,
     Seen,
     longest_wait,
@@ -76,8 +75,6 @@ class Rebuilding:
     def _run(self) -> bool:
         with ExitStack() as opened:
             name = self._look(opened)
-            for group in self._groups:
-                self._recovered.problems += group.findings.problems
             return not self._recovered.problems and self._carry_out(name, opened)
 
     def _release(self) -> None:
@@ -92,7 +89,6 @@ class Rebuilding:
         self._recovered.slots.clear()
 
     def _deadline(self) -> Deadline:
-        """Return the deadline of a step that begins now."""
         return Deadline.after(self._patience_s)
 
     def _identity(self, kind: Kind, owner: int) -> ShardIdentity:
@@ -116,7 +112,11 @@ class Rebuilding:
             for number, fields in found:
                 seen[number].append((rank, Seen(*fields)))
         for group, of_group in zip(self._groups, seen, strict=True):
-            group.findings = take_together(group.repair, of_group)
+            problems, of, group.left = take_together(group.repair, of_group)
+            self._recovered.problems += problems
+            # Without any parity nothing is computed.
+            if of is not None:
+                group.of = of
         return str(name)
 
     def _look_at(self, group: _Group, kind: Kind, owner: int, opened: ExitStack) -> Seen:
@@ -147,9 +147,8 @@ class Rebuilding:
             self._for_each_group(lambda group: self._connect(name, group, opened))
         self._ranks.agree(f"connect to {what}", connecting, deadline=self._deadline())
         for group in self._groups:
-            self._plan(group)
-        if self._recovered.unrecoverable:
-            return False
+            wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
+            group.chains = plan_rebuild(group.of.layout, group.left, wanted)
         sizes = {
             rank: group.of.image_nbytes[group.place[rank]]
             for group in self._groups
@@ -190,14 +189,6 @@ class Rebuilding:
         ranks, name = group.repair.ranks, f"{name}/{self._groups.index(group)}"
         group.connections = HostConnections.connect(name, ranks, self._rank, self._timeout_s)
         opened.callback(group.connections.close)
-
-    def _plan(self, group: _Group) -> None:
-        left = group.findings.left
-        try:
-            wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
-            group.chains = plan_rebuild(group.of.layout, left, wanted)
-        except NoReplicasAvailableError as error:
-            self._recovered.unrecoverable |= dict.fromkeys(group.repair.wanted, str(error))
 
     def _rebuild(self, group: _Group) -> None:
         assert group.connections is not None, "the ranks are connected before"
@@ -251,7 +242,8 @@ class _Group:
     def __init__(self, repair: Repair) -> None:
         self.repair = repair
         self.place = {rank: number for number, rank in enumerate(repair.group.ranks)}
-        self.findings = NOTHING_FOUND
+        self.of: ParityOf
+        self.left = Left({}, {})
         self.sources: dict[tuple[Kind, int], WatchedSource] = {}
         self.connections: HostConnections | None = None
         self.chains: Sequence[Chain] = ()
@@ -259,9 +251,3 @@ class _Group:
     def computed_by(self, rank: int) -> list[int]:
         """Members whose images a rank of this job computes."""
         return [member for member, computing in self.repair.wanted.items() if computing == rank]
-
-    @property
-    def of(self) -> ParityOf:
-        """Members that the parities are of."""
-        assert self.findings.of is not None, "without any parity nothing is to be computed"
-        return self.findings.of

@@ -100,7 +100,6 @@ class ParityRenewal:
             self._ring.close()
 
     def _group_of(self, rank: int) -> Group | None:
-        """The group that a rank is to encode with."""
         return next((group for group in self._groups if rank in group.ranks), None)
 
 

@@ -102,9 +102,7 @@ class ParityReplicationStrategy(MemberStrategy):
             self._parity, self._factor = parity, group_size
             self._pipeline: Pipeline | None = None
             self._protection: dict[int, Group] = {}
-            super().__init__(
-                timeout_s, process_group, target_device, failure_domain, rate_limit=rate_limit
-            )
+            super().__init__(timeout_s, process_group, target_device, failure_domain, rate_limit)
 
     def replicate_image(self, *_: Any, **__: Any) -> list[CkptID]:
         raise MismatchError(

@@ -42,8 +42,6 @@ MOST_NBYTES = 1 << 50
 
 
 class Kind(IntEnum):
-    """Kind of what a member keeps."""
-
     IMAGE = 0
     PARITY = 1
 
@@ -63,10 +61,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class ParityLayout:
-    """Layout of a group's images and parity.
-
-    ``parity`` is 1 or 2, the number of members that may be lost.
-    """
+    """Layout of a group's images and of its 1 or 2 parities: how many members may be lost."""
 
     image_nbytes: tuple[int, ...]
     parity: int
@@ -91,7 +86,6 @@ class ParityLayout:
 
     @property
     def members(self) -> int:
-        """Number of members, which is also that of stripes."""
         return len(self.image_nbytes)
 
     @property
@@ -119,7 +113,6 @@ class ParityLayout:
         return self.members - 1 - (member - stripe) % self.members
 
     def chunk(self, stripe: int, member: int) -> Strip:
-        """Part of a contributor's image that is in a stripe."""
         nbytes = self.image_nbytes[member]
         start = self.exponent(stripe, member) * self.chunk_nbytes
         return Strip(Kind.IMAGE, member, start, max(0, min(nbytes - start, self.chunk_nbytes)))
@@ -131,7 +124,6 @@ class ParityLayout:
         return Strip(Kind.PARITY, holder, start, self.used_nbytes(stripe))
 
     def rows(self, stripe: int) -> tuple[Strip, ...]:
-        """Places of all parity of a stripe."""
         return tuple(self.row(stripe, row) for row in range(self.parity))
 
     def used_nbytes(self, stripe: int) -> int:

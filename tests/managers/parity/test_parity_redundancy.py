@@ -220,7 +220,6 @@ def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
         try:
             request = manager.save(state_of(rank, 2), 2, is_async=True)
             request.async_fn(*request.async_fn_args)
-            request.call.then_fn()
             (save,) = manager._saves.in_flight
             told = [save.error, save.outcome().group, len(save.slots)]
         finally:

@@ -99,14 +99,14 @@ def _compute(repair: Repair) -> None:
                 report = Seen(kind, member, of=of.to_json())
             seen.append((rank, Seen(*json.loads(json.dumps(report)))))
             held[rank][kind, place[member]] = kept[kind, place[member]]
-    findings = take_together(repair, seen)
+    problems, _, remains = take_together(repair, seen)
     sinks = {(Kind.IMAGE, place[m]): np.zeros_like(kept[Kind.IMAGE, place[m]]) for m in place}
     wanted = {place[member]: rank for member, rank in repair.wanted.items()}
 
-    chains = plan_rebuild(layout, findings.left, wanted)
+    chains = plan_rebuild(layout, remains, wanted)
     carry_out(chains, held, sinks)
 
-    assert not findings.problems
+    assert not problems
     for member, rank in repair.wanted.items():
         assert np.array_equal(sinks[Kind.IMAGE, place[member]], kept[Kind.IMAGE, place[member]])
         ends = [chain.hops[-1].rank for chain in chains if chain.place.member == place[member]]
@@ -197,7 +197,6 @@ def _recover(
             20.0,
         )
         assert recovered.is_done
-        assert recovered.unrecoverable == {}
         images = {shard: bytes(slot.image) for shard, slot in recovered.slots.items()}
         store.release(list(recovered.slots.values()))
         left = [slot.nbytes for slot in store.slots]

@@ -1,4 +1,4 @@
-"""Whatever up to m members lose comes back exactly; one more is told as lost."""
+"""Whatever up to m members lose comes back exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from localckpt.errors import NoReplicasAvailableError
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.gf import Bytes
 from localckpt.replication.parity.planning import Left, plan_rebuild
@@ -42,7 +41,7 @@ def _rebuild(
 
 
 @pytest.mark.parametrize(("g", "m"), _SHAPES)
-def test_any_m_lost_members_come_back_and_any_more_do_not(g: int, m: int) -> None:
+def test_any_m_lost_members_come_back(g: int, m: int) -> None:
     layout = ParityLayout(_sizes(g), m)
     kept = group(layout)
     for lost in (set(c) for k in range(1, m + 1) for c in combinations(range(g), k)):
@@ -51,14 +50,6 @@ def test_any_m_lost_members_come_back_and_any_more_do_not(g: int, m: int) -> Non
         sinks, _ = _rebuild(layout, kept, _left(g, lost), wanted)
 
         assert all(np.array_equal(sinks[at], kept[at]) for at in sinks), f"lost {lost}"
-    full = ParityLayout((layout.image_nbytes[0],) * g, m)
-    for lost in (set(c) for c in combinations(range(g), m + 1)):
-        for member in lost:
-            with pytest.raises(NoReplicasAvailableError) as raised:
-                plan_rebuild(full, _left(g, lost), {member: member})
-
-            assert f"of the image of member {member} (" in str(raised.value)
-            assert "cannot be read: " in str(raised.value)
 
 
 @pytest.mark.parametrize("g", [4, 6])

@@ -1,0 +1,427 @@
+"""A part of the job's store that nobody has used, opened by a handshake of some ranks.
+
+A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
+keys of ranks that died at any point. So the name of a part is drawn: it never follows from what a
+process has made before, of which others may have made less, or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ranks.asking import StoreWait, store_errors
+from localckpt.ranks.deadline import Deadline, begin
+from localckpt.ranks.failure import NAMED, Absences, Failure, named
+from localckpt.ranks.job_store import Members, Standing, default_store
+from localckpt.ranks.patience import Patience
+from localckpt.ranks.round import OPENING, Round, remove_rounds
+from localckpt.ranks.values import if_there
+from localckpt.ranks.verdict import Verdict
+from localckpt.threads import Latch, Task
+from localckpt.waiting import back_off, wait_until
+
+__all__ = ["AbandonedError", "StorePart"]
+
+# More ranks than that ask less often, so that the store has no more to answer.
+_LONGEST_PAUSE_S, _MANY = 0.25, 1024
+_ALIKE = " All ranks make the same calls in the same order."
+_PUBLISHED = "opening"
+
+_NAMES = re.compile("[0-9a-f]{16}")
+
+# Time for the store itself, beyond the wait for other ranks.
+_STORE_TIMES = 2
+# Of one message; without a deadline another one follows.
+_LONGEST_WAIT_S = 86400.0
+_LEAVING_S = 1.0
+# Up to so many ranks, asking again and again is cheaper than a connection to wait on.
+_FEW_RANKS = 16
+_LONGEST_PAUSE_OF_FEW_S = 0.02
+
+
+class AbandonedError(Exception):
+    """Ends a thread for which nobody waits any more."""
+
+
+class StorePart:
+    """A fresh part of the job's store for some ranks, opened when it is used first.
+
+    All ranks of the group use their parts of one name first in the same order; whoever does waits
+    until all have. One that only some ranks have made, and that none uses, is in nobody's way.
+    Without torch.distributed it is a world of one, which has no store.
+
+    What a rank has written into a part that was closed, or that an earlier process of this rank
+    left, is deleted when the next part of the name is opened.
+
+    Attributes:
+        is_large: Whether ranks wait on connections kept for that, and do not poll the process that
+            hosts the store.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: Members,
+        timeout_s: float,
+        hint: Callable[[], str] = str,
+    ) -> None:
+        self._process = os.getpid()
+        self._group = group
+        self._store: Store | None = None
+        self.is_large = len(group.ranks) > _FEW_RANKS
+        # Connections for waiting that are free.
+        self._clients: list[Store] = []
+        self._opening: Task[Store] | None = None
+        self._closed = False
+        self._hint = hint
+        self._name = name
+        self._timeout_s = timeout_s
+        self._limit_s = _STORE_TIMES * timeout_s
+        if group.store is None or self.is_alone:
+            return
+        members = hashlib.sha256(repr(list(group.ranks)).encode()).hexdigest()[:16]
+        self._prefix = f"localckpt/{members}/{name}"
+        self._shared = PrefixStore(self._prefix, group.store)
+        self._openings = _openings_in(group)
+        self._given_up = Latch()
+        self._deadline = Deadline.after(timeout_s)
+        self._what = f"open {name!r}"
+        me = group.ranks[group.rank]
+        self._absences = Absences(me, group.ranks, group.ranks[0])
+        self._patience = Patience(me, self._what, logging.WARNING)
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self._group.ranks) == 1
+
+    @property
+    def is_fork(self) -> bool:
+        """True if this process is a fork of the rank, and shares its connection to the store."""
+        return os.getpid() != self._process
+
+    def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
+        """Return the part, once all ranks have come to it. After an error a new call tries again.
+
+        The deadline may be earlier than the part's own.
+        """
+        if self.is_fork:
+            raise CheckpointingException(
+                f"process {self._process} is a rank of the job, and this one is a fork of it: "
+                f"save and load there"
+            )
+        if self._store is not None:
+            return self._store
+        self.prepare()
+        opening = self._opening
+        assert opening is not None, "prepare() has begun it"
+        if deadline is not None and deadline.at < self._deadline.at:
+            self._deadline = deadline
+        try:
+            opening.over.wait(self._limit_s, stopped)
+            with store_errors(f"open {self._name!r}", self._limit_s):
+                self._store = opening.take_result(0)
+        finally:
+            if opening.done():
+                self._opening = None
+        return self._store
+
+    def prepare(self) -> None:
+        """Begin to open the part in the background, after those of its name that came before."""
+        if self._opening is None and self._store is None and not self.is_alone:
+            self._deadline = Deadline.after(self._timeout_s)
+            before, over = self._openings.last.get(self._prefix), Latch()
+            self._opening = begin(partial(self._agree_after, before, over))
+            self._openings.last[self._prefix] = over
+
+    def require_same_world(self) -> None:
+        """Check that the job's process group is the one for which this part was made."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if self._group.store is None and dist.get_world_size() > 1:
+            raise MismatchError(
+                f"{self._name!r} was made before torch.distributed.init_process_group(), as if "
+                f"this process were alone, and the job has {dist.get_world_size()} ranks: make the "
+                f"Checkpointer or the manager after the process group. Nothing was saved or read "
+                f"by this call"
+            )
+        group = self._group
+        if group.store is None or group.made_for is None:
+            return
+        if default_store() is not group.store:
+            what = f"torch.distributed was initialised anew after {self._name!r} was made"
+        elif (Standing.of(), Standing.of(group.process_group)) != group.made_for:
+            what = f"the members of the process group were changed after {self._name!r} was made"
+        else:
+            return
+        raise MismatchError(
+            f"{what}: it was made by {group.made_for[0]}, and this process is {Standing.of()} now. "
+            f"Close the manager (or checkpointer, queue, strategy), and make another. Nothing was "
+            f"saved or read by this call"
+        )
+
+    def close(self) -> None:
+        """Note that no rank calls anything here any more; the next opening removes the keys.
+
+        Another rank may be reading them still. May be called twice, and in a fork.
+        """
+        if self._group.store is None or self.is_alone or self._closed or self.is_fork:
+            return
+        opening = self._opening
+        if self._store is None:
+            # Its thread is not to outlive this, nor its keys, only because nothing was decided.
+            self._given_up.set()
+            if opening is None or not opening.wait(_LEAVING_S) or opening.error:
+                return
+        self._closed = True
+        self.close_clients()
+        with self._openings.noting:
+            self._openings.closed.setdefault(self._prefix, []).append(self._part)
+
+    def _agree_after(self, before: Latch | None, over: Latch) -> Store:
+        try:
+            if before is not None:
+                before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
+            self._part = self._agree()
+            # All ranks have come here, so none of them is in the last call on a part before.
+            self._note_opened()
+            return PrefixStore(self._part, self._shared)
+        finally:
+            over.set()
+
+    def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
+        """Wait for a value of the part; ``None`` if it is not there in time.
+
+        ``wait`` is told that nothing is left to do but to wait.
+        """
+        wait.begun.set()
+        client = self._take_client() if self.is_large else None
+        if client is None:
+            value = self._poll(key, until, wait)
+        else:
+            value = _get_in_time(client, key, until, wait.abandoned)
+        if wait.abandoned.is_set():
+            raise AbandonedError
+        if client is not None:
+            self._clients.append(client)
+        return value
+
+    def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
+        assert self._store is not None
+        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
+        while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
+            value = if_there(self._store, key)
+            if value is not None:
+                return value
+            if time.monotonic() > until:
+                return None
+            pause_s = next(pauses)
+        return None
+
+    def close_clients(self) -> None:
+        self._clients.clear()
+
+    def _take_client(self) -> Store | None:
+        """A connection that nobody else waits on; it is given back once it is free again."""
+        with suppress(IndexError):
+            return self._clients.pop()
+        return self._own_client()
+
+    def _own_client(self) -> Store | None:
+        """Another connection to the store; ``None`` where the store has none to give."""
+        assert self._group.store is not None
+        clone = getattr(self._group.store, "clone", None)
+        if clone is None:
+            return None
+        return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
+
+    # The handshake.
+
+    def _agree(self) -> str:
+        refused, rank, count = {""}, self._group.rank, len(self._group.ranks)
+        while True:
+            name = self._publish() if rank == 0 else self._await_name(refused)
+            refused.add(name)
+            part = PrefixStore(name, self._shared)
+            round_ = Round(part, OPENING, rank, count, lambda *_: None)
+            # One that has a verdict, or under which this rank has reported, is of an attempt that
+            # is over.
+            if not round_.is_decided() and round_.is_first_report():
+                round_.report([self._what, None, None, None, "", None], wakes_root=False)
+                verdict = self._await_opened(round_, name)
+                if verdict is None:
+                    remove_rounds(part, rank, count)
+                elif verdict.failure is not None:
+                    raise verdict.failure.error()
+                else:
+                    if rank == 0:
+                        self._shared.delete_key(_PUBLISHED)
+                    return name
+
+    def _publish(self) -> str:
+        before, name = self._published(), secrets.token_hex(8)
+        self._shared.set(_PUBLISHED, name)
+        for rank in range(len(self._group.ranks) if before else 0):
+            remove_rounds(PrefixStore(before, self._shared), rank, len(self._group.ranks))
+        return name
+
+    def _await_name(self, refused: set[str]) -> str:
+        self._wait_for(lambda: self._published() not in refused, lambda: [0])
+        if (name := self._published()) in refused:
+            raise self._failure([0], {}).error()
+        return name
+
+    def _await_opened(self, round_: Round, name: str) -> Verdict | None:
+        """The verdict under a name; ``None`` once another one is published."""
+        given: Any = None
+        published = name
+
+        def is_over() -> bool:
+            nonlocal given, published
+            if self._group.rank == 0 and round_.is_complete():
+                given = round_.decide(Verdict().to_json())
+            else:
+                # In this order: a first rank that publishes its next name has decided this one.
+                published = self._published()
+                given = round_.verdict()
+            return given is not None or published != name
+
+        def late() -> list[int]:
+            return [rank for rank, report in enumerate(round_.reports()) if report is None] or [0]
+
+        if not self._wait_for(is_over, late) or self._is_given_up:
+            seen = round_.last_seen(late()[:NAMED], self._group.ranks)
+            given = round_.decide(Verdict(failure=self._failure(late(), seen)).to_json())
+        return None if given is None else Verdict.received(given, bytes)
+
+    def _published(self) -> str:
+        name = (if_there(self._shared, _PUBLISHED) or b"").decode(errors="replace")
+        # It becomes a part of keys, and the store ends connections over some that others put there.
+        return name if _NAMES.fullmatch(name) else ""
+
+    def _wait_for(self, is_there: Callable[[], bool], late: Callable[[], Sequence[int]]) -> bool:
+        longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._group.ranks) / _MANY)
+        found = False
+
+        def whom() -> str:
+            awaited = f"rank {self._group.ranks[0]}, or ranks that it names"
+            if self._group.rank == 0:
+                # No other rank looks at all of them.
+                awaited = named([self._group.ranks[rank] for rank in late()], {})
+            return f"{awaited}.{self._hint()}"
+
+        def is_over() -> bool:
+            nonlocal found
+            found = self._is_given_up or is_there()
+            if not found:
+                self._patience.left_s(whom)
+            return found or self._deadline.left_s <= 0
+
+        wait_until(is_over, self._deadline.left_s, longest_s=longest_s)
+        return found
+
+    def _failure(self, late: Sequence[int], seen: dict[int, str]) -> Failure:
+        """Describe this rank, which has closed the part, or those that have not come."""
+        if self._is_given_up:
+            return self._absences.closed(self._name)
+        ranks, waited_s = [self._group.ranks[rank] for rank in late], self._deadline.timeout_s
+        return self._absences.late(self._what, ranks, seen, waited_s, f"{_ALIKE}{self._hint()}")
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self._given_up.is_set() or self._openings.are_over.is_set()
+
+    def _note_opened(self) -> None:
+        """Note the part for later processes, and remove this rank's keys of those nobody uses."""
+        openings, rank = self._openings, self._group.rank
+        with openings.noting:
+            parts = openings.parts.get(self._prefix)
+            unused = openings.closed.pop(self._prefix, [])
+            if parts is None:
+                parts = unused = self._left_parts()
+            for part in unused:
+                remove_rounds(PrefixStore(part, self._shared), rank, len(self._group.ranks))
+            parts = [*(part for part in parts if part not in unused), self._part]
+            openings.parts[self._prefix] = parts
+            self._shared.set(f"parts/{rank}", json.dumps(parts))
+
+    def _left_parts(self) -> list[str]:
+        """Parts that an earlier process of this rank has left, or this one in another world."""
+        text = if_there(self._shared, f"parts/{self._group.rank}") or b"[]"
+        try:
+            return [part for part in json.loads(text) if _NAMES.fullmatch(part)]
+        except (ValueError, TypeError, RecursionError):
+            # No rank has put it there. Keys of closed parts then stay.
+            return []
+
+
+def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
+    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time.
+
+    Whether the wait was stopped is looked at when a value is there, or once a day.
+    """
+    value = b""
+    # torch's server ends the waits for a key that is not there when another client compares it, as
+    # :func:`if_there` does. No value that is waited for is empty.
+    while not value and not stopped.is_set():
+        left_s = max(0.001, until - time.monotonic())
+        client.set_timeout(timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
+        try:
+            value = client.get(key)
+        except dist.DistStoreError:
+            if left_s <= _LONGEST_WAIT_S:
+                return None
+    return value or None
+
+
+@dataclass(slots=True)
+class _Openings:
+    """Openings of this process (``made_for``) in one store, for one membership of the job.
+
+    Attributes:
+        last: By prefix, set once the last opening that was begun there is over.
+        are_over: Set once the membership has changed.
+        parts: By prefix, parts that have keys of this process.
+        closed: By prefix, those of them that nobody uses any more.
+        noting: Held while parts are noted.
+    """
+
+    made_for: Standing | None
+    last: dict[str, Latch] = field(default_factory=dict)
+    are_over: Latch = field(default_factory=Latch)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    closed: dict[str, list[str]] = field(default_factory=dict)
+    noting: threading.Lock = field(default_factory=threading.Lock)
+
+
+# Parts of one name are opened one after another. Owners of parts know nothing of each other; what
+# they share is the store, which takes no attributes. The entry goes with the store.
+_OPENINGS: WeakKeyDictionary[Store, _Openings] = WeakKeyDictionary()
+
+
+def _openings_in(group: Members) -> _Openings:
+    assert group.store is not None, "a process that is alone opens nothing"
+    made_for = group.made_for and group.made_for[0]
+    openings = _OPENINGS.get(group.store)
+    if openings is None or openings.made_for != made_for:
+        if openings is not None:
+            openings.are_over.set()
+        openings = _OPENINGS[group.store] = _Openings(made_for)
+    return openings

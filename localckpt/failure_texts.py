@@ -12,18 +12,6 @@ from typing import Any
 
 from localckpt.errors import CheckpointingException, MismatchError
 
-__all__ = [
-    "Mismatches",
-    "described",
-    "ranges",
-    "ranks_named",
-    "said_by",
-    "short",
-    "shown",
-    "with_class",
-    "with_short_texts",
-]
-
 # Limit of a text that is sent to other ranks, in characters.
 _LONGEST_TEXT = 4000
 
@@ -117,7 +105,7 @@ def said_by(texts: Mapping[int, str]) -> str:
 
 def ranks_named(ranks: Iterable[int]) -> str:
     """Return ranks in words: ``rank 3``, ``ranks 0 to 7 and 9``."""
-    runs = _runs(ranks)
+    runs = runs_of(ranks)
     parts: list[str] = []
     for start, end in runs:
         if end - start > 1:
@@ -134,11 +122,11 @@ def ranks_named(ranks: Iterable[int]) -> str:
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers in short: ``0-7,9``."""
     return ",".join(
-        f"{start}-{end}" if start < end else f"{start}" for start, end in _runs(numbers)
+        f"{start}-{end}" if start < end else f"{start}" for start, end in runs_of(numbers)
     )
 
 
-def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """Find the first and the last of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):

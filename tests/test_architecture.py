@@ -87,9 +87,9 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2210, 1300, 14),
     "async_save": (1834, 1400, 7),
-    "availability": (2878, 2000, 11),
+    "availability": (2867, 2000, 11),
     "checkpointer": (5583, 1800, 22),
-    "cli": (3201, 3000, 16),
+    "cli": (3175, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (329, 500, 3),
     "global_tier": (6938, 4900, 22),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localckpt.failure_texts import ranks_named
+from localckpt.failure_texts import ranks_named, runs_of
 
 # Limits of what is told of a divergence, since every rank of the job reads it.
 _MOST_SETS, _MOST_GROUPS, _MOST_NAMED, _MOST_NODES = 16, 8, 20, 8
@@ -40,7 +40,7 @@ class Diverged:
         return is_in_minority or rank in self.groups[0][:_MOST_NODES]
 
     def to_json(self) -> list[Any]:
-        return [self.set_id, [_runs(group) for group in self.groups], _runs(self.others)]
+        return [self.set_id, [runs_of(group) for group in self.groups], runs_of(self.others)]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Diverged:
@@ -64,7 +64,7 @@ class Difference:
     minority: tuple[int, ...]
 
     def to_json(self) -> list[Any]:
-        return [self.key, list(map(_runs, self.groups)), _runs(self.minority)]
+        return [self.key, list(map(runs_of, self.groups)), runs_of(self.minority)]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Difference:
@@ -206,17 +206,6 @@ def _described(difference: Difference) -> str:
 def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     ordered = sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g))
     return tuple(ordered)
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Encode ranks in ascending order by the first and the last of each run."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return runs
 
 
 def _ranks(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -68,9 +68,8 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, and recycled files. Shards stay, and so does whatever
-    belongs to a process that runs. Call it on the node itself, where the processes of its jobs can
-    be seen.
+    That is: unfinished files, and recycled files. Shards stay, and so does whatever belongs to a
+    process that runs. Call it on the node itself, where the processes of its jobs can be seen.
     """
     with one_line_errors():
         root = store_or_default(directory)
@@ -82,9 +81,8 @@ def clean(
         find_sessions(root)
         # No job starts here meanwhile, so none that is not seen to run takes files over.
         with nullcontext() if dry_run else lock_store(root, timeout):
-            found = _removable(root)
-            judged = _judge_corrupt(root, corrupt, put_back_given_up)
-            removed = [*found, *judged.bad]
+            judged = _judge(root, corrupt, put_back_given_up)
+            removed = judged.bad
             good = {file: file.path for file in judged.good}
             if not dry_run:
                 removed = [file for file in removed if _remove(file)]
@@ -122,37 +120,34 @@ def clean(
 
 
 class _Judged(NamedTuple):
-    """Files in quarantine, by what they are found to be now."""
+    """Files to remove or put back, also of those in quarantine, as they are found to be now."""
 
     good: list[Removable]
-    """Not damaged, and there is no other copy of it in its session."""
+    """In quarantine and not damaged, and there is no other copy of it in its session."""
     bad: list[Removable]
-    """Damaged, or there is a good copy."""
+    """Of a process that is gone, damaged, or there is a good copy."""
     left: list[UncountedFile]
     """Nobody can say, or the job has given it up."""
     trusted: list[tuple[SessionFolder, Checkpoint]]
     """Checkpoints that the job has given up, or may yet, and is to try again."""
 
 
-def _removable(root: Path) -> list[Removable]:
-    found = [file for session in find_sessions(root) for file in session.leftovers()]
-    return [file for file in found if file.kind != "corrupt" and not file.is_live]
-
-
-def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
+def _judge(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
     judged = _Judged([], [], [], [])
-    if not (corrupt or put_back_given_up):
-        return judged
     for session in find_sessions(root):
-        quarantined = [file for file in session.leftovers() if file.kind == "corrupt"]
-        # Reading all of a store takes its time.
-        shards = session.shards()[0] if quarantined else []
-        kept: set[ShardIdentity] = set()
+        leftovers = session.leftovers()
+        judged.bad.extend(f for f in leftovers if f.kind != "corrupt" and not f.is_live)
         trusts = session.noted_trusts()
         marks = trusts.marked("quarantined")
         if put_back_given_up:
             counted_on = (c for c, trust in trusts.items() if trust.failed_starts)
             judged.trusted.extend((session, c) for c in {*counted_on, *marks})
+        quarantined = [file for file in leftovers if file.kind == "corrupt"]
+        if not quarantined or not (corrupt or put_back_given_up):
+            # Reading all of a store takes its time.
+            continue
+        shards = session.shards()[0]
+        kept: set[ShardIdentity] = set()
         for file in quarantined:
             found = session.verify_again(file.path)
             if isinstance(found, ShardFile):

@@ -1,1 +1,1 @@
-"""Sinks of events for other programs: Prometheus, OpenTelemetry, and trace viewers."""
+"""Sinks of events for other programs: Prometheus and OpenTelemetry."""

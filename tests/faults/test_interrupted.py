@@ -173,15 +173,6 @@ class _Trainers:
         assert all(work.await_end(pid) for pid in self.carriers)
         return {process.returncode for process in self.processes}, "\n".join(outputs)
 
-    def staging(self) -> list[str]:
-        """Shared staging buffers of theirs."""
-        pids = [process.pid for process in self.processes]
-        return [
-            path.name
-            for path in Path("/dev/shm").glob("localckpt-staging-*")
-            if any(f"-{pid}-" in path.name for pid in pids)
-        ]
-
     def kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
@@ -232,7 +223,6 @@ def _assert_only_shards(roots: list[Path], iterations: set[int]) -> None:
 
 def _assert_a_next_life(trainers: _Trainers, root: Path, kind: str) -> int:
     found = _start_again(0, root, kind)
-    assert trainers.staging() == []
     _assert_only_shards([root], {7})
     return found
 
@@ -249,7 +239,6 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
 
     codes, output = trainers.end()
     assert codes == {3}, output
-    assert trainers.staging() == []
     _assert_only_shards([root], {_OLDER, _NEWER})
     assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
@@ -295,7 +284,6 @@ def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
 
     codes, output = trainers.end()
     assert codes == {-signal.SIGINT}, output
-    assert trainers.staging() == []
     _assert_only_shards([root], {_OLDER, _NEWER})
     assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
@@ -315,7 +303,6 @@ def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
 
     codes, output = trainers.end()
     assert codes == {-signal.SIGINT}, output
-    assert trainers.staging() == []
     _assert_a_next_life(trainers, root, kind)
 
 
@@ -401,7 +388,6 @@ def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
     codes, output = trainers.end()
     assert codes == {3 if number is None else -number}, output
     found = run_ranks(_start_all_again, 2, kind, store_per_node=roots)
-    assert trainers.staging() == []
     _assert_only_shards(roots, {7})
     assert found in ([_NEWER] * 2, [_OLDER] * 2)
     assert way == "SIGTERM" or found == [_NEWER] * 2

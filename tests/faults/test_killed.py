@@ -287,7 +287,7 @@ def _what_stands(rank: int, world_size: int, job: _Job, dead: int, root: Path) -
         assert resume(manager, rank, 99) == "own node"
     if repl:
         repl.close()
-    assert left_behind(root, dead, (".safetensors", ".seen", ".corrupt")) == []
+    assert left_behind(root, (".safetensors", ".seen", ".corrupt")) == []
     return stood
 
 

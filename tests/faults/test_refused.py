@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,7 +93,7 @@ def _save_again_and_again(rank: int, world_size: int, job: Job, address: str) ->
                     _assert_space_is_used_again(job, sum(not case.failed for case in refused))
     if repl:
         repl.close()
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 
@@ -248,7 +247,7 @@ def _start_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         refused.append(case)
     if repl:
         repl.close()
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 
@@ -427,7 +426,7 @@ def _close_again_and_again(rank: int, world_size: int, job: Job, address: str) -
         refused.append(case)
         if job.lasts and section.hit is not None and section.hit.name == "unlink":
             assert case.failed
-    assert (left := left_behind(node_store(), os.getpid())) == [], left
+    assert (left := left_behind(node_store())) == [], left
     return refused
 
 

@@ -46,7 +46,6 @@ __all__ = [
     "watch",
 ]
 
-_STAGING = "localckpt-staging-"
 _ANSWER_NBYTES = 1 << 20
 _ADMINISTRATION = {"node-token", ".lock", ".notes"}
 
@@ -162,7 +161,7 @@ def watch(*roots: Path) -> Iterator[Watch]:
     """In a test: look after one process, which is given ``address``, until it has ended.
 
     Args:
-        roots: The stores whose files count, beside the process's own staging buffers.
+        roots: The stores whose files count.
     """
     if why := _cannot_watch():
         pytest.skip(why)
@@ -300,8 +299,7 @@ class Watch:
         for root in self._roots:
             if path == root or path.startswith(f"{root}/"):
                 return path[len(root) + 1 :]
-        ours = path.startswith(f"/dev/shm/{_STAGING}") and f"-{self._trainer}-" in path
-        return path if ours else None
+        return None
 
     def _is_hit(self, call: Call, pid: int, args: list[int]) -> bool:
         self.section.calls.append(call)
@@ -344,15 +342,14 @@ def await_memory_ahead() -> None:
             thread.join(MAX_S)
 
 
-def left_behind(root: Path, pid: int, but: tuple[str, ...] = (".safetensors",)) -> list[str]:
-    """What lies in a store, and in shared memory of a process, though nothing uses it.
+def left_behind(root: Path, but: tuple[str, ...] = (".safetensors",)) -> list[str]:
+    """What lies in a store though nothing uses it.
 
     Args:
         but: Endings of what may stay.
     """
     names = {path.name for path in root.rglob("*") if path.is_file()} - _ADMINISTRATION
-    staging = [path.name for path in Path("/dev/shm").glob(f"{_STAGING}*-{pid}-*")]
-    return sorted(name for name in names if not name.endswith(but)) + staging
+    return sorted(name for name in names if not name.endswith(but))
 
 
 def _call_of(fields: dict[str, Any]) -> Call:

@@ -181,7 +181,6 @@ class MemoryStore(DirectoryStore):
     def close(self) -> None:
         if self._process != os.getpid():
             return
-        self._closed = True
         for buffer in (*self._staged.values(), *self._recycled.values()):
             buffer.close()
         self._staged.clear()

@@ -22,27 +22,9 @@ from localckpt.state_dict.basic import is_stateful
 
 with at_least("lightning", "pytorch-lightning"):
     try:
-        from lightning.pytorch import Callback
-        from lightning.pytorch.strategies import (
-            DDPStrategy,
-            DeepSpeedStrategy,
-            FSDPStrategy,
-            ModelParallelStrategy,
-            SingleDeviceStrategy,
-            Strategy,
-            XLAStrategy,
-        )
+        from lightning.pytorch import Callback, strategies
     except ImportError:
-        from pytorch_lightning import Callback
-        from pytorch_lightning.strategies import (
-            DDPStrategy,
-            DeepSpeedStrategy,
-            FSDPStrategy,
-            ModelParallelStrategy,
-            SingleDeviceStrategy,
-            Strategy,
-            XLAStrategy,
-        )
+        from pytorch_lightning import Callback, strategies
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -50,9 +32,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Their modules and optimizers are torch's own, wrapped or sharded.
-_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+_STRATEGIES = (
+    *(strategies.SingleDeviceStrategy, strategies.DDPStrategy),
+    *(strategies.FSDPStrategy, strategies.ModelParallelStrategy),
+)
 # Subclasses of DDPStrategy that keep the state in forms or on devices of their own.
-_UNKNOWN_STRATEGIES = (DeepSpeedStrategy, XLAStrategy)
+_UNKNOWN_STRATEGIES = (strategies.DeepSpeedStrategy, strategies.XLAStrategy)
 
 
 class LocalCheckpoint(Callback):
@@ -223,7 +208,7 @@ class _Position:
         self._epoch_random = dict(state["random"])
 
 
-def require_known(strategy: Strategy) -> None:
+def require_known(strategy: strategies.Strategy) -> None:
     """Refuse a strategy whose modules and optimizers are not torch's own."""
     if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, _UNKNOWN_STRATEGIES):
         names = ", ".join(known.__name__ for known in _STRATEGIES)

@@ -6,6 +6,7 @@ It uses OpenTelemetry's API: where they go is for the SDK's providers, which the
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from localckpt.errors import CheckpointingException
@@ -68,7 +69,9 @@ class OpenTelemetry:
             if len(self._waiting) > _MOST_WAITING:
                 self._make_span(self._waiting.pop(0))
         elif event.name in _PARTS.values():
-            self._make_spans(event)
+            parts = [part for part in self._waiting if _belongs(part, event)]
+            self._waiting = [part for part in self._waiting if part not in parts]
+            self._make_span(event, parts)
         elif event.name != "steps":
             self._make_span(event)
 
@@ -101,19 +104,7 @@ class OpenTelemetry:
         if event.step is not None and event.name == "save" and event.outcome == "ok":
             self._saved.set(event.step, of_rank | {"localckpt.store": _store(event)})
 
-    def _make_spans(self, whole: Event) -> None:
-        parts = [part for part in self._waiting if _belongs(part, whole)]
-        self._waiting = [part for part in self._waiting if part not in parts]
-        span = self._start_span(whole, None)
-        context = self._trace.set_span_in_context(span)
-        for part in parts:
-            self._make_span(part, context)
-        self._end_span(span, whole)
-
-    def _make_span(self, event: Event, context: Any = None) -> None:
-        self._end_span(self._start_span(event, context), event)
-
-    def _start_span(self, event: Event, context: Any) -> Any:
+    def _make_span(self, event: Event, parts: Sequence[Event] = (), context: Any = None) -> None:
         fields = {
             "session": self._session,
             "rank": event.rank,
@@ -125,19 +116,20 @@ class OpenTelemetry:
             "lost": event.is_lost,
             **event.details,
         }
-        attributes = {
-            f"localckpt.{name}": value
-            if isinstance(value, str | bool | int | float)
-            else str(value)
-            for name, value in fields.items()
-            if value is not None
-        }
-        start = _nanoseconds(event.start)
-        return self._tracer.start_span(
-            f"localckpt.{event.name}", context=context, attributes=attributes, start_time=start
+        span = self._tracer.start_span(
+            f"localckpt.{event.name}",
+            context=context,
+            attributes={
+                f"localckpt.{name}": value
+                if isinstance(value, str | bool | int | float)
+                else str(value)
+                for name, value in fields.items()
+                if value is not None
+            },
+            start_time=_nanoseconds(event.start),
         )
-
-    def _end_span(self, span: Any, event: Event) -> None:
+        for part in parts:
+            self._make_span(part, context=self._trace.set_span_in_context(span))
         if event.outcome == "failed":
             error = str(event.details.get("error", event.error_class))
             span.set_attribute("error.type", event.error_class)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -152,20 +153,21 @@ class SharedBuffer(Buffer):
 
     No file has a name, so the kernel frees the memory when the maker is killed. The byte after the
     buffer's bytes is 1 while the buffer is in use, for all processes. ``path`` leads to the
-    descriptor of the maker; without one, new memory is made.
+    descriptor of the maker, and ``label`` tells the memory; without them, new memory is made.
     """
 
-    def __init__(self, nbytes: int, path: str | None = None) -> None:
+    def __init__(self, nbytes: int, path: str = "", label: str = "") -> None:
         super().__init__()
         self._nbytes = nbytes
         self._release: Callable[[], object] = lambda: None
-        self._is_mine = path is None
-        if path is None:
-            fd = os.memfd_create("localckpt", os.MFD_CLOEXEC)
+        self._is_mine = not path
+        if not path:
+            label = f"localckpt-{secrets.token_hex(8)}"
+            fd = os.memfd_create(label, os.MFD_CLOEXEC)
             _descriptors.add(fd)
             self._release = weakref.finalize(self, _close, os.getpid(), fd)
             path = f"/proc/{os.getpid()}/fd/{fd}"
-        self.path = path
+        self.path, self._label = path, label
         self._map()
 
     @property
@@ -189,8 +191,11 @@ class SharedBuffer(Buffer):
         size = round_up(max(self._nbytes, 1), PAGE_NBYTES)
         with (
             storage_errors("map the staging memory of the trainer in", self.path),
-            open_owned(Path(self.path), os.O_RDWR) as file,
+            open_owned(Path(self.path), os.O_RDWR | os.O_NONBLOCK) as file,
         ):
+            # A descriptor of this number is another file's once the buffer is closed.
+            if self._label not in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+                raise StorageError("staging memory of the trainer is gone: its save was given up")
             # Whoever reads maps pages as they are read, which is cheaper than to fault in all.
             is_to_read = not self._is_mine
             self._whole = map_file(file.fileno(), size + PAGE_NBYTES, is_to_read=is_to_read)
@@ -205,8 +210,8 @@ class SharedBuffer(Buffer):
         """Return the byte that is 1 while the buffer is in use."""
         return self._whole[len(self.view) :][:1]
 
-    def __reduce__(self) -> tuple[type[SharedBuffer], tuple[int, str]]:
-        return SharedBuffer, (self._nbytes, self.path)
+    def __reduce__(self) -> tuple[type[SharedBuffer], tuple[int, str, str]]:
+        return SharedBuffer, (self._nbytes, self.path, self._label)
 
 
 _descriptors: set[int] = set()

@@ -104,6 +104,25 @@ def test_a_shared_buffer_is_whole_pages_reserved_from_the_start() -> None:
     buffer.close()
 
 
+def test_a_descriptor_that_is_another_files_by_now_is_not_written_to(tmp_path: Path) -> None:
+    buffer = SharedBuffer(4096)
+    sent = pickle.dumps(buffer)
+    buffer.close()
+    other = tmp_path / "other"
+
+    number = int(buffer.path.rpartition("/")[2])
+    with other.open("w+b") as file:
+        copied = file.fileno() != number
+        if copied:
+            os.dup2(file.fileno(), number)
+        with pytest.raises(StorageError, match="its save was given up"):
+            pickle.loads(sent)
+        if copied:
+            os.close(number)
+
+    assert other.read_bytes() == b""
+
+
 def test_a_closed_shared_buffer_is_unmapped_and_may_be_given_back_late() -> None:
     buffer = SharedBuffer(4096)
     buffer.take()

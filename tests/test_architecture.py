@@ -85,7 +85,7 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2210, 1300, 14),
+    "top": (2198, 1300, 14),
     "async_save": (1834, 1400, 7),
     "availability": (2867, 2000, 11),
     "checkpointer": (5583, 1800, 22),
@@ -100,7 +100,7 @@ _BUDGETS = {
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
     "state_dict": (8230, 5000, 31),
-    "storage": (3491, 3100, 17),
+    "storage": (3484, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.

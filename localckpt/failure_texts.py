@@ -12,19 +12,6 @@ from typing import Any
 
 from localckpt.errors import CheckpointingException, MismatchError
 
-__all__ = [
-    "Mismatches",
-    "described",
-    "ranges",
-    "ranks_named",
-    "runs_of",
-    "said_by",
-    "short",
-    "shown",
-    "with_class",
-    "with_short_texts",
-]
-
 # Limit of a text that is sent to other ranks, in characters.
 _LONGEST_TEXT = 4000
 

@@ -85,7 +85,7 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2139, 1300, 14),
+    "top": (2126, 1300, 14),
     "async_save": (1728, 1400, 7),
     "availability": (2867, 2000, 11),
     "checkpointer": (4520, 1800, 18),
@@ -100,7 +100,7 @@ _BUDGETS = {
     "replication": (3514, 2900, 18),
     "replication/parity": (1860, 1700, 12),
     "state_dict": (8241, 5000, 31),
-    "storage": (3398, 3100, 17),
+    "storage": (3387, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.

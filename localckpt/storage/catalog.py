@@ -4,8 +4,7 @@ The view takes no locks; a job may use the store at the same time.
 Files may appear, vanish or be recycled during a read. The result of a read counts only if the path
 still names the same file afterwards: a job renames a file before overwriting it.
 
-A bad copy is renamed, never deleted, and its problem is stored in its extended attributes. A copy
-that proves to be good gets its name back.
+A bad copy is renamed, never deleted, and its problem is stored in its extended attributes.
 """
 
 from __future__ import annotations

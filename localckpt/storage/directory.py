@@ -164,6 +164,9 @@ class DirectoryStore(Store):
         writes = []
         for slot, buffer in zip(slots, buffers, strict=True):
             identity, nbytes = slot.identity, slot.nbytes
+            final = self._path(identity)
+            # A shard that somebody gave this name is overwritten, and not looked for there.
+            self._shards = {i: p for i, p in self._shards.items() if p != final or i == identity}
             options = self._write_options(slot)
             write = ShardWrite(
                 buffer,
@@ -172,7 +175,7 @@ class DirectoryStore(Store):
                 identity,
                 slot.digests,
                 dirty=self._dirty(identity),
-                final=self._path(identity),
+                final=final,
                 **options,
             )
             writes.append(write)

@@ -1,7 +1,4 @@
-"""Store behind the five hooks of a user's own manager.
-
-Hooks save and load states, and other ranks exchange images, so the store converts between the two.
-"""
+"""Store behind the five hooks of a user's own manager: converts between states and images."""
 
 from __future__ import annotations
 

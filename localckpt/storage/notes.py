@@ -127,10 +127,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 class TrustNotes:
-    """Keeper of notes on trust in checkpoints; all methods raise StorageError.
-
-    This one keeps none.
-    """
+    """Keeper of notes on trust in checkpoints, which keeps none; its methods raise StorageError."""
 
     def change(self, change: Callable[[Notes], Notes], *, in_handler: bool = False) -> None:
         """Change the notes durably, if that changes any.

@@ -1,7 +1,4 @@
-"""Claims on ranks' folders: taken at the start, released at the end, held by one job at a time.
-
-The folder's owner is in a small file beside the shards, and so is what ``notes.py`` says.
-"""
+"""Claims on ranks' folders: taken at the start, released at the end, held by one job at a time."""
 
 from __future__ import annotations
 

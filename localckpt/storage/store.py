@@ -2,8 +2,6 @@
 
 A store reserves a slot. The slot is filled from a state of this rank, or by a peer, and committed
 once. In the end it is released, or discarded together with the files written from it.
-
-Implementations are ``directory.py``, ``memory.py``, and ``hooks.py`` for a user's own storage.
 """
 
 from __future__ import annotations
@@ -227,9 +225,7 @@ class Slot:
 
     Attributes:
         covered_nbytes: Bytes of the image that the digests cover, once the slot is filled.
-        gpu: GPU that the memory is page-locked for.
         reserved_at: Time when the slot got its memory, by ``time.monotonic()``.
-        source: Source of the image for ranks that keep a replica, once the slot is filled.
     """
 
     def __init__(self, identity: ShardIdentity, nbytes: int, *, is_kept: bool = True) -> None:

@@ -43,7 +43,6 @@ class ShardWrite:
         dirty: Path of the file until it is complete.
         recycled: True if ``dirty`` is a recycled file to overwrite; False for a new file.
         in_place: True if the buffer is a mapping of the file ``dirty``, which needs no write.
-        direct: True if the file system accepts O_DIRECT.
     """
 
     buffer: Buffer

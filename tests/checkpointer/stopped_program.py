@@ -81,6 +81,7 @@ def main(folder: Path, slow: str, tier: str, *, steps: int) -> None:
                 break
             # The save before is over, with what it does in the loop.
             is_quiet, was_newest = was_newest == step - (step + 1) % 5, checkpointer.newest
+            is_quiet = is_quiet and not checkpointer._shared.is_busy  # type: ignore[union-attr]
             if slow and rank == 0 and step >= SLOW_FROM and is_quiet:
                 (folder / "slow").touch()
         tell(f"newest {checkpointer.newest}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import StorageError
-from localckpt.storage.buffers import BufferPool, SharedBuffer
+from localckpt.storage.buffers import BufferPool, PrivateBuffer
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
@@ -338,7 +338,6 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
         assert str(store.folder) in done.stdout
         assert os.strerror(errno.EIO) in done.stdout
         assert not job.dirty.exists()
-        assert not job.buffer.in_use
         store.discard(slots_of(store, identity(3)))
         assert found(store) == {identity(1)}
         assert_loads(store, identity(1), 50_000)
@@ -402,10 +401,24 @@ def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path:
 
 
 def process_store(disk: Path) -> DirectoryStore:
-    """Make a store whose buffers the process that is traced can map, too."""
+    """Make a store whose writes the process that is traced can be sent."""
     store = DirectoryStore(disk, "run", 0, 5.0)
-    store._pool = BufferPool(SharedBuffer)
+    store._pool = BufferPool(_SentBuffer)
     return store
+
+
+class _SentBuffer(PrivateBuffer):
+    """Buffer of which another process gets a copy."""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], PrivateBuffer], tuple[bytes]]:
+        return _received, (bytes(self.view),)
+
+
+def _received(content: bytes) -> PrivateBuffer:
+    buffer = PrivateBuffer(len(content))
+    buffer.view[:] = content
+    buffer.take()
+    return buffer
 
 
 def drop_recycled(store: DirectoryStore) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from localckpt.storage.owner import Owner, owner_of
 from tests.storage.conftest import Node
 from tests.storage.shards import (
-    ROOT,
     another_process,
     assert_loads,
     everything,
@@ -143,45 +138,3 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
     left = files(node.root)
     assert {name for name in left if not name.endswith(".safetensors")} == {"node-token", ".lock"}
     assert len(left) == 4
-
-
-_STAGE_AND_FORK = """
-import os, sys
-from localckpt.storage.buffers import SharedBuffer
-
-buffer = SharedBuffer(4_000_000)
-child = os.fork()
-if child == 0:
-    sys.stdin.read()
-    os._exit(0)
-print(child, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.fault("trainer-dies")
-def test_staging_of_a_killed_trainer_is_freed_while_a_fork_of_it_lives() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _STAGE_AND_FORK],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as trainer:
-        assert trainer.stdout is not None
-        child = psutil.Process(int(trainer.stdout.readline()))
-        try:
-            assert _holds_staging(trainer.pid)
-            kill(trainer)
-            assert child.is_running()
-            # Else the memory would stay until the fork ends, with a name or without.
-            assert not _holds_staging(child.pid)
-        finally:
-            child.kill()
-
-
-def _holds_staging(pid: int) -> bool:
-    """Whether a process has the memory of a staging buffer mapped, or open."""
-    opened = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    return any("memfd:localckpt" in name for name in (*opened, maps))

@@ -62,7 +62,7 @@ def test_a_relative_path_is_that_of_where_the_object_was_made(
     (tmp_path / "later").mkdir()
     monkeypatch.chdir(tmp_path)
     sinks = [JsonLines("lines"), PrometheusTextfile("metrics")]
-    writer = localckpt.FileSystemWriterAsync("first", writer="thread")
+    writer = localckpt.FileSystemWriterAsync("first")
     reader = localckpt.CachedMetadataFileSystemReader("first")
     writer.reset("second")
     reader.reset("second")

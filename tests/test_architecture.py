@@ -87,7 +87,7 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2217, 1300, 14),
     "async_save": (1834, 1400, 7),
-    "availability": (2992, 2000, 12),
+    "availability": (2961, 2000, 12),
     "checkpointer": (5583, 1800, 22),
     "cli": (3716, 3000, 18),
     "events": (800, 700, 7),
@@ -99,7 +99,7 @@ _BUDGETS = {
     "ranks": (3372, 1600, 16),
     "replication": (3748, 2900, 18),
     "replication/parity": (2123, 1700, 13),
-    "state_dict": (8230, 5000, 31),
+    "state_dict": (8229, 5000, 31),
     "storage": (3888, 3100, 18),
 }
 

@@ -157,7 +157,6 @@ class ValueImages:
         return bytes(pack(value, self._identity, ImagePlanner(self._allowed)).view)
 
     def unpack(self, image: bytes) -> Any:
-        """Make the object of an image again."""
         return unpack(MemorySource(memoryview(bytearray(image))), allowed=self._allowed)
 
     def pack_units(self, units: Iterable[Unit]) -> bytes:

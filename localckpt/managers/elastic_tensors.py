@@ -6,11 +6,10 @@ the shards, are described in groups, and moved by the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
 from localckpt.errors import (
@@ -36,7 +35,7 @@ from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_ful
 from localckpt.state_dict.runs import Sink, run_in
 from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
-from localckpt.state_dict.stateful import NO_FREEDOM, Freedom
+from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, digest_of
 
 __all__ = [
@@ -51,19 +50,19 @@ _Groups = dict[TensorGroup, list[list[int]]]
 """For each group the numbers of its tensors, by key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Elements that this rank takes from a shard, which ``reader`` reads."""
+class Taken(NamedTuple):
+    """Elements that this rank takes from a shard, which ``reader`` reads.
+
+    ``numbers`` are its tensors, by the number of the key; several where they are the same part.
+    """
 
     reader: int
     numbers: list[list[int]]
-    """Its tensors, by the number of the key; several where they are the same part."""
     region: Region
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """Elements that this rank gives; ``item`` is their number among all that the receiver takes."""
 
     shard: int
@@ -101,11 +100,9 @@ class DescribedTensors:
         return list(self._wanted)
 
     def saved(self, shard: int) -> list[TensorGroup]:
-        """Groups of the tensors of a shard."""
         return list(self._groups_of(shard))
 
     def tables(self, names: Sequence[str]) -> list[Keys]:
-        """Keys of the groups of some names."""
         return [self._tables[name] for name in names]
 
     def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Taken:
@@ -236,7 +233,7 @@ def _of_others(rank: int, parts: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 class ShardCopies:
-    """Copies of the shards of one checkpoint that this rank reads.
+    """Copies of the shards of one checkpoint that this rank reads, in one round after another.
 
     Attributes:
         shards: Shards that are open.
@@ -255,28 +252,41 @@ class ShardCopies:
         self.found_bad: dict[int, tuple[str, bool]] = {}
 
     def plan_recovery(self) -> dict[int, int] | None:
-        """Choose the ranks that compute shards which no node holds: they take turns.
+        """Begin a round: choose the ranks that compute shards which no node holds, in turn.
 
         Returns the rank for each shard; ``None`` if some shard cannot be computed.
         """
+        self.shards, self.found_bad = {}, {}
         world_size = self._context.ranks.world_size
         try:
             return {shard: shard % world_size for shard in self._recovery.plan()}
         except NoReplicasAvailableError:
             return None
 
-    def open(self, readers: Mapping[int, int], free: Freedom, opened: ExitStack) -> None:
-        """Open the shards that this rank reads, and note the copies that are bad."""
-        self.shards, self.found_bad = {}, {}
-        for shard, reader in readers.items():
-            if reader == self._context.ranks.rank:
-                self._open(shard, self._context.options.rules, free, opened)
+    def describe(self, shards: Iterable[int], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards that this rank describes, and note the copies that are bad."""
 
-    def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
-        """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
+        def read(saved: SavedShard) -> None:
+            saved.read_values(self._rules, free)
+            # They read private tensors.
+            _ = saved.digests, saved.ruled_digests
+
         for shard in shards:
-            if shard not in self.shards:
-                self._open(shard, None, NO_FREEDOM, opened)
+            self._open(shard, opened, read)
+
+    def open(self, groups: Iterable[tuple[int, Any]], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards of this node that a plan takes groups of, too; as :meth:`describe`."""
+        equal_on: dict[int, set[str]] = {}
+        for shard, group in groups:
+            equal_on.setdefault(shard, set()).add(TensorGroup.from_json(group).equal_on)
+
+        def read(saved: SavedShard) -> None:
+            # Of a tensor that no table of boxes has, only who reads the values knows.
+            if PRIVATE in equal_on[saved.identity.rank]:
+                saved.read_values(self._rules, free)
+
+        for shard in equal_on.keys() - self.shards.keys():
+            self._open(shard, opened, read)
 
     @contextmanager
     def noting(self, shard: int) -> Iterator[None]:
@@ -308,9 +318,7 @@ class ShardCopies:
     def _identity(self, shard: int) -> ShardIdentity:
         return self._recovery.checkpoint.shard(shard, self._context.session_id)
 
-    def _open(
-        self, shard: int, rules: Collection[str] | None, free: Freedom, opened: ExitStack
-    ) -> None:
+    def _open(self, shard: int, opened: ExitStack, read: Callable[[SavedShard], None]) -> None:
         identity, computed = self._identity(shard), self._recovery.slots.get(shard)
         source: ShardSource | None = None
         try:
@@ -321,9 +329,10 @@ class ShardCopies:
             )
             opened.callback(source.close)
             on_read = ReadProgress(f"reading {identity}", source.nbytes).add
-            saved = SavedShard(source, self._context.allowed, identity, rules, free, on_read)
-            # They read private tensors.
-            _ = saved.digests, saved.ruled_digests
+            like = next(iter(self.shards.values()), None)
+            allowed = self._context.allowed
+            saved = SavedShard(source, allowed, identity, like, on_read)
+            read(saved)
         except CorruptShardError as error:
             # With good digests another copy says the same.
             self._require_damaged(shard, source, error)

@@ -97,9 +97,11 @@ class Recovery:
             logger.error("%s was computed in vain: %s", identity, why)
             self.unrecoverable.add(piece.rank)
             return
-        self.inventory.remove(self.checkpoint, piece, self.inventory.node_of(reader))
-        if piece.is_shard:
+        node = self.inventory.node_of(reader)
+        # Several ranks of the node may have found it bad.
+        if piece.is_shard and piece.rank in self.inventory.shards_on(self.checkpoint, node):
             self._bad.append(BadCopy(identity, reader, why))
+        self.inventory.remove(self.checkpoint, piece, node)
 
     def verify_again(self, piece: Piece, why: str) -> None:
         """Quarantine a piece of this node that was bad where it was read, if it is bad here."""

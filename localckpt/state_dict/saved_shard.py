@@ -64,7 +64,6 @@ class SavedTensor:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of an item."""
         return self.entry.torch_dtype().itemsize
 
     @cached_property
@@ -96,53 +95,53 @@ class SavedTensor:
 class SavedShard(ImageReader):
     """Reader of a shard for its parts.
 
-    Args:
-        rules: Key prefixes of values that the caller has a rule for; ``None`` to leave values out,
-            and tensors that are not in the table of boxes.
-        free: Names whose values are loaded as they were saved.
-
     Attributes:
-        tensors: Tensors by their number, but for those that are values or parts of values.
+        tensors: Tensors by number: those in the table of boxes, and private ones of read values.
         ruled, others: Values; see :func:`units_of`.
         outlines: Outlines of the free parts of the state.
         names: Names of the parts and values of the state, where it has names.
     """
 
-    @collection_paused()
     def __init__(
         self,
         source: ShardSource,
         allowed: SafeGlobals,
         identity: ShardIdentity,
-        rules: Collection[str] | None,
-        free: Freedom = NO_FREEDOM,
+        like: ImageReader | None = None,
         on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, allowed, identity, on_read=on_read)
-        boxes = self.tables.boxes
+        super().__init__(source, allowed, identity, like, on_read)
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []
         self.names: Names | None = None
-        if rules is not None:
-            skeleton, contents = self.checked_skeleton
-            values = set(contents.composed)
-            root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
-            # What others are made of is there to be filled in strict parts only.
-            if new := values_below(root, free, lambda n: self.entries[n].slot is None):
-                values |= new
-                root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
-            self.ruled, self.others = units_of(root, boxes.__contains__, rules)
-            self.names = names_of(root, free)
-            self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
         self.tensors: dict[int, SavedTensor] = {}
         taken: set[tuple[str, Region]] = set()
-        for number, box in boxes.items():
+        for number, box in self.tables.boxes.items():
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
                 equal_on = "all" if box.ranks is None else box.ranks.text
                 self._add(number, box.key, box.shape, self._region(number, box), equal_on)
+
+    @collection_paused()
+    def read_values(self, rules: Collection[str], free: Freedom = NO_FREEDOM) -> None:
+        """Read the values, and find the tensors that the table of boxes does not have.
+
+        ``rules`` are key prefixes of values that the caller has a rule for. Values below names in
+        ``free`` are loaded as they were saved.
+        """
+        boxes = self.tables.boxes
+        skeleton, contents = self.checked_skeleton
+        values = set(contents.composed)
+        root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        # What others are made of is there to be filled in strict parts only.
+        if new := values_below(root, free, lambda n: self.entries[n].slot is None):
+            values |= new
+            root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        self.ruled, self.others = units_of(root, boxes.__contains__, rules)
+        self.names = names_of(root, free)
+        self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
         below = (part for unit in self.ruled for part in _parts_of(unit))
         private: set[str] = set()
         for unit in (*self.others, *below):

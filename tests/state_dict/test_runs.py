@@ -248,7 +248,8 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
     stored = saved.permute(order).contiguous()
     back = [order.index(dim) for dim in range(len(order))]
     source = pack({"beside": torch.ones(3), "w": stored.permute(back)}, _IDENTITY)
-    shard = SavedShard(source, SafeGlobals(), _IDENTITY, ())
+    shard = SavedShard(source, SafeGlobals(), _IDENTITY)
+    shard.read_values(())
     (tensor,) = (t for t in shard.tensors.values() if t.key == "w")
     number = tensor.number
     shard.tensors[number] = replace(tensor, shape=shape, region=saved_region)
@@ -290,7 +291,8 @@ def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> N
     beside = torch.empty(0, dtype=torch.int32).set_(storage, 1, (2,), (1,))
     state = {"a": torch.ones(1, dtype=torch.int32), "number": number, "beside": beside}
     source = pack(state, _IDENTITY)
-    shard = SavedShard(source, SafeGlobals(), _IDENTITY, ())
+    shard = SavedShard(source, SafeGlobals(), _IDENTITY)
+    shard.read_values(())
     tensors = {tensor.key: tensor for tensor in shard.tensors.values()}
     assert tensors["number"].start % 8
     target = torch.zeros((), dtype=torch.float64)

@@ -381,7 +381,7 @@ class ElasticLoad:
         """Fill the tensors; ``None`` on all ranks if a copy turned out bad on the way."""
         began = time.monotonic()
         timeout_s, rank = self._ranks.timeout_s, self._ranks.rank
-        came, sent = dict[int, int](), dict[int, int]()
+        came = sent = 0
         lost: PeerLostError | None = None
         with Attempt() as moving:
             try:
@@ -416,10 +416,9 @@ class ElasticLoad:
         nbytes = sum(take.nbytes for take in self._takes)
         logger.info(
             "iteration %d of %d ranks: %d bytes filled in %.3f s, %d of them from this node's "
-            "shards; %d bytes sent to %d ranks",
+            "shards; %d bytes sent to other nodes",
             *(self._checkpoint.iteration, self._checkpoint.world_size, nbytes),
-            *(time.monotonic() - began, nbytes - sum(came.values())),
-            *(sum(sent.values()), len(sent)),
+            *(time.monotonic() - began, nbytes - came, sent),
         )
         take_values(self._beside)
         self._say_what_is_dropped()

@@ -11,6 +11,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
 from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
 from localckpt.errors import (
     CheckpointingException,
@@ -28,7 +30,8 @@ from localckpt.managers.restoring import ReadProgress, incurable
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.parts import Outlet, SentPart, exchange_parts
+from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.parts import PackedPart, Packing, Parcel, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
@@ -174,62 +177,63 @@ def move_tensors(
     takes: Sequence[Taken],
     gives: Sequence[Given],
     timeout_s: float,
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Read what this rank gives, to itself as well, send what others take, and fill the tensors.
+) -> tuple[int, int]:
+    """Fill the tensors with what this rank reads, and exchange parts with ranks of other nodes.
 
     ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
-    in ``copies``. Returns the bytes that came from other ranks, and those sent, by rank.
+    in ``copies``. Returns the bytes that came from other ranks, and those sent.
     """
-    senders = _of_others(rank, ((take.reader, take.nbytes) for take in takes))
-    receivers = _of_others(rank, ((give.receiver, give.nbytes) for give in gives))
     # Few regions are those of many tensors.
     find_rows = cache(run_in)
-    taken = [
-        [
-            FilledPart([targets[number] for number in numbers], take.region, find_rows)
-            for numbers in take.numbers
-        ]
-        for take in takes
-    ]
+    filled: list[FilledPart] = []
 
-    def find(peer: int, item: int, index: int) -> FilledPart:
-        if not item < len(taken) or not index < len(taken[item]):
-            raise CorruptShardError(f"rank {peer} sent what rank {rank} does not take")
-        return taken[item][index]
+    def to_fill(item: int, index: int, region: Region) -> FilledPart:
+        tensors = [targets[number] for number in takes[item].numbers[index]]
+        filled.append(FilledPart(tensors, region, find_rows))
+        return filled[-1]
 
-    def read(outlets: Mapping[int, Outlet]) -> None:
-        """Read the parts that this rank gives, to where they go."""
-        wanted: dict[int, dict[int, list[Wanted]]] = {}
-        for give in gives:
-            of_shard = wanted.setdefault(give.shard, {})
-            for index, number in enumerate(give.numbers):
-                sink: Sink = (
-                    find(rank, give.item, index)
-                    if give.receiver == rank
-                    else SentPart(outlets[give.receiver], give.item, index)
-                )
-                of_shard.setdefault(number, []).append((sink, give.region))
-        for shard, of_shard in wanted.items():
-            with copies.noting(shard):
-                copies.shards[shard].read_parts(of_shard)
+    copies.read(
+        (give.shard, number, to_fill(give.item, index, give.region), give.region)
+        for give in gives
+        if give.receiver == rank
+        for index, number in enumerate(give.numbers)
+    )
+    given = {(give.receiver, give.item): give for give in gives if give.receiver != rank}
+    taken = {(take.reader, item): take for item, take in enumerate(takes) if take.reader != rank}
+    outgoing, incoming = _parcels(given), _parcels(taken)
 
-    # A process that is alone connects to nobody, and may be in no job that has a store.
-    connections = HostConnections({}, [rank], rank)
-    if peers := receivers.keys() | senders.keys():
+    def read(parcels: Mapping[int, tuple[Parcel, memoryview]]) -> None:
+        copies.read(
+            (
+                given[peer, part.item].shard,
+                given[peer, part.item].numbers[part.number],
+                Packing(memory[part.offset :]),
+                part.region,
+            )
+            for peer, (parcel, memory) in parcels.items()
+            for part in parcel
+        )
+
+    def take(part: PackedPart, peer: int, values: torch.Tensor) -> None:
+        to_fill(part.item, part.number, part.region).take(0, values)
+
+    if peers := outgoing.keys() | incoming.keys():
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
-    with closing(connections):
-        exchange_parts(connections, receivers, senders, read, find, timeout_s)
-    require_full(part for parts in taken for part in parts)
-    return senders, receivers
+        with closing(HostTransport(connections)) as transport:
+            exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
+    require_full(filled)
+    came, sent = (sum(moved.nbytes for moved in side.values()) for side in (taken, given))
+    return came, sent
 
 
-def _of_others(rank: int, parts: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Add up the bytes of parts by rank, but for this one's."""
-    nbytes: dict[int, int] = {}
-    for other, of_part in parts:
-        if other != rank:
-            nbytes[other] = nbytes.get(other, 0) + of_part
-    return nbytes
+def _parcels(moved: Mapping[tuple[int, int], Taken | Given]) -> dict[int, list[Parcel]]:
+    """Divide what is sent between this rank and others into parcels, by rank."""
+    of_peers: dict[int, list[tuple[int, int, Region, int]]] = {}
+    for (peer, item), one in sorted(moved.items()):
+        itemsize = one.nbytes // (volume(one.region) * len(one.numbers))
+        parts = [(item, index, one.region, itemsize) for index in range(len(one.numbers))]
+        of_peers.setdefault(peer, []).extend(parts)
+    return {peer: parcels_of(parts) for peer, parts in of_peers.items()}
 
 
 class ShardCopies:
@@ -237,8 +241,7 @@ class ShardCopies:
 
     Attributes:
         shards: Shards that are open.
-        found_bad: Shards whose copies were found bad in this round, with the reason, and whether
-            their bytes are damaged.
+        found_bad: Shards whose copies were found bad in this round, with the reason.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class ShardCopies:
         self._rules = rules
         self.images = ValueImages(self._identity(0), context.allowed)
         self.shards: dict[int, SavedShard] = {}
-        self.found_bad: dict[int, tuple[str, bool]] = {}
+        self.found_bad: dict[int, str] = {}
 
     def plan_recovery(self) -> dict[int, int] | None:
         """Begin a round: choose the ranks that compute shards which no node holds, in turn.
@@ -297,22 +300,27 @@ class ShardCopies:
             self._note_bad(shard, error)
             raise
 
+    def read(self, parts: Iterable[tuple[int, int, Sink, Region]]) -> None:
+        """Read parts of tensors: shard, number of the tensor, receiver, and elements of it."""
+        wanted: dict[int, dict[int, list[Wanted]]] = {}
+        for shard, number, sink, region in parts:
+            wanted.setdefault(shard, {}).setdefault(number, []).append((sink, region))
+        for shard, of_shard in wanted.items():
+            with self.noting(shard):
+                self.shards[shard].read_parts(of_shard)
+
     @property
     def bad(self) -> list[list[Any]]:
         """The bad copies, for a report."""
-        return [[shard, *found] for shard, found in self.found_bad.items()]
+        return [[shard, why] for shard, why in self.found_bad.items()]
 
     def take_out(self, bad: Sequence[Sequence[Any]]) -> bool:
         """Leave bad copies, each of a rank and an item of its report, out of the next round.
 
         Returns whether there are any.
         """
-        for reader, shard, why, is_damaged in bad:
-            is_computed = shard in self._recovery.groups
+        for reader, shard, why in bad:
             self._recovery.take_out(Piece(shard), reader, why)
-            if is_damaged and not is_computed and reader == self._context.ranks.rank:
-                # What the node refused once it may give the next time: only bad bytes go.
-                self._recovery.verify_again(Piece(shard), f"read: {why}")
         return bool(bad)
 
     def _identity(self, shard: int) -> ShardIdentity:
@@ -360,7 +368,7 @@ class ShardCopies:
 
     def _note_bad(self, shard: int, error: CheckpointingException) -> None:
         forget_frames(error)
-        self.found_bad[shard] = described(error), isinstance(error, CorruptShardError)
+        self.found_bad[shard] = described(error)
 
     # Values that are no part of a global tensor.
 

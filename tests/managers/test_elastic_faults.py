@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
-from localckpt.managers import elastic_tensors
-from localckpt.replication.parts import Outlet
+from localckpt.managers import elastic
+from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.managers.jobs import damage, error_of, make_manager
@@ -50,7 +50,7 @@ def _load_beside_one_that_dies(rank: int, world_size: int, dying: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Outlet.end = die  # type: ignore[method-assign]
+        HostTransport.exchange = die  # type: ignore[method-assign]
     manager = make_manager("disk", node_store(), timeout=_SHORT_S, elastic=True)
     began = time.monotonic()
     text = error_of(lambda: manager.load(into=_state(world_size, fill=-1.0)), PeerLostError)
@@ -91,14 +91,14 @@ def _save_with_copies(rank: int, world_size: int) -> None:
 def _load_and_count(rank: int, world_size: int) -> int:
     """Load, and return how many bytes of tensors this rank has sent to others."""
     sent = []
-    exchange = elastic_tensors.exchange_parts
+    move = elastic.move_tensors
 
-    def noted(*args: Any) -> None:
-        receivers = args[1]
-        sent.append(sum(receivers.values()))
-        exchange(*args)
+    def noted(*args: Any) -> tuple[int, int]:
+        moved = move(*args)
+        sent.append(moved[1])
+        return moved
 
-    elastic_tensors.exchange_parts = noted
+    elastic.move_tensors = noted
     _load(rank, world_size)
     return sent[-1]
 

@@ -122,7 +122,7 @@ class SavedShard(ImageReader):
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
                 equal_on = "all" if box.ranks is None else box.ranks.text
-                self._add(number, box.key, box.shape, self._region(number, box), equal_on)
+                self._add(number, box.key, box.shape, box.runs, equal_on)
 
     @collection_paused()
     def read_values(self, rules: Collection[str], free: Freedom = NO_FREEDOM) -> None:
@@ -239,22 +239,12 @@ class SavedShard(ImageReader):
 
         return tensor
 
-    def _region(self, number: int, box: Box) -> Region:
-        """Elements of a global tensor that the image holds of a tensor."""
-        entry = self.entries[number]
-        part = self.tables.parts.get(entry.slot or "")
-        return box.runs if part is None else part.region(box, entry.shape)
-
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
     ) -> None:
         entry = self.entries[number]
-        if (slot := entry.slot) is None:
+        if entry.slot is None or entry.slot in self.absent:
             return
-        if (part := self.tables.parts.get(slot)) is not None:
-            if not part.count:
-                return
-            entry = part.entry(entry)
         offset = entry.view[0] if entry.view is not None else 0
         start = self.start_of(number) + offset
         if math.prod(shape) >= 1 << 62:

@@ -31,11 +31,11 @@ from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.parts import PackedPart, Packing, Parcel, exchange_parts, parcels_of
+from localckpt.replication.parts import PackedPart, Parcel, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
-from localckpt.state_dict.runs import Sink, run_in
+from localckpt.state_dict.runs import InMemory, Sink, run_in
 from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.state_dict.stateful import Freedom
@@ -207,7 +207,7 @@ def move_tensors(
             (
                 given[peer, part.item].shard,
                 given[peer, part.item].numbers[part.number],
-                Packing(memory[part.offset :]),
+                InMemory(memory[part.offset :]),
                 part.region,
             )
             for peer, (parcel, memory) in parcels.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch.profiler import record_function
@@ -218,52 +218,48 @@ class Load:
 
         Returns False on all ranks when a copy could not be read, and is out of the next plan.
         """
-        sources: dict[CkptID, WatchedSource] = {}
-        refused: dict[CkptID, CheckpointingException] = {}
-        for entry in plan.sends(self._ranks.rank):
-            identity = self._named(entry.id_.rank)
-            computed = self._recovery.slots.get(entry.id_.rank)
+        sources: list[tuple[int, WatchedSource]] = []
+        refused: dict[int, StorageError | CorruptShardError] = {}
+        timeout_s, sends = self._ranks.timeout_s, plan.sends(self._ranks.rank)
+        sizes = self._inventory.shards(self._checkpoint) | self._recovery.nbytes
+        nbytes = sum(sizes[entry.id_.rank] for entry in sends)
+        progress = ReadProgress(f"sending {len(sends)} shards to peers", nbytes)
+
+        def open_source(id_: CkptID) -> WatchedSource:
+            computed = self._recovery.slots.get(id_.rank)
             try:
                 source: ShardSource = (
-                    self._store.open(identity) if computed is None else MemorySource(computed.image)
+                    self._store.open(self._named(id_.rank))
+                    if computed is None
+                    else MemorySource(computed.image)
                 )
-                sources[entry.id_] = WatchedSource(source)
             except (StorageError, CorruptShardError) as error:
-                refused[entry.id_] = error
-            except Exception as error:  # noqa: BLE001 - raised on every rank once reported
+                refused[id_.rank] = error
+                raise
+            except Exception as error:
                 self._failure = incurable(error)
-        timeout_s = self._ranks.timeout_s
+                raise self._failure from error
+            watched = WatchedSource(source, progress.add)
+            sources.append((id_.rank, watched))
+            return watched
 
         def reserve(id_: CkptID, nbytes: int) -> memoryview:
             slot = self._store.reserve(self._named(id_.rank), nbytes, timeout_s, is_kept=False)
             self._arrived[id_.rank] = slot
             return slot.image
 
-        def all_well(phase: str) -> bool:
-            refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
+        try:
+            self._strategy.retrieve_image(plan, open_source, reserve, timeout_s)
+        except PeerLostError:
+            raise
+        except CheckpointingException:
+            # The same on all ranks. If a sender could not read its copy, another may do.
+            refused |= {owner: source.refused for owner, source in sources if source.refused}
             rank = self._ranks.rank
-            return self._agree(
-                phase, [_Bad(rank, i.rank, described(error)) for i, error in refused.items()]
-            )
-
-        with ExitStack() as opened:
-            for source in sources.values():
-                opened.callback(source.close)
-            if not all_well("open what peers need"):
-                return False
-            nbytes = sum(source.nbytes for source in sources.values())
-            progress = ReadProgress(f"sending {len(sources)} shards to peers", nbytes)
-            for source in sources.values():
-                source.on_read = progress.add
-            try:
-                self._strategy.retrieve_image(plan, sources.__getitem__, reserve, timeout_s)
-            except PeerLostError:
+            bad = [_Bad(rank, owner, described(error)) for owner, error in refused.items()]
+            if self._agree("send what peers need", bad):
                 raise
-            except CheckpointingException:
-                # The same on all ranks. If a sender could not read its copy, another may do.
-                if all_well("send what peers need"):
-                    raise
-                return False
+            return False
         self._senders |= {e.id_.rank: e.sender for e in plan.receives(self._ranks.rank)}
         return True
 

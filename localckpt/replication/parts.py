@@ -15,10 +15,9 @@ from localckpt.memory.host_memory import round_up
 from localckpt.ranks.deadline import Deadline
 from localckpt.replication.transport import Transport
 from localckpt.state_dict.boxes import Region, narrowed_rows, volume
-from localckpt.state_dict.runs import Reserved, copy_reserved
 from localckpt.state_dict.source import MemorySource
 
-__all__ = ["PARCEL_NBYTES", "PackedPart", "Packing", "Parcel", "exchange_parts", "parcels_of"]
+__all__ = ["PARCEL_NBYTES", "PackedPart", "Parcel", "exchange_parts", "parcels_of"]
 
 PARCEL_NBYTES = 16 << 20
 # Items of every dtype begin where memory may be viewed as that dtype.
@@ -44,18 +43,6 @@ class Parcel(list[PackedPart]):
     @property
     def nbytes(self) -> int:
         return round_up(self[-1].offset + self[-1].nbytes, _ALIGN)
-
-
-class Packing(NamedTuple):
-    """Memory for a part in a parcel; a :class:`Sink`."""
-
-    memory: memoryview
-
-    def reserve(self, offset: int, nbytes: int) -> Reserved:
-        return self.memory[offset : offset + nbytes], lambda: None
-
-    def take(self, offset: int, values: torch.Tensor) -> None:
-        copy_reserved(self.reserve(offset, values.nbytes), values)
 
 
 def parcels_of(parts: Iterable[tuple[int, int, Region, int]]) -> list[Parcel]:

@@ -18,7 +18,7 @@ from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.boxes import Region
 from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Scratch
 
-__all__ = ["Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
+__all__ = ["InMemory", "Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
 
 Reserved = tuple[memoryview, Callable[[], None]]
 """Memory for bytes that are about to be read, and what is to be called once they are verified."""
@@ -43,6 +43,18 @@ def copy_reserved(reserved: Reserved, values: torch.Tensor) -> None:
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     copy_values(flat.view(values.dtype).view(values.shape), values)
     done()
+
+
+class InMemory(NamedTuple):
+    """Memory that runs are read into; a :class:`Sink`."""
+
+    memory: memoryview
+
+    def reserve(self, offset: int, nbytes: int) -> Reserved:
+        return self.memory[offset : offset + nbytes], lambda: None
+
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        copy_reserved(self.reserve(offset, values.nbytes), values)
 
 
 class Run(NamedTuple):

@@ -94,12 +94,12 @@ _BUDGETS = {
     "exporters": (531, 500, 4),
     "global_tier": (6938, 4900, 22),
     "integrations": (2866, 2900, 22),
-    "managers": (5807, 3600, 22),
+    "managers": (5785, 3600, 22),
     "memory": (857, 700, 7),
     "ranks": (3372, 1600, 16),
-    "replication": (3552, 2900, 18),
+    "replication": (3534, 2900, 18),
     "replication/parity": (2123, 1700, 13),
-    "state_dict": (7969, 5000, 31),
+    "state_dict": (7943, 5000, 31),
     "storage": (3888, 3100, 18),
 }
 

@@ -370,7 +370,6 @@ class ElasticLoad:
             )
 
     def _take_out(self, reports: Mapping[int, Sequence[Any]]) -> bool:
-        """Leave copies out that ranks report as bad; return whether there are any."""
         return self._copies.take_out(
             [[rank, *copy] for rank, those in reports.items() for copy in those]
         )

@@ -99,7 +99,6 @@ class DescribedTensors:
 
     @property
     def wanted(self) -> list[TensorGroup]:
-        """Groups of the tensors that are to be filled."""
         return list(self._wanted)
 
     def saved(self, shard: int) -> list[TensorGroup]:
@@ -109,7 +108,6 @@ class DescribedTensors:
         return [self._tables[name] for name in names]
 
     def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Taken:
-        """Return what an item of the plan has this rank take."""
         numbers, region = self._find(self._wanted, group, keys), _region_of(fields)
         itemsize = self.tensors[numbers[0][0]].tensor.itemsize
         return Taken(reader, numbers, region, volume(region) * itemsize * len(numbers))
@@ -123,7 +121,6 @@ class DescribedTensors:
         keys: Sequence[str] | None,
         fields: Any,
     ) -> Given:
-        """Return what an item of the plan has this rank give."""
         found, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
         numbers = [of_key[0] for of_key in found]
         itemsize = self._shards[shard].tensors[numbers[0]].itemsize
@@ -131,7 +128,6 @@ class DescribedTensors:
         return Given(shard, receiver, item, numbers, region, nbytes)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
-        """Return the digests of elements that a shard has of tensors."""
         numbers, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
         return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in numbers]
 
@@ -311,7 +307,6 @@ class ShardCopies:
 
     @property
     def bad(self) -> list[list[Any]]:
-        """The bad copies, for a report."""
         return [[shard, why] for shard, why in self.found_bad.items()]
 
     def take_out(self, bad: Sequence[Sequence[Any]]) -> bool:
@@ -373,7 +368,6 @@ class ShardCopies:
     # Values that are no part of a global tensor.
 
     def described_values(self, shard: int) -> dict[str, str]:
-        """Digests of the sections of a shard."""
         return {name: digest_of(those, str) for name, those in self.sections(shard).items()}
 
     def sections(self, shard: int) -> dict[str, dict[str, str]]:
@@ -385,7 +379,6 @@ class ShardCopies:
         return sections
 
     def packs(self, asked: Mapping[str, Sequence[Any]], unequal: Sequence[str]) -> list[Packed]:
-        """Pack the values that other ranks get."""
         rank, world_size = self._context.ranks.rank, self._context.ranks.world_size
         packs = []
         for shard, names in asked["sections"]:

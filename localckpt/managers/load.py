@@ -136,7 +136,6 @@ class Load:
         return [checkpoint for checkpoint in known if checkpoint.iteration == iteration]
 
     def _protect(self) -> None:
-        """Begin to make again the copies that the loaded checkpoint lacks."""
         self._checkpoints.refresh(self._checkpoint, self._inventory)
         if self._reprotection is not None:
             self._reprotection.begin(self._recovery)
@@ -144,7 +143,6 @@ class Load:
             self._store.release(list(self._recovery.slots.values()))
 
     def _choose(self, checkpoint: Checkpoint) -> None:
-        """Begin with another checkpoint."""
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
@@ -189,7 +187,6 @@ class Load:
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
 
     def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        """Compute and fetch the shards that are not on their own node; as :meth:`_fetch`."""
         if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
             return False
         return self._fetch(plan) if plan.transfers else True

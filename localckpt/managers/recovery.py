@@ -28,9 +28,7 @@ class Recovery:
 
     Attributes:
         groups: Shards that are computed, each with the group that it is computed from.
-        unrecoverable: Shards that cannot be computed.
         nbytes: Sizes of the shards that were computed.
-        computed_by: The rank of the job that computes each.
         slots: Slots of those that were computed on this rank.
     """
 

@@ -83,7 +83,6 @@ class LoadOptions:
         compare: Callable[[Names, Names], Mapping[str, list[str]]] | None = None,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
-        """Make the options from the arguments of a caller."""
         rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
         if compare is not None:
             rules = replace(rules, compare=compare)

@@ -47,24 +47,14 @@ class DividedSlot(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Agreement of the ranks of a division, without which their parts do not fit together.
-
-    Attributes:
-        digest: Digest of the keys, places, dtypes and shapes of the divided tensors.
-    """
+    """Ranks of a division, and the digest of the divided tensors that they must have in common."""
 
     ranks: _Group
     digest: int
 
 
 class DividedTable(NamedTuple):
-    """Table of a state of which some slots are divided.
-
-    Attributes:
-        table: The table, in which the slots that other ranks own are empty.
-        parts: The divided slots by name.
-        agreed: One for each division.
-    """
+    """Table of a state in which slots that other ranks own are empty, and the divided slots."""
 
     table: TensorTable
     parts: dict[str, DividedSlot]
@@ -145,7 +135,6 @@ def _units(table: TensorTable, boxes: Mapping[int, Box]) -> Iterator[_Unit]:
 
 
 def _are_one(entries: Sequence[TableEntry]) -> bool:
-    """Return whether the tensors of a slot are one and the same."""
     first = as_stored(entries[0])
     return all(e.kind != ARRAY and as_stored(e) == first for e in entries)
 
@@ -223,13 +212,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class Tables(NamedTuple):
-    """Tables of an image.
-
-    Attributes:
-        entries: The tensors, each described whole.
-        boxes: By the number of a tensor, the part of a global tensor that it is.
-        parts: The divided slots by name.
-    """
+    """Tables of an image: tensors, their boxes by number, and the divided slots by name."""
 
     entries: tuple[TableEntry, ...]
     boxes: dict[int, Box]

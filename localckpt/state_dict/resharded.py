@@ -74,7 +74,6 @@ class WantedTensor:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def memory_of(self, part: Region, find_rows: FindRows) -> memoryview | None:
@@ -250,7 +249,6 @@ def require_one(key: str, found: set[str]) -> None:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether items of a tensor share memory."""
     return tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -397,7 +395,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) -> dict[Any, Any]:
-    """Return a state with other free parts, in copies of its containers."""
     result = dict(state)
     of_keys: dict[Any, list[Unit]] = {}
     for (key, *names), value in units:
@@ -414,7 +411,6 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
 
 
 def _with_children(container: Any, children: Mapping[Any, Any]) -> Any:
-    """Return a container of the same kind with other members."""
     return placed(container, [Unit((key,), child) for key, child in children.items()])
 
 

@@ -38,7 +38,6 @@ class Sink(Protocol):
 
 
 def copy_reserved(reserved: Reserved, values: torch.Tensor) -> None:
-    """Copy values into memory that was reserved for them."""
     memory, done = reserved
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     copy_values(flat.view(values.dtype).view(values.shape), values)

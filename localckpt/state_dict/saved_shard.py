@@ -220,11 +220,10 @@ class SavedShard(ImageReader):
         return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
-        """Return the digest of elements that the shard has of a tensor, read into host memory."""
-        tensor = self.tensors[number]
-        part = integer_view(self.stored(tensor.entry)).reshape(tensor.local)
-        part = _picked(part, tensor.region, region)
-        return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().data)
+        """Return the digest of elements that the shard has of a tensor."""
+        memory = memoryview(bytearray(volume(region) * self.tensors[number].itemsize))
+        self.read_parts({number: [(InMemory(memory), region)]})
+        return xxhash.xxh3_64_hexdigest(memory)
 
     def read_parts(self, wanted: Mapping[int, Iterable[Wanted]]) -> None:
         """Read parts of tensors, each for all who want it, and only the pieces that hold them.

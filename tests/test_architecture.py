@@ -99,7 +99,7 @@ _BUDGETS = {
     "ranks": (3372, 1600, 16),
     "replication": (3534, 2900, 18),
     "replication/parity": (2123, 1700, 13),
-    "state_dict": (7943, 5000, 31),
+    "state_dict": (7942, 5000, 31),
     "storage": (3888, 3100, 18),
 }
 

@@ -81,7 +81,6 @@ class _Unit(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Text of the first key and its place, the same on all ranks and of no other slot."""
         return json.dumps([self.keys[0], self.box.runs])
 
 

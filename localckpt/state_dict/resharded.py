@@ -216,7 +216,6 @@ def beside(
 
 
 def take_values(pairs: Iterable[tuple[WantedTensor, torch.Tensor]]) -> None:
-    """Give tensors the values of others, which are filled."""
     # Else tensors that were made in inference mode could not be changed.
     with torch.inference_mode():
         for one, values in pairs:
@@ -255,7 +254,6 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def overlapping_keys(wanted: Sequence[WantedTensor]) -> list[tuple[str, str]]:
-    """Return the keys of tensors that share memory, in pairs."""
     return find_overlaps((w.key, w.tensor) for w in wanted if is_flat(w.tensor))
 
 

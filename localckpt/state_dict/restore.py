@@ -406,7 +406,6 @@ class ImageReader(ImageBytes):
         return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
 
     def box_of(self, number: int) -> Box | None:
-        """The part of a global tensor that a tensor is; ``None`` for a private one."""
         return self.tables.boxes.get(number)
 
     @collection_paused()
@@ -494,7 +493,6 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
 
 
 def _make_tensor(entry: TableEntry, bases: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of an image as a view of the bytes of its slot, if it has data."""
     dtype = entry.torch_dtype()
     strides = entry.strides
     if strides is None:
@@ -510,7 +508,6 @@ def _make_tensor(entry: TableEntry, bases: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _of_kind(entry: TableEntry, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the parameter, the buffer or the plain tensor that was saved."""
     if entry.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.kind == "buffer":

@@ -201,7 +201,6 @@ class SavedShard(ImageReader):
         return [part for part in parts if not isinstance(part.value, Placeholder)]
 
     def whole_values(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return values with their tensors in them, read into host memory."""
         return [Unit(place, with_tensors(value, self.tensor_of)) for place, value in units]
 
     @cached_property
@@ -220,7 +219,6 @@ class SavedShard(ImageReader):
         return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
-        """Return the digest of elements that the shard has of a tensor."""
         memory = memoryview(bytearray(volume(region) * self.tensors[number].itemsize))
         self.read_parts({number: [(InMemory(memory), region)]})
         return xxhash.xxh3_64_hexdigest(memory)
@@ -328,7 +326,6 @@ class _Pick:
         self.run = Run(start, stop, InMemory(self.memory))
 
     def give(self) -> None:
-        """Give the part to its receiver, once the rows are read."""
         tensor, items = self._tensor, integer_view(self._bytes, self._tensor.itemsize)
         if not tensor.is_in_order and tensor.entry.strides is not None:
             items = items.as_strided(tensor.entry.shape, tensor.entry.strides)

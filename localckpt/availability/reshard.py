@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 import xxhash
 
 from localckpt.availability.inventory import Inventory
@@ -23,12 +22,9 @@ from localckpt.ids import Checkpoint
 from localckpt.state_dict.boxes import Region, bounds_of, common, volume, without
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
-from localckpt.state_dict.runs import run_in
-from localckpt.state_dict.saved_shard import PRIVATE
 from localckpt.state_dict.targets import STRICT, TargetRules, listed, mismatch
 
 __all__ = [
-    "LONG_RUN_NBYTES",
     "Keys",
     "ReshardPlan",
     "Take",
@@ -40,48 +36,32 @@ __all__ = [
     "require_equal",
 ]
 
-LONG_RUN_NBYTES = 8 << 20
-"""Size of the runs of rows that a rank reads by itself, where its node holds the shard. That costs
-less than to have them sent, though the pieces at their ends are read by another rank, too."""
-
 
 def assign_readers(
     checkpoint: Checkpoint, inventory: Inventory, computed: Mapping[int, int] | None = None
 ) -> dict[int, int]:
     """Choose for each shard a rank of this job, on a node that holds the shard.
 
-    Where tensors are divided among the ranks in their order, as by FSDP, the rank that has the
-    middle of a shard now wants the most of it: it reads the shard, if its node holds that. Of the
-    others each goes to the rank that has the fewest bytes to read so far; of equals to the one that
-    is nearest to that rank. ``computed`` has the ranks of shards that were computed. Raises
-    NoReplicasAvailableError if no node holds some shard.
+    The rank describes the shard, and reads what ranks of nodes that do not hold it want. Where
+    tensors are divided among the ranks in their order, as by FSDP, the rank that has the middle of
+    a shard now is one of those that want the most of it: it is chosen if its node holds the shard,
+    else the rank that has the fewest bytes so far. ``computed`` has the ranks of shards that were
+    computed. Raises NoReplicasAvailableError if no node holds some shard.
     """
     holders, nbytes = inventory.holders(checkpoint), inventory.shards(checkpoint)
     readers = dict(computed or {})
     load = dict.fromkeys((r for ranks in inventory.ranks_on.values() for r in ranks), 0)
-    middles = [
-        (2 * shard + 1) * len(load) // (2 * checkpoint.world_size)
-        for shard in range(checkpoint.world_size)
-    ]
-    missing = [s for s in range(checkpoint.world_size) if s not in holders and s not in readers]
-    if missing:
-        raise NoReplicasAvailableError(
-            f"no node holds the shard of rank {missing[0]} of iteration {checkpoint.iteration}"
-        )
-    left = []
     for shard in range(checkpoint.world_size):
         if shard in readers:
             continue
-        middle = middles[shard]
-        if inventory.node_of(middle) in holders[shard]:
-            readers[shard] = middle
-            load[middle] += nbytes[shard]
-        else:
-            left.append(shard)
-    for shard in left:
-        middle = middles[shard]
-        ranks = (rank for node in holders[shard] for rank in inventory.ranks_on[node])
-        reader = min(ranks, key=lambda rank: (load[rank], abs(rank - middle), rank))
+        if shard not in holders:
+            raise NoReplicasAvailableError(
+                f"no node holds the shard of rank {shard} of iteration {checkpoint.iteration}"
+            )
+        reader = (2 * shard + 1) * len(load) // (2 * checkpoint.world_size)
+        if inventory.node_of(reader) not in holders[shard]:
+            ranks = (rank for node in holders[shard] for rank in inventory.ranks_on[node])
+            reader = min(ranks, key=lambda rank: (load[rank], rank))
         readers[shard] = reader
         load[reader] += nbytes[shard]
     return dict(sorted(readers.items()))
@@ -149,6 +129,8 @@ def group_tensors(
 class Take(NamedTuple):
     """Elements of some global tensors that a rank takes from a shard, which ``reader`` reads.
 
+    That is the rank itself where its node holds the shard.
+
     ``keys`` are those of both groups, in order; ``None`` if they are all keys of both.
     """
 
@@ -196,35 +178,25 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Decide from whose shard each rank takes the elements that it wants.
 
-    Of equal parts in several shards a rank takes that of a shard which it reads itself, else of one
-    that is read on its own node, else the ranks take turns. A rank also reads long runs itself if
-    its node is one of those that, by ``held``, hold the shard. ``excluded`` are key prefixes of
-    private tensors that are not taken, ``dropped`` of those that may be wanted by no rank. Raises
+    A rank reads itself what it takes from a shard that its node, by ``held``, holds; else the
+    shard's reader does. Of equal parts in several shards a rank takes that of its own as a reader,
+    else of one on its node, else the ranks take turns. ``excluded`` are key prefixes of private
+    tensors that are not taken, ``dropped`` of those that may be wanted by no rank. Raises
     MismatchError, which lists tensors of another dtype or shape, that were saved and are not
     wanted, or the reverse, or of which elements are in no shard.
     """
     excluded, dropped = frozenset(excluded), frozenset(dropped)
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
-    sources = _Sources(saved, tables, readers, nodes)
+    places = {shard: held.get(shard) or [nodes[reader]] for shard, reader in readers.items()}
+    sources = _Sources(saved, tables, readers, places)
     differences = _differences(sources, wanted, tables, dropped, fits)
     plan = ReshardPlan()
-
-    def reader_of(rank: int, shard: int, group: TensorGroup, part: Region, itemsize: int) -> int:
-        # Of a tensor that no table of boxes has, only who reads the values knows.
-        reads_itself = (
-            group.equal_on != PRIVATE
-            and nodes[rank] in held.get(shard, ())
-            and volume(part) * itemsize >= LONG_RUN_NBYTES
-            and run_in(group.region, part) is not None
-        )
-        return rank if reads_itself else readers[shard]
 
     of_region: dict[str, dict[Region, list[int]]] = {}
     for rank, groups in wanted.items():
         for group in groups:
             of_region.setdefault(group.name, {}).setdefault(group.region, []).append(rank)
     for name, regions in of_region.items():
-        itemsize = getattr(torch, tables[name].dtype).itemsize
         for keys, holding in _divided(tables[name], sources.holding):
             if not holding:
                 continue
@@ -237,8 +209,9 @@ def plan_reshard(
                     continue
                 for rank in regions[region]:
                     for there, part in parts:
-                        shard, group = found[there].for_rank(rank)
-                        reader = reader_of(rank, shard, group, part, itemsize)
+                        shard, group = found[there].for_rank(rank, nodes[rank])
+                        is_here = nodes[rank] in held.get(shard, ())
+                        reader = rank if is_here else readers[shard]
                         chosen, mine = None if is_all else keys, TensorGroup(name, region)
                         plan.takes.append(Take(rank, shard, reader, mine, group, chosen, part))
     if differences:
@@ -250,31 +223,28 @@ class _Holders:
     """Shards that have the same elements: one for each set of ranks that says that it is equal."""
 
     def __init__(self) -> None:
-        self._shards: list[tuple[int, TensorGroup]] = []
         self._by_reader: dict[int, tuple[int, TensorGroup]] = {}
-        self._by_node: dict[str, list[tuple[int, TensorGroup]]] = {}
+        # On each node; by an empty name those of all nodes.
+        self._on_node: dict[str, list[tuple[int, TensorGroup]]] = {}
         self._turns: dict[str, int] = {}
-        self._nodes: Sequence[str] = ()
         self.of_sets: dict[str, tuple[int, TensorGroup]] = {}
 
-    def add(self, shard: int, group: TensorGroup, reader: int, nodes: Sequence[str]) -> None:
-        """Add a shard."""
-        self._nodes = nodes
-        self._shards.append((shard, group))
+    def add(self, shard: int, group: TensorGroup, reader: int, nodes: Collection[str]) -> None:
+        """Add a shard that is on some nodes."""
         self.of_sets.setdefault(group.equal_on, (shard, group))
         self._by_reader.setdefault(reader, (shard, group))
-        self._by_node.setdefault(nodes[reader], []).append((shard, group))
+        for node in ("", *nodes):
+            self._on_node.setdefault(node, []).append((shard, group))
 
-    def for_rank(self, rank: int) -> tuple[int, TensorGroup]:
+    def for_rank(self, rank: int, node: str) -> tuple[int, TensorGroup]:
         """Choose the shard that a rank takes the elements from."""
         if (own := self._by_reader.get(rank)) is not None:
             return own
-        node = self._nodes[rank]
-        place = node if node in self._by_node else ""
-        shards = self._by_node.get(node, self._shards)
-        turn = self._turns.get(place, rank % len(shards))
-        self._turns[place] = (turn + 1) % len(shards)
-        return shards[turn % len(shards)]
+        place = node if node in self._on_node else ""
+        shards = self._on_node[place]
+        turn = self._turns.get(place, rank) % len(shards)
+        self._turns[place] = turn + 1
+        return shards[turn]
 
 
 class _Sources:
@@ -285,10 +255,10 @@ class _Sources:
         saved: Mapping[int, Sequence[TensorGroup]],
         tables: Mapping[str, Keys],
         readers: Mapping[int, int],
-        nodes: Sequence[str],
+        places: Mapping[int, Collection[str]],
     ) -> None:
         self._merged: dict[tuple[str, ...], dict[Region, _Holders]] = {}
-        self._args = saved, readers, nodes
+        self._readers, self._places = readers, places
         self.holding: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         self.kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         self._members: dict[str, list[tuple[int, TensorGroup]]] = {}
@@ -304,13 +274,12 @@ class _Sources:
     def of(self, names: tuple[str, ...]) -> dict[Region, _Holders]:
         """Return, for the elements that shards have of tensors, the shards that have them."""
         if names not in self._merged:
-            _, readers, nodes = self._args
             merged = self._merged[names] = {}
             for name in names:
                 for shard, group in self._members[name]:
                     if volume(group.region):
                         holders = merged.setdefault(group.region, _Holders())
-                        holders.add(shard, group, readers[shard], nodes)
+                        holders.add(shard, group, self._readers[shard], self._places[shard])
         return self._merged[names]
 
 

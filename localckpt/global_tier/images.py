@@ -122,21 +122,14 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
         first, last = (0, rows) if part is None else part[0]
         if part is not None and [*part[1:]] != [(0, size) for size in others]:
             continue
-        stored = image.tables.parts.get(entry.slot or "")
-        if stored is not None:
-            begin, row, count = image.start_of(number), stored.start, stored.count
-        elif (run := image.run_of(number)) is not None:
-            begin, row, count = run[0], 0, rows
-        else:
+        if (run := image.run_of(number)) is None:
             continue
         dtype = entry.torch_dtype()
         row_nbytes = math.prod(others) * dtype.itemsize
-        low, high = max(first, row), min(last, row + count)
-        if low < high and row_nbytes:
+        if first < last and row_nbytes:
             shape = entry.shape if part is None else (last - first, *others)
-            skipped = len(frame_of(dtype, torch.Size(shape)).head) + (low - first) * row_nbytes
-            start = begin + (low - row) * row_nbytes
-            yield _Range(start, start + (high - low) * row_nbytes, index, skipped)
+            begin, end = (run[0] + row * row_nbytes for row in (first, last))
+            yield _Range(begin, end, index, len(frame_of(dtype, torch.Size(shape)).head))
 
 
 class SharedImages(Store):

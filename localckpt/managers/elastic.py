@@ -1,9 +1,10 @@
 """One load of a checkpoint that another number of ranks saved, or that is sharded otherwise now.
 
 Each shard has one reader, a rank on a node that holds it. Works in rounds: readers open their
-shards, all ranks describe what was saved and what they want, the root plans, and the parts go from
-the readers straight into the tensors of the ranks that want them. A copy that is damaged is left
-out of the next round. Whatever makes the load impossible is found before a tensor is changed.
+shards, all ranks describe what was saved and what they want, and the root plans. Each rank then
+reads what it wants of the shards of its node, straight into its tensors, and readers send the rest
+to ranks of other nodes. A copy that is damaged is left out of the next round. Whatever makes the
+load impossible is found before a tensor is changed.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class ElasticLoad:
             self._require_into()
             self._own = own_states(self._options.given)
             given = names_of(self._own, free)
-            self._copies.open(self._readers, free, opened)
+            mine = [shard for shard, reader in self._readers.items() if reader == self._ranks.rank]
+            self._copies.describe(mine, free, opened)
             shards = self._copies.shards
             for shard, saved in shards.items():
                 of_digests.setdefault(digest_of([saved.names, saved.outlines], str), shard)
@@ -320,7 +322,8 @@ class ElasticLoad:
         with Attempt() as checking:
             empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": []}
             record = empty if own is None else own.record
-            self._copies.open_more((give[0] for give in record["gives"]), opened)
+            read = [(give[0], give[3]) for give in record["gives"]]
+            self._copies.open(read, self._options.rules.free, opened)
             self._name = str(verdict["name"])
             self._takes = [self._tensors.take_of(*take) for take in record["takes"]]
             self._gives = [
@@ -367,7 +370,6 @@ class ElasticLoad:
             )
 
     def _take_out(self, reports: Mapping[int, Sequence[Any]]) -> bool:
-        """Leave copies out that ranks report as bad; return whether there are any."""
         return self._copies.take_out(
             [[rank, *copy] for rank, those in reports.items() for copy in those]
         )
@@ -378,7 +380,7 @@ class ElasticLoad:
         """Fill the tensors; ``None`` on all ranks if a copy turned out bad on the way."""
         began = time.monotonic()
         timeout_s, rank = self._ranks.timeout_s, self._ranks.rank
-        came, sent = dict[int, int](), dict[int, int]()
+        came = sent = 0
         lost: PeerLostError | None = None
         with Attempt() as moving:
             try:
@@ -413,10 +415,9 @@ class ElasticLoad:
         nbytes = sum(take.nbytes for take in self._takes)
         logger.info(
             "iteration %d of %d ranks: %d bytes filled in %.3f s, %d of them from this node's "
-            "shards; %d bytes sent to %d ranks",
+            "shards; %d bytes sent to other nodes",
             *(self._checkpoint.iteration, self._checkpoint.world_size, nbytes),
-            *(time.monotonic() - began, nbytes - sum(came.values())),
-            *(sum(sent.values()), len(sent)),
+            *(time.monotonic() - began, nbytes - came, sent),
         )
         take_values(self._beside)
         self._say_what_is_dropped()

@@ -54,13 +54,10 @@ __all__ = [
 
 
 class Packed(NamedTuple):
-    """Values that travel beside a report or a verdict.
+    """Image of values beside a report or a verdict, and the rank that saved them; -1 for several.
 
-    Attributes:
-        kind: ``"all"`` for values of every rank, ``"keep"`` for those of one rank, ``"rule"`` for
-            those that a function of the caller's gets, or has made.
-        shard: The rank that saved them; -1 where several did.
-        data: Image of a list of places and values.
+    ``kind`` is ``"all"`` for values of every rank, ``"keep"`` for those of one rank, ``"rule"`` for
+    those that a function of the caller's gets, or has made.
     """
 
     kind: str
@@ -75,7 +72,6 @@ def joined_packs(packs: Sequence[Packed]) -> tuple[list[list[Any]], bytes]:
 
 
 def split_packs(about: Sequence[Sequence[Any]], data: bytes) -> list[Packed]:
-    """Undo :func:`joined_packs`."""
     packs, at = [], 0
     for kind, shard, nbytes in about:
         packs.append(Packed(kind, shard, data[at : at + nbytes]))
@@ -153,19 +149,15 @@ class ValueImages:
         self._allowed = allowed
 
     def pack(self, value: Any) -> bytes:
-        """Make an image of an object."""
         return bytes(pack(value, self._identity, ImagePlanner(self._allowed)).view)
 
     def unpack(self, image: bytes) -> Any:
-        """Make the object of an image again."""
         return unpack(MemorySource(memoryview(bytearray(image))), allowed=self._allowed)
 
     def pack_units(self, units: Iterable[Unit]) -> bytes:
-        """Make an image of values."""
         return self.pack([[list(unit.place), unit.value] for unit in units])
 
     def units(self, image: bytes) -> list[Unit]:
-        """Make the values of an image again."""
         return [Unit(tuple(place), value) for place, value in self.unpack(image)]
 
 
@@ -321,7 +313,6 @@ class ElasticJudge:
         return PerRank({"name": new_name(), "values": values}, parts)
 
     def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
-        """Values that single ranks get."""
         own: dict[int, list[Packed]] = {}
         for packed in packs:
             if packed.kind == "keep":

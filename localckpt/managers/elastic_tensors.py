@@ -6,11 +6,12 @@ the shards, are described in groups, and moved by the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
 from localckpt.errors import (
@@ -29,14 +30,15 @@ from localckpt.managers.restoring import ReadProgress, incurable
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.parts import Outlet, SentPart, exchange_parts
+from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.parts import PackedPart, Parcel, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
-from localckpt.state_dict.runs import Sink, run_in
+from localckpt.state_dict.runs import InMemory, Sink, run_in
 from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
-from localckpt.state_dict.stateful import NO_FREEDOM, Freedom
+from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, digest_of
 
 __all__ = [
@@ -51,19 +53,19 @@ _Groups = dict[TensorGroup, list[list[int]]]
 """For each group the numbers of its tensors, by key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Elements that this rank takes from a shard, which ``reader`` reads."""
+class Taken(NamedTuple):
+    """Elements that this rank takes from a shard, which ``reader`` reads.
+
+    ``numbers`` are its tensors, by the number of the key; several where they are the same part.
+    """
 
     reader: int
     numbers: list[list[int]]
-    """Its tensors, by the number of the key; several where they are the same part."""
     region: Region
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """Elements that this rank gives; ``item`` is their number among all that the receiver takes."""
 
     shard: int
@@ -97,19 +99,15 @@ class DescribedTensors:
 
     @property
     def wanted(self) -> list[TensorGroup]:
-        """Groups of the tensors that are to be filled."""
         return list(self._wanted)
 
     def saved(self, shard: int) -> list[TensorGroup]:
-        """Groups of the tensors of a shard."""
         return list(self._groups_of(shard))
 
     def tables(self, names: Sequence[str]) -> list[Keys]:
-        """Keys of the groups of some names."""
         return [self._tables[name] for name in names]
 
     def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Taken:
-        """Return what an item of the plan has this rank take."""
         numbers, region = self._find(self._wanted, group, keys), _region_of(fields)
         itemsize = self.tensors[numbers[0][0]].tensor.itemsize
         return Taken(reader, numbers, region, volume(region) * itemsize * len(numbers))
@@ -123,7 +121,6 @@ class DescribedTensors:
         keys: Sequence[str] | None,
         fields: Any,
     ) -> Given:
-        """Return what an item of the plan has this rank give."""
         found, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
         numbers = [of_key[0] for of_key in found]
         itemsize = self._shards[shard].tensors[numbers[0]].itemsize
@@ -131,7 +128,6 @@ class DescribedTensors:
         return Given(shard, receiver, item, numbers, region, nbytes)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
-        """Return the digests of elements that a shard has of tensors."""
         numbers, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
         return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in numbers]
 
@@ -177,71 +173,71 @@ def move_tensors(
     takes: Sequence[Taken],
     gives: Sequence[Given],
     timeout_s: float,
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Read what this rank gives, to itself as well, send what others take, and fill the tensors.
+) -> tuple[int, int]:
+    """Fill the tensors with what this rank reads, and exchange parts with ranks of other nodes.
 
     ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
-    in ``copies``. Returns the bytes that came from other ranks, and those sent, by rank.
+    in ``copies``. Returns the bytes that came from other ranks, and those sent.
     """
-    senders = _of_others(rank, ((take.reader, take.nbytes) for take in takes))
-    receivers = _of_others(rank, ((give.receiver, give.nbytes) for give in gives))
     # Few regions are those of many tensors.
     find_rows = cache(run_in)
-    taken = [
-        [
-            FilledPart([targets[number] for number in numbers], take.region, find_rows)
-            for numbers in take.numbers
-        ]
-        for take in takes
-    ]
+    filled: list[FilledPart] = []
 
-    def find(peer: int, item: int, index: int) -> FilledPart:
-        if not item < len(taken) or not index < len(taken[item]):
-            raise CorruptShardError(f"rank {peer} sent what rank {rank} does not take")
-        return taken[item][index]
+    def to_fill(item: int, index: int, region: Region) -> FilledPart:
+        tensors = [targets[number] for number in takes[item].numbers[index]]
+        filled.append(FilledPart(tensors, region, find_rows))
+        return filled[-1]
 
-    def read(outlets: Mapping[int, Outlet]) -> None:
-        """Read the parts that this rank gives, to where they go."""
-        wanted: dict[int, dict[int, list[Wanted]]] = {}
-        for give in gives:
-            of_shard = wanted.setdefault(give.shard, {})
-            for index, number in enumerate(give.numbers):
-                sink: Sink = (
-                    find(rank, give.item, index)
-                    if give.receiver == rank
-                    else SentPart(outlets[give.receiver], give.item, index)
-                )
-                of_shard.setdefault(number, []).append((sink, give.region))
-        for shard, of_shard in wanted.items():
-            with copies.noting(shard):
-                copies.shards[shard].read_parts(of_shard)
+    copies.read(
+        (give.shard, number, to_fill(give.item, index, give.region), give.region)
+        for give in gives
+        if give.receiver == rank
+        for index, number in enumerate(give.numbers)
+    )
+    given = {(give.receiver, give.item): give for give in gives if give.receiver != rank}
+    taken = {(take.reader, item): take for item, take in enumerate(takes) if take.reader != rank}
+    outgoing, incoming = _parcels(given), _parcels(taken)
 
-    # A process that is alone connects to nobody, and may be in no job that has a store.
-    connections = HostConnections({}, [rank], rank)
-    if peers := receivers.keys() | senders.keys():
+    def read(parcels: Mapping[int, tuple[Parcel, memoryview]]) -> None:
+        copies.read(
+            (
+                given[peer, part.item].shard,
+                given[peer, part.item].numbers[part.number],
+                InMemory(memory[part.offset :]),
+                part.region,
+            )
+            for peer, (parcel, memory) in parcels.items()
+            for part in parcel
+        )
+
+    def take(part: PackedPart, peer: int, values: torch.Tensor) -> None:
+        to_fill(part.item, part.number, part.region).take(0, values)
+
+    if peers := outgoing.keys() | incoming.keys():
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
-    with closing(connections):
-        exchange_parts(connections, receivers, senders, read, find, timeout_s)
-    require_full(part for parts in taken for part in parts)
-    return senders, receivers
+        with closing(HostTransport(connections)) as transport:
+            exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
+    require_full(filled)
+    came, sent = (sum(moved.nbytes for moved in side.values()) for side in (taken, given))
+    return came, sent
 
 
-def _of_others(rank: int, parts: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Add up the bytes of parts by rank, but for this one's."""
-    nbytes: dict[int, int] = {}
-    for other, of_part in parts:
-        if other != rank:
-            nbytes[other] = nbytes.get(other, 0) + of_part
-    return nbytes
+def _parcels(moved: Mapping[tuple[int, int], Taken | Given]) -> dict[int, list[Parcel]]:
+    """Divide what is sent between this rank and others into parcels, by rank."""
+    of_peers: dict[int, list[tuple[int, int, Region, int]]] = {}
+    for (peer, item), one in sorted(moved.items()):
+        itemsize = one.nbytes // (volume(one.region) * len(one.numbers))
+        parts = [(item, index, one.region, itemsize) for index in range(len(one.numbers))]
+        of_peers.setdefault(peer, []).extend(parts)
+    return {peer: parcels_of(parts) for peer, parts in of_peers.items()}
 
 
 class ShardCopies:
-    """Copies of the shards of one checkpoint that this rank reads.
+    """Copies of the shards of one checkpoint that this rank reads, in one round after another.
 
     Attributes:
         shards: Shards that are open.
-        found_bad: Shards whose copies were found bad in this round, with the reason, and whether
-            their bytes are damaged.
+        found_bad: Shards whose copies were found bad in this round, with the reason.
     """
 
     def __init__(
@@ -252,31 +248,44 @@ class ShardCopies:
         self._rules = rules
         self.images = ValueImages(self._identity(0), context.allowed)
         self.shards: dict[int, SavedShard] = {}
-        self.found_bad: dict[int, tuple[str, bool]] = {}
+        self.found_bad: dict[int, str] = {}
 
     def plan_recovery(self) -> dict[int, int] | None:
-        """Choose the ranks that compute shards which no node holds: they take turns.
+        """Begin a round: choose the ranks that compute shards which no node holds, in turn.
 
         Returns the rank for each shard; ``None`` if some shard cannot be computed.
         """
+        self.shards, self.found_bad = {}, {}
         world_size = self._context.ranks.world_size
         try:
             return {shard: shard % world_size for shard in self._recovery.plan()}
         except NoReplicasAvailableError:
             return None
 
-    def open(self, readers: Mapping[int, int], free: Freedom, opened: ExitStack) -> None:
-        """Open the shards that this rank reads, and note the copies that are bad."""
-        self.shards, self.found_bad = {}, {}
-        for shard, reader in readers.items():
-            if reader == self._context.ranks.rank:
-                self._open(shard, self._context.options.rules, free, opened)
+    def describe(self, shards: Iterable[int], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards that this rank describes, and note the copies that are bad."""
 
-    def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
-        """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
+        def read(saved: SavedShard) -> None:
+            saved.read_values(self._rules, free)
+            # They read private tensors.
+            _ = saved.digests, saved.ruled_digests
+
         for shard in shards:
-            if shard not in self.shards:
-                self._open(shard, None, NO_FREEDOM, opened)
+            self._open(shard, opened, read)
+
+    def open(self, groups: Iterable[tuple[int, Any]], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards of this node that a plan takes groups of, too; as :meth:`describe`."""
+        equal_on: dict[int, set[str]] = {}
+        for shard, group in groups:
+            equal_on.setdefault(shard, set()).add(TensorGroup.from_json(group).equal_on)
+
+        def read(saved: SavedShard) -> None:
+            # Of a tensor that no table of boxes has, only who reads the values knows.
+            if PRIVATE in equal_on[saved.identity.rank]:
+                saved.read_values(self._rules, free)
+
+        for shard in equal_on.keys() - self.shards.keys():
+            self._open(shard, opened, read)
 
     @contextmanager
     def noting(self, shard: int) -> Iterator[None]:
@@ -287,30 +296,32 @@ class ShardCopies:
             self._note_bad(shard, error)
             raise
 
+    def read(self, parts: Iterable[tuple[int, int, Sink, Region]]) -> None:
+        """Read parts of tensors: shard, number of the tensor, receiver, and elements of it."""
+        wanted: dict[int, dict[int, list[Wanted]]] = {}
+        for shard, number, sink, region in parts:
+            wanted.setdefault(shard, {}).setdefault(number, []).append((sink, region))
+        for shard, of_shard in wanted.items():
+            with self.noting(shard):
+                self.shards[shard].read_parts(of_shard)
+
     @property
     def bad(self) -> list[list[Any]]:
-        """The bad copies, for a report."""
-        return [[shard, *found] for shard, found in self.found_bad.items()]
+        return [[shard, why] for shard, why in self.found_bad.items()]
 
     def take_out(self, bad: Sequence[Sequence[Any]]) -> bool:
         """Leave bad copies, each of a rank and an item of its report, out of the next round.
 
         Returns whether there are any.
         """
-        for reader, shard, why, is_damaged in bad:
-            is_computed = shard in self._recovery.groups
+        for reader, shard, why in bad:
             self._recovery.take_out(Piece(shard), reader, why)
-            if is_damaged and not is_computed and reader == self._context.ranks.rank:
-                # What the node refused once it may give the next time: only bad bytes go.
-                self._recovery.verify_again(Piece(shard), f"read: {why}")
         return bool(bad)
 
     def _identity(self, shard: int) -> ShardIdentity:
         return self._recovery.checkpoint.shard(shard, self._context.session_id)
 
-    def _open(
-        self, shard: int, rules: Collection[str] | None, free: Freedom, opened: ExitStack
-    ) -> None:
+    def _open(self, shard: int, opened: ExitStack, read: Callable[[SavedShard], None]) -> None:
         identity, computed = self._identity(shard), self._recovery.slots.get(shard)
         source: ShardSource | None = None
         try:
@@ -321,9 +332,10 @@ class ShardCopies:
             )
             opened.callback(source.close)
             on_read = ReadProgress(f"reading {identity}", source.nbytes).add
-            saved = SavedShard(source, self._context.allowed, identity, rules, free, on_read)
-            # They read private tensors.
-            _ = saved.digests, saved.ruled_digests
+            like = next(iter(self.shards.values()), None)
+            allowed = self._context.allowed
+            saved = SavedShard(source, allowed, identity, like, on_read)
+            read(saved)
         except CorruptShardError as error:
             # With good digests another copy says the same.
             self._require_damaged(shard, source, error)
@@ -351,12 +363,11 @@ class ShardCopies:
 
     def _note_bad(self, shard: int, error: CheckpointingException) -> None:
         forget_frames(error)
-        self.found_bad[shard] = described(error), isinstance(error, CorruptShardError)
+        self.found_bad[shard] = described(error)
 
     # Values that are no part of a global tensor.
 
     def described_values(self, shard: int) -> dict[str, str]:
-        """Digests of the sections of a shard."""
         return {name: digest_of(those, str) for name, those in self.sections(shard).items()}
 
     def sections(self, shard: int) -> dict[str, dict[str, str]]:
@@ -368,7 +379,6 @@ class ShardCopies:
         return sections
 
     def packs(self, asked: Mapping[str, Sequence[Any]], unequal: Sequence[str]) -> list[Packed]:
-        """Pack the values that other ranks get."""
         rank, world_size = self._context.ranks.rank, self._context.ranks.world_size
         packs = []
         for shard, names in asked["sections"]:

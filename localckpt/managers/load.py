@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch.profiler import record_function
@@ -32,10 +32,9 @@ from localckpt.managers.look import Finder
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.restoring import (
-    BadPartError,
+    BadShardError,
     Loaded,
     LoadOptions,
-    PartsElsewhereError,
     ReadProgress,
     compare_with_shard,
     incurable,
@@ -48,7 +47,6 @@ from localckpt.replication.retrieval import WatchedSource
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Slot
 
 __all__ = ["Load"]
@@ -62,14 +60,6 @@ class _Bad(NamedTuple):
     holder: int
     owner: int
     why: str
-
-
-class _Outcome(NamedTuple):
-    """Outcome of a round on one rank."""
-
-    bad: Sequence[_Bad] = ()
-    lacks: Sequence[int] = ()
-    """Ranks whose shards hold parts of its tensors and are not on its node."""
 
 
 class _ShardedOtherwiseError(Exception):
@@ -102,8 +92,6 @@ class Load:
         self._senders: dict[int, int] = {}
         # Reader of this rank's shard that was compared with the state to load into.
         self._compared: ImageReader | None = None
-        # By rank, the shards with parts of its tensors that are not on its node; on all ranks.
-        self._lacking: dict[int, Sequence[int]] = {}
 
     def run(
         self, iteration: int | None, finder: Finder, reprotection: Reprotection | None
@@ -172,16 +160,13 @@ class Load:
                     if not self._recover_and_fetch(plan):
                         continue
                     if self._store.keeps_images:
-                        self._compare_with_shards()
+                        lacking = self._compare_with_shards()
+                        if lacking and not self._fetch(self._plan_parts(lacking)):
+                            continue
                 with self._context.events.timed("read", step):
-                    loaded, outcome = self._verify_and_restore()
-                if not self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
-                    continue
-                if self._lacking:
-                    loaded = self._load_with_parts(loaded)
-                    if loaded is None:
-                        continue
-                return loaded
+                    loaded, bad = self._verify_and_restore()
+                if self._agree(f"load iteration {step}", bad):
+                    return loaded
         except BaseException:
             self._drop_slots()
             raise
@@ -196,35 +181,12 @@ class Load:
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
 
     def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        """Compute and fetch the shards that are not on their own node; as :meth:`_fetch`."""
         if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
             return False
         return self._fetch(plan) if plan.transfers else True
 
-    # Parts of tensors on other nodes.
-
-    def _load_with_parts(self, loaded: Loaded | None) -> Loaded | None:
-        """Fetch the shards that hold parts of tensors, and restore where they were lacking.
-
-        Returns ``None`` on all ranks if another round is needed.
-        """
-        step, lacking = self._checkpoint.iteration, self._lacking
-        try:
-            plan = self._plan_parts(lacking)
-        except NoReplicasAvailableError:
-            # A copy was bad, and none is left: the next round computes the shard, or gives up.
-            return None
-        with self._context.events.timed("fetch", step):
-            if not self._fetch(plan):
-                return None
-        outcome = _Outcome()
-        if self._ranks.rank in lacking:
-            with self._context.events.timed("read", step):
-                loaded, outcome = self._verify_and_restore()
-        return loaded if self._agree(f"load the parts of iteration {step}", outcome) else None
-
     def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
-        """Plan the transfers of shards that hold parts of other ranks' tensors."""
+        """Plan the transfers of shards that hold parts of tensors of ranks on other nodes."""
         computed = self._recovery.groups
         held = {rank: [o for o in owners if o not in computed] for rank, owners in lacking.items()}
         plan = plan_shards(self._checkpoint, self._session_id, self._inventory, held)
@@ -247,77 +209,71 @@ class Load:
 
         Returns False on all ranks when a copy could not be read, and is out of the next plan.
         """
-        sources: dict[CkptID, WatchedSource] = {}
-        refused: dict[CkptID, CheckpointingException] = {}
-        for entry in plan.sends(self._ranks.rank):
-            identity = self._named(entry.id_.rank)
-            computed = self._recovery.slots.get(entry.id_.rank)
+        sources: list[tuple[int, WatchedSource]] = []
+        refused: dict[int, StorageError | CorruptShardError] = {}
+        timeout_s, sends = self._ranks.timeout_s, plan.sends(self._ranks.rank)
+        sizes = self._inventory.shards(self._checkpoint) | self._recovery.nbytes
+        nbytes = sum(sizes[entry.id_.rank] for entry in sends)
+        progress = ReadProgress(f"sending {len(sends)} shards to peers", nbytes)
+
+        def open_source(id_: CkptID) -> WatchedSource:
+            computed = self._recovery.slots.get(id_.rank)
             try:
                 source: ShardSource = (
-                    self._store.open(identity) if computed is None else MemorySource(computed.image)
+                    self._store.open(self._named(id_.rank))
+                    if computed is None
+                    else MemorySource(computed.image)
                 )
-                sources[entry.id_] = WatchedSource(source)
             except (StorageError, CorruptShardError) as error:
-                refused[entry.id_] = error
-            except Exception as error:  # noqa: BLE001 - raised on every rank once reported
+                refused[id_.rank] = error
+                raise
+            except Exception as error:
                 self._failure = incurable(error)
-        timeout_s = self._ranks.timeout_s
+                raise self._failure from error
+            watched = WatchedSource(source, progress.add)
+            sources.append((id_.rank, watched))
+            return watched
 
         def reserve(id_: CkptID, nbytes: int) -> memoryview:
             slot = self._store.reserve(self._named(id_.rank), nbytes, timeout_s, is_kept=False)
             self._arrived[id_.rank] = slot
             return slot.image
 
-        def all_well(phase: str) -> bool:
-            refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
-            return self._agree(phase, self._left_out(refused))
-
-        with ExitStack() as opened:
-            for source in sources.values():
-                opened.callback(source.close)
-            if not all_well("open what peers need"):
-                return False
-            nbytes = sum(source.nbytes for source in sources.values())
-            progress = ReadProgress(f"sending {len(sources)} shards to peers", nbytes)
-            for source in sources.values():
-                source.on_read = progress.add
-            try:
-                self._strategy.retrieve_image(plan, sources.__getitem__, reserve, timeout_s)
-            except PeerLostError:
+        try:
+            self._strategy.retrieve_image(plan, open_source, reserve, timeout_s)
+        except PeerLostError:
+            raise
+        except CheckpointingException:
+            # The same on all ranks. If a sender could not read its copy, another may do.
+            refused |= {owner: source.refused for owner, source in sources if source.refused}
+            rank = self._ranks.rank
+            bad = [_Bad(rank, owner, described(error)) for owner, error in refused.items()]
+            if self._agree("send what peers need", bad):
                 raise
-            except CheckpointingException:
-                # The same on all ranks. If a sender could not read its copy, another may do.
-                if all_well("send what peers need"):
-                    raise
-                return False
+            return False
         self._senders |= {e.id_.rank: e.sender for e in plan.receives(self._ranks.rank)}
         return True
 
-    def _left_out(self, refused: Mapping[CkptID, CheckpointingException]) -> _Outcome:
-        """Report own copies that could not be read, and quarantine those with bad bytes."""
-        bad = []
-        for id_, error in refused.items():
-            if isinstance(error, CorruptShardError):
-                identity = self._checkpoint.shard(id_.rank, self._session_id)
-                self._store.quarantine(identity, Problem.of(error))
-            bad.append(_Bad(self._ranks.rank, id_.rank, described(error)))
-        return _Outcome(tuple(bad))
-
     # Verify and restore.
 
-    def _compare_with_shards(self) -> None:
+    def _compare_with_shards(self) -> dict[int, list[int]]:
         """Compare what ranks load into with their shards, before any of them fills a tensor.
 
-        Raises :class:`_ShardedOtherwiseError` on all ranks if some have other parts of global
-        tensors, and MismatchError if the state of some does not fit.
+        Returns by rank the shards with parts of its tensors that are not on its node. Raises
+        :class:`_ShardedOtherwiseError` on all ranks if some have other parts of global tensors, and
+        MismatchError if the state of some does not fit.
         """
-        differs, parts, misfit = False, list[str](), None
+        differs, parts, misfit, lacks = False, list[str](), None, list[int]()
         with Attempt() as comparing:
             try:
                 self._compared, differs, parts, misfit = compare_with_shard(
                     *(self._store, self._mine, self._images(), self._options, self._allowed),
                     is_elastic=self._context.options.elastic,
                 )
+                held = self._inventory.shards_on(
+                    self._checkpoint, self._inventory.node_of(self._ranks.rank)
+                )
+                lacks = [rank for rank in self._compared.co_owners if rank not in held]
             except (StorageError, CorruptShardError) as error:
                 # Reading the shard to restore it finds that, too, and says it to all ranks.
                 forget_frames(error)
@@ -325,17 +281,20 @@ class Load:
                 raise incurable(error) from error
         step = self._checkpoint.iteration
         what = f"compare iteration {step} with the states to load into"
-        report = [differs, parts, misfit is not None] if differs or parts or misfit else None
-        reports = self._ranks.merge(what, comparing, report, read=shaped((bool, [str], bool)))
-        if reports:
-            saved = {part for _, those, _ in reports.values() for part in those}
+        report = differs, parts, misfit is not None, lacks
+        reports = self._ranks.merge(
+            *(what, comparing, list(report) if any(report) else None),
+            read=shaped((bool, [str], bool, [int])),
+        )
+        if saved := {part for _, those, *_ in reports.values() for part in those}:
             self._options.rules.require_named(saved)
-        if any(differs for differs, _, _ in reports.values()):
+        if any(differs for differs, *_ in reports.values()):
             logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
             raise _ShardedOtherwiseError
-        if any(is_misfit for _, _, is_misfit in reports.values()):
+        if any(is_misfit for _, _, is_misfit, _ in reports.values()):
             self._failure = misfit
-            self._agree(f"load iteration {step}", _Outcome())
+            self._agree(f"load iteration {step}")
+        return {rank: those for rank, (*_, those) in reports.items() if those}
 
     def _images(self) -> dict[int, memoryview]:
         """Return the images that are not in this node's store, by the rank of the shard."""
@@ -344,7 +303,7 @@ class Load:
             images[self._ranks.rank] = computed.image
         return images
 
-    def _verify_and_restore(self) -> tuple[Loaded | None, _Outcome]:
+    def _verify_and_restore(self) -> tuple[Loaded | None, list[_Bad]]:
         """Read this rank's shard from the store, a peer's bytes, or the computed image."""
         rank = self._ranks.rank
         holder = self._senders.get(rank, rank)
@@ -352,61 +311,41 @@ class Load:
         computed = self._recovery.slots.get(rank)
         if computed is not None:
             came_from = self._recovery.groups[rank].kind
-        held = self._inventory.shards_on(self._checkpoint, self._inventory.node_of(rank))
         try:
             state, nbytes = restore(
                 *(self._store, self._mine, self._images(), self._options, self._allowed),
-                held if self._store.keeps_images else None,
                 self._compared,
             )
-        except PartsElsewhereError as away:
-            return None, _Outcome(lacks=away.ranks)
-        except BadPartError as error:
-            forget_frames(error.error)
-            where = self._senders.get(error.rank, rank)
-            why = described(error.error)
-            forget_frames(error)
-            return None, _Outcome((_Bad(where, error.rank, why),))
-        except (StorageError, CorruptShardError) as error:
+        except BadShardError as bad:
             # Its text alone is reported. It may refer to the state that was to be filled.
-            forget_frames(error)
-            # What the node refused once it may give the next time: only bad bytes go to quarantine.
-            if isinstance(error, CorruptShardError) and holder == rank and computed is None:
-                self._store.quarantine(self._mine, Problem.of(error))
-            return None, _Outcome((_Bad(holder, rank, described(error)),))
+            forget_frames(bad.error)
+            forget_frames(bad)
+            holder = self._senders.get(bad.rank, rank)
+            return None, [_Bad(holder, bad.rank, described(bad.error))]
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = incurable(error)
-            return None, _Outcome()
+            return None, []
         # What was computed is kept by the caller.
         self._release_arrived()
-        return Loaded(self._checkpoint, state, nbytes, came_from), _Outcome()
+        return Loaded(self._checkpoint, state, nbytes, came_from), []
 
     # Agree.
 
-    def _agree(self, phase: str, mine: _Outcome) -> bool:
-        """Report this rank's outcome, and take all ranks' bad copies out of the plans."""
+    def _agree(self, phase: str, bad: Sequence[_Bad] = ()) -> bool:
+        """Report copies that are bad, and take all ranks' bad copies out of the plans."""
         attempt = Attempt()
         attempt.failure, self._failure = self._failure, None
         forget_frames(attempt.failure)
-        report = mine if any(mine) else None
         # What others cannot load is reported with it, so all are waited for.
-        outcomes: dict[int, _Outcome] = self._ranks.merge(
-            *(phase, attempt, report),
+        reports: dict[int, list[_Bad]] = self._ranks.merge(
+            *(phase, attempt, bad or None),
             grace_s=self._ranks.timeout_s,
-            read=lambda fields: _Outcome([_Bad(*copy) for copy in fields[0]], tuple(fields[1])),
+            read=lambda copies: [_Bad(*copy) for copy in copies],
         )
-        bad = [(rank, copy) for rank, outcome in outcomes.items() for copy in outcome.bad]
-        self._lacking = {rank: o.lacks for rank, o in outcomes.items() if o.lacks}
-        for rank, (holder, owner, why) in bad:
-            node = self._inventory.node_of(holder)
-            # Of a shard with parts for several ranks of its node, one of these ranks looks again.
-            is_on_node = owner != rank and node == self._inventory.node_of(rank)
-            looker = self._inventory.reader([node], owner) if is_on_node else holder
-            is_computed = owner in self._recovery.groups
-            self._recovery.take_out(Piece(owner), holder, why)
-            if looker == self._ranks.rank and not is_computed and (is_on_node or holder != rank):
-                self._recovery.verify_again(Piece(owner), f"read for rank {rank}, where {why}")
-        return not bad
+        for copies in reports.values():
+            for holder, owner, why in copies:
+                self._recovery.take_out(Piece(owner), holder, why)
+        return not reports
 
     def _release_arrived(self) -> None:
         self._store.release([slot for slot in self._arrived.values() if not slot.is_kept])
@@ -414,5 +353,4 @@ class Load:
 
     def _drop_slots(self) -> None:
         self._recovery.drop([self._mine, *map(self._named, self._arrived)])
-        self._arrived, self._senders, self._lacking = {}, {}, {}
-        self._compared = None
+        self._arrived, self._senders, self._compared = {}, {}, None

@@ -28,9 +28,7 @@ class Recovery:
 
     Attributes:
         groups: Shards that are computed, each with the group that it is computed from.
-        unrecoverable: Shards that cannot be computed.
         nbytes: Sizes of the shards that were computed.
-        computed_by: The rank of the job that computes each.
         slots: Slots of those that were computed on this rank.
     """
 
@@ -71,8 +69,6 @@ class Recovery:
             )
             for problem in recovered.problems:
                 self.take_out(problem.piece, problem.reader, problem.why)
-                if problem.reader == self._context.ranks.rank:
-                    self.verify_again(problem.piece, f"read: {problem.why}")
             if not recovered.is_done:
                 return False
             self.slots |= recovered.slots
@@ -88,29 +84,40 @@ class Recovery:
         self.slots, self.nbytes = {}, {}
 
     def take_out(self, piece: Piece, reader: int, why: str) -> None:
-        """Leave a piece that was bad where a rank read it out of what is read as good."""
+        """Leave a piece that was bad where a rank read it out of what is read as good.
+
+        One rank of the node puts it in quarantine, if it is bad there, too.
+        """
         identity = self._identity(piece.rank, piece.kind)
         if piece.is_shard and piece.rank in self.groups:
             logger.error("%s was computed in vain: %s", identity, why)
             self.unrecoverable.add(piece.rank)
             return
-        self.inventory.remove(self.checkpoint, piece, self.inventory.node_of(reader))
+        node = self.inventory.node_of(reader)
         if piece.is_shard:
+            if piece.rank not in self.inventory.shards_on(self.checkpoint, node):
+                # Another rank of the node has found it bad, too.
+                return
             self._bad.append(BadCopy(identity, reader, why))
+        self.inventory.remove(self.checkpoint, piece, node)
+        if self.inventory.reader([node], piece.rank) == self._context.ranks.rank:
+            self._verify_again(identity, why)
 
-    def verify_again(self, piece: Piece, why: str) -> None:
-        """Quarantine a piece of this node that was bad where it was read, if it is bad here."""
-        # A rank with bad memory must not talk the others out of their good copies.
-        identity, store = self._identity(piece.rank, piece.kind), self._context.store
+    def _verify_again(self, identity: ShardIdentity, why: str) -> None:
+        # A rank with bad memory must not talk the others out of their good copies, and what the
+        # node refused once it may give the next time.
+        store = self._context.store
+        if not store.keeps_images:
+            return
         try:
             with closing(store.open(identity)) as source:
                 ImageBytes(source, identity).verify()
         except CorruptShardError as error:
             store.quarantine(identity, Problem.of(error))
         except StorageError as error:
-            logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
+            logger.warning("%s could not be looked at after it was bad: %s", identity, error)
         else:
-            logger.warning("%s is good here, but not when it was %s", identity, why)
+            logger.warning("%s is good here, but not when it was read: %s", identity, why)
 
     def _identity(self, rank: int, kind: str = SHARD_KIND) -> ShardIdentity:
         return self.checkpoint.shard(rank, self._context.session_id).of_kind(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,10 +40,9 @@ from localckpt.storage.hooks import HookStore
 from localckpt.storage.store import Store
 
 __all__ = [
-    "BadPartError",
+    "BadShardError",
     "LoadOptions",
     "Loaded",
-    "PartsElsewhereError",
     "ReadProgress",
     "compare_with_shard",
     "incurable",
@@ -84,7 +83,6 @@ class LoadOptions:
         compare: Callable[[Names, Names], Mapping[str, list[str]]] | None = None,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
-        """Make the options from the arguments of a caller."""
         rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
         if compare is not None:
             rules = replace(rules, compare=compare)
@@ -106,17 +104,8 @@ class Loaded:
     left: frozenset[str] = frozenset()
 
 
-class PartsElsewhereError(CheckpointingException):
-    """Parts of a shard's tensors are in shards that are not on this node."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        shown = ", ".join(map(str, ranks))
-        super().__init__(f"parts of its tensors are in the shards of ranks {shown}")
-        self.ranks = tuple(ranks)
-
-
-class BadPartError(CheckpointingException):
-    """A shard that holds parts of another one's tensors cannot be read, or is damaged."""
+class BadShardError(CheckpointingException):
+    """The copy of a rank's shard that was read cannot be read, or is damaged."""
 
     def __init__(self, rank: int, error: StorageError | CorruptShardError) -> None:
         super().__init__(str(error))
@@ -130,20 +119,19 @@ def restore(
     arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
-    held: Container[int] | None = None,
     compared: ImageReader | None = None,
 ) -> tuple[Any, int]:
     """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
 
-    ``held`` are the ranks whose shards are on this node, ``None`` if that is not known; for
-    ``compared`` see :func:`compare_with_shard`. Returns the state, and the bytes that were read for
-    it: 0 for a state that the hooks gave as it is.
+    For ``compared`` see :func:`compare_with_shard`. Returns the state, and the bytes that were read
+    for it: 0 for a state that the hooks gave as it is.
     """
     is_plain = options == LoadOptions()
     if isinstance(store, HookStore) and is_plain and identity.rank not in arrived:
-        state, nbytes = store.load(identity), 0
+        with _naming(identity):
+            state, nbytes = store.load(identity), 0
     else:
-        state, nbytes = _read(store, identity, arrived, options, allowed, held, compared)
+        state, nbytes = _read(store, identity, arrived, options, allowed, compared)
     if not store.keeps_images and is_plain:
         state.restore_tensor_device(non_blocking=False)
     return state, nbytes
@@ -155,47 +143,37 @@ def _read(
     arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
-    held: Container[int] | None,
     compared: ImageReader | None,
 ) -> tuple[Any, int]:
-    co_owners: dict[int, ShardSource] = {}
+    sources: dict[ShardIdentity, ShardSource] = {}
     with ExitStack() as opened:
-        source, on_read = _opened(store, identity, arrived)
-        opened.callback(source.close)
+
+        def open_image(of: ShardIdentity, like: ImageReader | None) -> ImageReader:
+            with _naming(of):
+                sources[of], on_read = _opened(store, of, arrived)
+                opened.callback(sources[of].close)
+                return ImageReader(sources[of], allowed, of, like, on_read)
+
         try:
-            reader = ImageReader(source, allowed, identity, compared, on_read)
-            ranks = reader.co_owners
-            if held is not None:
-                away = [rank for rank in ranks if rank not in arrived and rank not in held]
-                if away:
-                    raise PartsElsewhereError(away)
-            for rank in ranks:
-                with _noting(rank):
-                    owner = _of_rank(identity, rank)
-                    co_owners[rank], on_read = _opened(store, owner, arrived)
-                    opened.callback(co_owners[rank].close)
-                    reader.join(ImageReader(co_owners[rank], allowed, owner, reader, on_read))
+            reader = open_image(identity, compared)
+            for rank in reader.co_owners:
+                owner = identity.checkpoint.shard(rank, identity.session_id)
+                reader.join(open_image(owner, reader))
             state = reader.restore(options.targets, options.map_location)
             return state, reader.nbytes_read
-        except CorruptShardError as error:
-            # Bytes are compared where they were read to, which others may write into.
-            ImageBytes(source, identity).verify()
-            _verify_co_owners(identity, co_owners)
+        except (StorageError, CorruptShardError) as error:
+            # Of which image it is, it does not say; and bytes are compared where they were read to,
+            # which others may write into.
+            for of, source in sources.items():
+                with _naming(of):
+                    ImageBytes(source, of).verify()
+            if isinstance(error, StorageError):
+                raise BadShardError(identity.rank, error) from error
             raise RestoreError(
                 f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
                 f"digest when it is read by itself. Something else writes into the tensors to load "
                 f"into, the memory or the bus is defective, or another program made the file"
             ) from error
-        except StorageError:
-            # Of which image it is, it does not say.
-            _verify_co_owners(identity, co_owners)
-            raise
-
-
-def _verify_co_owners(identity: ShardIdentity, co_owners: Mapping[int, ShardSource]) -> None:
-    for rank, source in co_owners.items():
-        with _noting(rank):
-            ImageBytes(source, _of_rank(identity, rank)).verify()
 
 
 def compare_with_shard(
@@ -206,7 +184,7 @@ def compare_with_shard(
     allowed: SafeGlobals,
     *,
     is_elastic: bool,
-) -> tuple[ImageReader | None, bool, list[str], MismatchError | None]:
+) -> tuple[ImageReader, bool, list[str], MismatchError | None]:
     """Compare a state to load into with a shard, before any of it is read.
 
     The arguments are those of :func:`restore`.
@@ -215,13 +193,13 @@ def compare_with_shard(
     are other parts of global tensors than those of the shard, which matters to an elastic load
     alone; the parts of the shard, where the caller has named some; and what does not fit.
     """
-    if (targets := options.targets) is None:
-        return None, False, [], None
     parts, misfit = list[str](), None
     source, on_read = _opened(store, identity, arrived)
     with closing(source):
         reader = ImageReader(source, allowed, identity, on_read=on_read)
         tables = reader.tables[:2]
+        if (targets := options.targets) is None:
+            return reader, False, [], None
         differs = is_elastic and targets.are_sharded_otherwise(*tables, reader.dtensors)
         if options.rules.named:
             skeleton, _ = reader.checked_skeleton
@@ -245,16 +223,12 @@ def _opened(
 
 
 @contextmanager
-def _noting(rank: int) -> Iterator[None]:
-    """Context for reading another rank's image, whose errors then name that rank."""
+def _naming(identity: ShardIdentity) -> Iterator[None]:
+    """Context for reading an image, whose errors then name its rank."""
     try:
         yield
     except (StorageError, CorruptShardError) as error:
-        raise BadPartError(rank, error) from error
-
-
-def _of_rank(identity: ShardIdentity, rank: int) -> ShardIdentity:
-    return identity.checkpoint.shard(rank, identity.session_id)
+        raise BadShardError(identity.rank, error) from error
 
 
 def incurable(error: Exception) -> CheckpointingException:

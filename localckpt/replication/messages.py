@@ -67,7 +67,6 @@ class Messages:
         return Outgoing(peer, len(memory), answer, data, mark)
 
     def await_taken(self, message: Outgoing) -> None:
-        """Wait until the peer has a message."""
         for work in (message.answer, message.data, message.mark):
             self._progress.wait(message.peer, work)
         self._progress.count(message.peer, sent=message.nbytes)
@@ -101,8 +100,6 @@ class _Kind(IntEnum):
 
 @dataclass(slots=True)
 class Incoming:
-    """A message that was asked for."""
-
     peer: int
     number: int
     nbytes: int
@@ -113,8 +110,6 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message that is under way."""
-
     peer: int
     nbytes: int
     answer: dist.Work

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -36,12 +36,10 @@ class Progress:
         self._patience = Patience(rank, "exchange shards")
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        """Note how many bytes are to be received from a peer, and sent to it."""
         self._received.setdefault(peer, [0, 0])[1] += received
         self._sent.setdefault(peer, [0, 0])[1] += sent
 
     def count(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        """Count bytes that were received, and sent."""
         self._received[peer][0] += received
         self._sent[peer][0] += sent
         self._patience.renew()
@@ -57,12 +55,15 @@ class Progress:
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
     def is_over(self) -> bool:
-        """True if the deadline is past."""
         return time.monotonic() > self._deadline
 
-    def blaming(self, *peers: int) -> _Blaming:
+    @contextmanager
+    def blaming(self, *peers: int) -> Iterator[None]:
         """Attribute what the process group, or a socket, raises inside to these peers."""
-        return _Blaming(peers)
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            raise PeerFailed(peers) from error
 
     def wait(self, peer: int, work: dist.Work) -> None:
         """Wait for a gloo operation; once only, since a second time it would wait for another."""
@@ -138,17 +139,3 @@ def chunks(nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
 def first_line(error: BaseException) -> str:
     """Return the start of a library's error text, without the place in its source."""
     return str(error).strip().split("\n", 1)[0].rsplit("] ", 1)[-1].split(". ", 1)[0][:200]
-
-
-class _Blaming:
-    """Context that turns an error of the process group, or of a socket, into one of peers."""
-
-    def __init__(self, peers: Sequence[int]) -> None:
-        self._peers = peers
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError | OSError):
-            raise PeerFailed(self._peers) from error

@@ -136,21 +136,22 @@ class WatchedSource:
 
     Attributes:
         refused: Error of the last read.
-        on_read: Called with the number of bytes of each read.
     """
 
-    def __init__(self, source: ShardSource) -> None:
+    def __init__(
+        self, source: ShardSource, on_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         self._source = source
+        self._on_read = on_read
         self.views_last = views_last(source)
         self.refused: StorageError | CorruptShardError | None = None
-        self.on_read: Callable[[int], None] = lambda nbytes: None
 
     @property
     def nbytes(self) -> int:
         return self._source.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        self.on_read(stop - start)
+        self._on_read(stop - start)
         try:
             return self._source.read(start, stop)
         except (StorageError, CorruptShardError) as error:

@@ -45,7 +45,7 @@ __all__ = [
     "render_slots",
 ]
 
-FORMAT_VERSION = "localckpt-5"
+FORMAT_VERSION = "localckpt-6"
 """Format of images, in their headers; an image of another is refused."""
 NO_PARTS = b"[[],[]]"
 """Table of parts of an image whose tensors are all whole."""

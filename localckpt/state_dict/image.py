@@ -126,8 +126,7 @@ class ImagePlanner:
             self._plans[node_ranks] = plan
         parts = NO_PARTS if plan.divided is None else render_parts(plan.divided.parts)
         framed = Skeleton(plan.table_json, plan.boxes_json, parts, skeleton).join()
-        stored = tensors if plan.divided is None else plan.divided.stored(tensors)
-        return Capture(plan, framed, stored)
+        return Capture(plan, framed, tensors)
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
@@ -165,7 +164,7 @@ class ImagePlanner:
 
 @dataclass(frozen=True)
 class Capture:
-    """Tensors of a state, or what of them is stored, with the plan of their places in the image."""
+    """Tensors of a state, with the plan of their places in the image."""
 
     plan: _Plan
     skeleton: bytes
@@ -302,10 +301,10 @@ def _plan(
     boxes = boxes_of(tellers, tensors, job)
     divided = None
     if len(node_ranks) > 1:
-        divided = divide_table(table, boxes, tensors, job.rank, node_ranks)
+        divided = divide_table(table, boxes, job.rank, node_ranks)
         divided = divided if divided.parts else None
     if divided is not None:
-        table, tensors = divided.table, divided.stored(tensors)
+        table = divided.table
     layout = lay_out(table.slots)
     runs, others = _copies(table, layout, tensors)
     copies = BlockCopies((run.offset, run.nbytes) for run in runs)

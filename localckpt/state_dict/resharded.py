@@ -74,7 +74,6 @@ class WantedTensor:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def memory_of(self, part: Region, find_rows: FindRows) -> memoryview | None:
@@ -217,7 +216,6 @@ def beside(
 
 
 def take_values(pairs: Iterable[tuple[WantedTensor, torch.Tensor]]) -> None:
-    """Give tensors the values of others, which are filled."""
     # Else tensors that were made in inference mode could not be changed.
     with torch.inference_mode():
         for one, values in pairs:
@@ -250,14 +248,12 @@ def require_one(key: str, found: set[str]) -> None:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether items of a tensor share memory."""
     return tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def overlapping_keys(wanted: Sequence[WantedTensor]) -> list[tuple[str, str]]:
-    """Return the keys of tensors that share memory, in pairs."""
     return find_overlaps((w.key, w.tensor) for w in wanted if is_flat(w.tensor))
 
 
@@ -397,7 +393,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) -> dict[Any, Any]:
-    """Return a state with other free parts, in copies of its containers."""
     result = dict(state)
     of_keys: dict[Any, list[Unit]] = {}
     for (key, *names), value in units:
@@ -414,7 +409,6 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
 
 
 def _with_children(container: Any, children: Mapping[Any, Any]) -> Any:
-    """Return a container of the same kind with other members."""
     return placed(container, [Unit((key,), child) for key, child in children.items()])
 
 

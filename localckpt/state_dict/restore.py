@@ -29,14 +29,7 @@ from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
-from localckpt.state_dict.parts import (
-    MissingRows,
-    SlotPart,
-    Tables,
-    co_owners_of,
-    find_pieces,
-    parse_parts,
-)
+from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
 from localckpt.state_dict.runs import Run, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
@@ -93,10 +86,16 @@ class ImageReader(ImageBytes):
         """Tables of the image, verified."""
         return self._verified[0]
 
+    @cached_property
+    def absent(self) -> dict[str, DividedSlot]:
+        """Divided slots that the images of other ranks hold; raises as :attr:`tables`."""
+        parts = self.tables.parts
+        return {slot: part for slot, part in parts.items() if part.owner != self.identity.rank}
+
     @property
-    def co_owners(self) -> tuple[int, ...]:
-        """Ranks whose images hold what this one lacks of its tensors; raises as :attr:`tables`."""
-        return co_owners_of(self.tables, self.identity.rank)
+    def co_owners(self) -> list[int]:
+        """Ranks whose images hold :attr:`absent`."""
+        return sorted({part.owner for part in self.absent.values()})
 
     def join(self, co_owner: ImageReader) -> None:
         """Read what this image lacks from another one; raises as :attr:`tables` of that."""
@@ -133,8 +132,8 @@ class ImageReader(ImageBytes):
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
         skeleton, _ = self.checked_skeleton
-        entries, boxes, parts = self.tables
-        pieces = self._missing_rows
+        entries, boxes, _ = self.tables
+        holders = self._holders
         matched = Matched({}, {})
         dtensors: dict[int, Any] = {}
         if into is not None:
@@ -152,22 +151,16 @@ class ImageReader(ImageBytes):
         tensors = [
             given[n] if n in given else _make_tensor(entry, made) for n, entry in enumerate(entries)
         ]
-        # Of a slot with given and new tensors the given ones are filled.
-        of_slots = {entry.slot: tensor for entry, tensor in zip(entries, tensors, strict=True)}
-        of_slots |= {entries[number].slot: tensor for number, tensor in filled.items()}
         bases = made | matched.targets
-        own = {name: base for name, base in bases.items() if name not in parts}
-        for name, part in parts.items():
-            if name in bases:
-                own[name] = part.of(of_slots[name].detach())
         # Of what is left nothing is read.
+        own = {name: base for name, base in bases.items() if name not in holders}
         self._fill(own, alone=bool(left))
         self.nbytes_read = self.header.nbytes
-        for rank, of_mate in pieces.items():
-            slots = [(p, entries[p.number].slot) for p in of_mate]
-            of_mates = {p.slot: p.part.of(of_slots[s].detach()) for p, s in slots if s in bases}
-            self.joined[rank]._fill(of_mates, alone=True)
-            self.nbytes_read += sum(target.nbytes for target in of_mates.values())
+        for rank, reader in self.joined.items():
+            slots = {slot: there for slot, (of, there) in holders.items() if of == rank}
+            targets = {there: bases[slot] for slot, there in slots.items() if slot in bases}
+            reader._fill(targets, alone=True)
+            self.nbytes_read += sum(base.nbytes for base in targets.values())
         # Else tensors that were made in inference mode could not be changed.
         with torch.inference_mode():
             for name in made.keys() & matched.targets.keys():
@@ -250,14 +243,37 @@ class ImageReader(ImageBytes):
         return skeleton, contents
 
     @cached_property
-    def _missing_rows(self) -> dict[int, list[MissingRows]]:
+    def _holders(self) -> dict[str, tuple[int, str]]:
+        """By the name of each absent slot the rank whose image holds it, and its name there."""
         if lacking := sorted(set(self.co_owners) - self.joined.keys()):
             raise RestoreError(
                 f"{self.identity} holds parts of tensors only; the images of ranks "
                 f"{', '.join(map(str, lacking))} hold the rest. Load it with a manager"
             )
-        others = {rank: self.joined[rank].tables for rank in self.co_owners}
-        return find_pieces(self.tables, self.identity.rank, others)
+        numbers = {entry.slot: number for number, entry in enumerate(self.entries)}
+        places = {
+            rank: {box[:3]: number for number, box in reader.tables.boxes.items()}
+            for rank, reader in self.joined.items()
+        }
+        found = {}
+        for slot, part in self.absent.items():
+            number, owner = numbers[slot], self.joined[part.owner]
+            box, nbytes = self.tables.boxes[number], self._whole_nbytes(slot)
+            there = places[part.owner].get(box[:3])
+            other = None if there is None else owner.entries[there]
+            if (
+                other is None
+                or other.slot is None
+                or owner.tables.parts.get(other.slot) != part
+                or as_stored(other) != as_stored(self.entries[number])
+                or owner.header.slots[other.slot].nbytes != nbytes
+            ):
+                raise CorruptShardError(
+                    f"{box.key!r} is divided among ranks {list(part.ranks)} in the image of rank "
+                    f"{self.identity.rank}, and not so in that of rank {part.owner}"
+                )
+            found[slot] = part.owner, other.slot
+        return found
 
     @cached_property
     def _verified(self) -> tuple[Tables, bytes]:
@@ -297,18 +313,17 @@ class ImageReader(ImageBytes):
     def _require_consistent(self, tables: Tables) -> None:
         """Check that table and header describe the same bytes, so no tensor exceeds its slot."""
         for entry in tables.entries:
-            part = tables.parts.get(entry.slot or "")
-            if part is not None:
-                entry = part.entry(entry)
             if entry.slot is None:
                 entry.torch_dtype()
                 continue
-            slot = self.header.slots.get(entry.slot)
+            slot, part = self.header.slots.get(entry.slot), tables.parts.get(entry.slot)
             wanted = entry.reach_nbytes()
+            if part is not None and part.owner != self.identity.rank:
+                wanted = 0
             if (
                 slot is None
                 or wanted > slot.nbytes
-                or (entry.view is None and wanted < slot.nbytes)
+                or ((entry.view is None or part is not None) and wanted < slot.nbytes)
             ):
                 raise CorruptShardError(
                     f"{self.identity}: the skeleton says {wanted} bytes of tensor "
@@ -340,14 +355,13 @@ class ImageReader(ImageBytes):
 
     def _whole_nbytes(self, name: str) -> int:
         """Return the size of a slot, were it not divided."""
-        if name not in self.tables.parts:
+        if name not in self.absent:
             return self.header.slots[name].nbytes
-        return self._nbytes_of_divided[name]
+        return self._nbytes_of_absent[name]
 
     @cached_property
-    def _nbytes_of_divided(self) -> dict[str, int]:
-        tables = self.tables
-        return {e.slot: e.reach_nbytes() for e in tables.entries if e.slot in tables.parts}
+    def _nbytes_of_absent(self) -> dict[str, int]:
+        return {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
 
     def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
         """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
@@ -392,7 +406,6 @@ class ImageReader(ImageBytes):
         return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
 
     def box_of(self, number: int) -> Box | None:
-        """The part of a global tensor that a tensor is; ``None`` for a private one."""
         return self.tables.boxes.get(number)
 
     @collection_paused()
@@ -411,26 +424,11 @@ class ImageReader(ImageBytes):
 
     def tensor(self, number: int) -> torch.Tensor:
         """Read one tensor into new host memory."""
-        entry = self.entries[number]
-        if entry.slot is None or entry.slot not in self.tables.parts:
-            return _of_kind(entry, self.stored(entry))
-        tensor = _make_tensor(entry, {entry.slot: _allocate(entry.reach_nbytes(), "cpu")})
-        for reader, slot, part in self._rows_of[entry.slot]:
-            if part.count:
-                rows = reader.stored(part.entry(entry)._replace(slot=slot))
-                copy_values(part.of(tensor.detach()), rows)
-        return tensor
-
-    @cached_property
-    def _rows_of(self) -> dict[str, list[tuple[ImageReader, str, SlotPart]]]:
-        """By the name of a divided slot, the images that have rows of it, and their slots."""
-        found: dict[str, list[tuple[ImageReader, str, SlotPart]]] = {
-            name: [(self, name, part)] for name, part in self.tables.parts.items()
-        }
-        for rank, rows in self._missing_rows.items():
-            for number, name, part in rows:
-                found[self.entries[number].slot or ""].append((self.joined[rank], name, part))
-        return found
+        entry, holder = self.entries[number], self
+        if entry.slot is not None and entry.slot in self.absent:
+            rank, slot = self._holders[entry.slot]
+            holder, entry = self.joined[rank], entry._replace(slot=slot)
+        return _of_kind(entry, holder.stored(entry))
 
     def stored(self, entry: TableEntry) -> torch.Tensor:
         """Read what this image has of a tensor, as it lies there, into new host memory."""
@@ -457,7 +455,7 @@ class ImageReader(ImageBytes):
         ``None`` if they lie in another order or in several images, or have no data.
         """
         entry = self.entries[number]
-        if entry.slot is None or entry.slot in self.tables.parts or not _is_contiguous(entry):
+        if entry.slot is None or entry.slot in self.absent or not _is_contiguous(entry):
             return None
         start = self.start_of(number) + (0 if entry.view is None else entry.view[0])
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
@@ -495,7 +493,6 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
 
 
 def _make_tensor(entry: TableEntry, bases: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of an image as a view of the bytes of its slot, if it has data."""
     dtype = entry.torch_dtype()
     strides = entry.strides
     if strides is None:
@@ -511,7 +508,6 @@ def _make_tensor(entry: TableEntry, bases: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _of_kind(entry: TableEntry, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the parameter, the buffer or the plain tensor that was saved."""
     if entry.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.kind == "buffer":

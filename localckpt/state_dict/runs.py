@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.boxes import Region
-from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Scratch
+from localckpt.state_dict.source import ImageBytes, Scratch
 
-__all__ = ["Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
+__all__ = ["InMemory", "Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
 
 Reserved = tuple[memoryview, Callable[[], None]]
 """Memory for bytes that are about to be read, and what is to be called once they are verified."""
@@ -38,11 +39,22 @@ class Sink(Protocol):
 
 
 def copy_reserved(reserved: Reserved, values: torch.Tensor) -> None:
-    """Copy values into memory that was reserved for them."""
     memory, done = reserved
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     copy_values(flat.view(values.dtype).view(values.shape), values)
     done()
+
+
+class InMemory(NamedTuple):
+    """Memory that runs are read into; a :class:`Sink`."""
+
+    memory: memoryview
+
+    def reserve(self, offset: int, nbytes: int) -> Reserved:
+        return self.memory[offset : offset + nbytes], lambda: None
+
+    def take(self, offset: int, values: torch.Tensor) -> None:
+        copy_reserved(self.reserve(offset, values.nbytes), values)
 
 
 class Run(NamedTuple):
@@ -74,7 +86,7 @@ def stream_runs(
     scratch: Callable[[int], memoryview] | None = None,
     finish: Callable[[], None] = lambda: None,
 ) -> None:
-    """Read runs, and only the pieces of the image that hold them.
+    """Read runs, and only the digest blocks of the image that hold them.
 
     Bytes that several runs share are copied to each.
 
@@ -85,13 +97,13 @@ def stream_runs(
     """
     direct: list[Run] = []
     shared: dict[int, list[Run]] = {}
-    starts = {start for span in also or () for start in _pieces_of(*span)}
+    starts = {start for span in also or () for start in _blocks_of(*span)}
     for cluster in _clusters(runs):
         for run in cluster:
-            pieces = _pieces_of(run.start, run.stop)
-            starts.update(pieces)
+            blocks = _blocks_of(run.start, run.stop)
+            starts.update(blocks)
             if len(cluster) > 1:
-                for start in pieces:
+                for start in blocks:
                     shared.setdefault(start, []).append(run)
         if len(cluster) == 1:
             direct += cluster
@@ -101,7 +113,9 @@ def stream_runs(
 
     def places(start: int, stop: int) -> list[memoryview]:
         of_thread.scratch = rest = scratch(stop - start)
-        of_thread.dones, of_thread.copied = [], list(shared.get(start, ()))
+        # A run that is in both blocks of a piece is copied once.
+        both = (run for block in range(start, stop, BLOCK_NBYTES) for run in shared.get(block, ()))
+        of_thread.dones, of_thread.copied = [], list({id(run): run for run in both}.values())
         parts, at = [], start
         first = max(0, bisect_right(begins, start) - 1)
         for run in direct[first : bisect_left(begins, stop)]:
@@ -137,9 +151,8 @@ def stream_runs(
     image.stream(places, filled, None if also is None else sorted(starts))
 
 
-def _pieces_of(start: int, stop: int) -> range:
-    """Starts of the pieces of an image that hold some of its bytes."""
-    return range(start // PIECE_NBYTES * PIECE_NBYTES, stop, PIECE_NBYTES)
+def _blocks_of(start: int, stop: int) -> range:
+    return range(start // BLOCK_NBYTES * BLOCK_NBYTES, stop, BLOCK_NBYTES)
 
 
 def _clusters(runs: Iterable[Run]) -> Iterable[list[Run]]:

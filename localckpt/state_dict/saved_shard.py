@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
@@ -15,15 +13,24 @@ import xxhash
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.tensor_bytes import copy_values, flat_bytes, integer_view
-from localckpt.state_dict.boxes import Box, Region, common, cuts_of, narrowed_rows, volume, whole
+from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import flat_bytes, integer_view
+from localckpt.state_dict.boxes import (
+    Box,
+    Region,
+    cuts_of,
+    local_starts,
+    narrowed_rows,
+    volume,
+    whole,
+)
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.resharded import outlines_of, require_one, values_below
 from localckpt.state_dict.restore import ImageReader
-from localckpt.state_dict.runs import Run, Sink, run_in, stream_runs
+from localckpt.state_dict.runs import InMemory, Run, Sink, run_in, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry
 from localckpt.state_dict.values import (
@@ -40,6 +47,9 @@ __all__ = ["PRIVATE", "SavedShard", "SavedTensor", "Wanted"]
 
 PRIVATE = "private"
 """Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
+
+# Memory for rows that parts are picked out of, but for a part that needs more by itself.
+_PICKED_NBYTES = 64 << 20
 
 Wanted = tuple[Sink, Region]
 """Receiver of elements of a global tensor, as one run in the order of their indices."""
@@ -64,7 +74,6 @@ class SavedTensor:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of an item."""
         return self.entry.torch_dtype().itemsize
 
     @cached_property
@@ -78,6 +87,12 @@ class SavedTensor:
         """Bytes from its first item to its last one in the image."""
         offset = 0 if self.entry.view is None else self.entry.view[0]
         return self.entry.reach_nbytes() - offset
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Return first byte and end of some rows of a tensor that :attr:`is_in_order`."""
+        row_nbytes = math.prod(self.local[1:]) * self.itemsize
+        start = self.start + first * row_nbytes
+        return start, start + count * row_nbytes
 
     @cached_property
     def is_in_order(self) -> bool:
@@ -96,53 +111,53 @@ class SavedTensor:
 class SavedShard(ImageReader):
     """Reader of a shard for its parts.
 
-    Args:
-        rules: Key prefixes of values that the caller has a rule for; ``None`` to leave values out,
-            and tensors that are not in the table of boxes.
-        free: Names whose values are loaded as they were saved.
-
     Attributes:
-        tensors: Tensors by their number, but for those that are values or parts of values.
+        tensors: Tensors by number: those in the table of boxes, and private ones of read values.
         ruled, others: Values; see :func:`units_of`.
         outlines: Outlines of the free parts of the state.
         names: Names of the parts and values of the state, where it has names.
     """
 
-    @collection_paused()
     def __init__(
         self,
         source: ShardSource,
         allowed: SafeGlobals,
         identity: ShardIdentity,
-        rules: Collection[str] | None,
-        free: Freedom = NO_FREEDOM,
+        like: ImageReader | None = None,
         on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, allowed, identity, on_read=on_read)
-        boxes = self.tables.boxes
+        super().__init__(source, allowed, identity, like, on_read)
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []
         self.names: Names | None = None
-        if rules is not None:
-            skeleton, contents = self.checked_skeleton
-            values = set(contents.composed)
-            root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
-            # What others are made of is there to be filled in strict parts only.
-            if new := values_below(root, free, lambda n: self.entries[n].slot is None):
-                values |= new
-                root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
-            self.ruled, self.others = units_of(root, boxes.__contains__, rules)
-            self.names = names_of(root, free)
-            self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
         self.tensors: dict[int, SavedTensor] = {}
         taken: set[tuple[str, Region]] = set()
-        for number, box in boxes.items():
+        for number, box in self.tables.boxes.items():
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
                 equal_on = "all" if box.ranks is None else box.ranks.text
-                self._add(number, box.key, box.shape, self._region(number, box), equal_on)
+                self._add(number, box.key, box.shape, box.runs, equal_on)
+
+    @collection_paused()
+    def read_values(self, rules: Collection[str], free: Freedom = NO_FREEDOM) -> None:
+        """Read the values, and find the tensors that the table of boxes does not have.
+
+        ``rules`` are key prefixes of values that the caller has a rule for. Values below names in
+        ``free`` are loaded as they were saved.
+        """
+        boxes = self.tables.boxes
+        skeleton, contents = self.checked_skeleton
+        values = set(contents.composed)
+        root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        # What others are made of is there to be filled in strict parts only.
+        if new := values_below(root, free, lambda n: self.entries[n].slot is None):
+            values |= new
+            root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        self.ruled, self.others = units_of(root, boxes.__contains__, rules)
+        self.names = names_of(root, free)
+        self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
         below = (part for unit in self.ruled for part in _parts_of(unit))
         private: set[str] = set()
         for unit in (*self.others, *below):
@@ -186,7 +201,6 @@ class SavedShard(ImageReader):
         return [part for part in parts if not isinstance(part.value, Placeholder)]
 
     def whole_values(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return values with their tensors in them, read into host memory."""
         return [Unit(place, with_tensors(value, self.tensor_of)) for place, value in units]
 
     @cached_property
@@ -205,18 +219,37 @@ class SavedShard(ImageReader):
         return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
-        """Return the digest of elements that the shard has of a tensor, read into host memory."""
-        tensor = self.tensors[number]
-        part = integer_view(self.stored(tensor.entry)).reshape(tensor.local)
-        part = _picked(part, tensor.region, region)
-        return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().data)
+        memory = memoryview(bytearray(volume(region) * self.tensors[number].itemsize))
+        self.read_parts({number: [(InMemory(memory), region)]})
+        return xxhash.xxh3_64_hexdigest(memory)
 
     def read_parts(self, wanted: Mapping[int, Iterable[Wanted]]) -> None:
-        """Read parts of tensors, each for all who want it, and only the pieces that hold them."""
-        runs = (
-            run for number, parts in wanted.items() for run in _runs(self.tensors[number], parts)
-        )
+        """Read parts of tensors, each for all who want it, and only the pieces that hold them.
+
+        Rows of a tensor are read to where they belong; other parts are picked out of rows in memory
+        of their own, some parts at a time.
+        """
+        runs: list[Run] = []
+        picks: list[_Pick] = []
+        for number, parts in wanted.items():
+            tensor = self.tensors[number]
+            for sink, part in parts:
+                rows = run_in(tensor.region, part) if tensor.is_in_order else None
+                if rows is not None:
+                    start, stop = tensor.span(*rows)
+                    runs.append(Run(start, stop, sink))
+                    continue
+                picks.append(_Pick(tensor, part, sink))
+                runs.append(picks[-1].run)
+                if sum(len(pick.memory) for pick in picks) >= _PICKED_NBYTES:
+                    self._read_runs(runs, picks)
+                    runs, picks = [], []
+        self._read_runs(runs, picks)
+
+    def _read_runs(self, runs: Sequence[Run], picks: Sequence[_Pick]) -> None:
         stream_runs(self, runs)
+        for pick in picks:
+            pick.give()
 
     def _kind_of(self, boxes: Mapping[int, Box]) -> Callable[[int], TensorKind]:
         def kind(number: int) -> TensorKind:
@@ -240,22 +273,12 @@ class SavedShard(ImageReader):
 
         return tensor
 
-    def _region(self, number: int, box: Box) -> Region:
-        """Elements of a global tensor that the image holds of a tensor."""
-        entry = self.entries[number]
-        part = self.tables.parts.get(entry.slot or "")
-        return box.runs if part is None else part.region(box, entry.shape)
-
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
     ) -> None:
         entry = self.entries[number]
-        if (slot := entry.slot) is None:
+        if entry.slot is None or entry.slot in self.absent:
             return
-        if (part := self.tables.parts.get(slot)) is not None:
-            if not part.count:
-                return
-            entry = part.entry(entry)
         offset = entry.view[0] if entry.view is not None else 0
         start = self.start_of(number) + offset
         if math.prod(shape) >= 1 << 62:
@@ -286,99 +309,28 @@ def _parts_of(unit: Unit) -> list[Unit]:
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
 
 
-def _runs(tensor: SavedTensor, parts: Iterable[Wanted]) -> Iterator[Run]:
-    """Rows of a tensor are runs by themselves; other parts are picked out of some rows."""
-    if not math.prod(tensor.local):
-        return
-    others: list[Wanted] = []
-    row_nbytes = math.prod(tensor.local[1:]) * tensor.itemsize
-    for sink, part in parts:
-        rows = run_in(tensor.region, part) if tensor.is_in_order else None
-        if rows is None:
-            others.append((sink, part))
-            continue
-        start = tensor.start + rows[0] * row_nbytes
-        yield Run(start, start + rows[1] * row_nbytes, sink)
-    if not others:
-        return
-    if not tensor.is_in_order:
-        whole = _Rows(tensor, tensor.region, tensor.nbytes, others)
-        yield Run(tensor.start, tensor.start + tensor.nbytes, whole)
-        return
-    start = tensor.start
-    for region, nbytes in _rows_by_piece(tensor):
-        those = [(sink, part) for sink, part in others if common(region, part) is not None]
-        if those:
-            yield Run(start, start + nbytes, _Rows(tensor, region, nbytes, those))
-        start += nbytes
+class _Pick:
+    """Part of a tensor that is no run, and memory for the rows that it is picked out of."""
 
+    def __init__(self, tensor: SavedTensor, part: Region, sink: Sink) -> None:
+        self._tensor, self._part, self._sink = tensor, part, sink
+        self._region = tensor.region
+        start, stop = tensor.start, tensor.start + tensor.nbytes
+        if tensor.is_in_order:
+            ends = part[0][0][0], sum(part[0][-1]) - 1
+            first, last = (local_starts(tensor.region[:1], (end,), (1,))[0] for end in ends)
+            start, stop = tensor.span(first, last + 1 - first)
+            self._region = narrowed_rows(tensor.region, 0, first, last + 1 - first)
+        self._bytes = torch.empty(stop - start, dtype=torch.uint8)
+        self.memory = memory_at(self._bytes.data_ptr(), stop - start)
+        self.run = Run(start, stop, InMemory(self.memory))
 
-def _rows_by_piece(tensor: SavedTensor) -> Iterator[tuple[Region, int]]:
-    """Divide a tensor into rows that are in one piece of the image, and single ones that are not.
-
-    Yields their elements, and their bytes, in order.
-    """
-    local = tensor.local
-    sizes = [math.prod(local[dim + 1 :]) * tensor.itemsize for dim in range(len(local))]
-    dim = next(dim for dim, nbytes in enumerate(sizes) if nbytes <= PIECE_NBYTES)
-    start, row_nbytes = tensor.start, sizes[dim]
-    for above in product(*map(range, local[:dim])):
-        region = tensor.region
-        for outer, index in enumerate(above):
-            region = narrowed_rows(region, outer, index, 1)
-        first = 0
-        while first < local[dim]:
-            count = max(1, (PIECE_NBYTES - start % PIECE_NBYTES) // row_nbytes)
-            count = min(count, local[dim] - first)
-            yield narrowed_rows(region, dim, first, count), count * row_nbytes
-            first, start = first + count, start + count * row_nbytes
-
-
-class _Rows:
-    """Some rows of a tensor that parts are picked out of, once all of their bytes are there."""
-
-    def __init__(
-        self, tensor: SavedTensor, region: Region, nbytes: int, parts: Sequence[Wanted]
-    ) -> None:
-        self._tensor = tensor
-        self._region = region
-        self._nbytes = self._left = nbytes
-        self._parts = parts
-        self._lock = threading.Lock()
-        self._bytes: torch.Tensor | None = None
-
-    def reserve(self, offset: int, nbytes: int) -> None:
-        return None
-
-    def take(self, offset: int, values: torch.Tensor) -> None:
-        tensor = self._tensor
-        if values.nbytes < self._nbytes or values.data_ptr() % tensor.itemsize:
-            # They are in several pieces, or not where integers may be.
-            with self._lock:
-                if self._bytes is None:
-                    self._bytes = torch.empty(self._nbytes, dtype=torch.uint8)
-            copy_values(self._bytes[offset : offset + values.nbytes], values)
-            with self._lock:
-                self._left -= values.nbytes
-                if self._left:
-                    return
-            values, self._bytes = self._bytes, None
-        items = integer_view(values, tensor.itemsize)
+    def give(self) -> None:
+        tensor, items = self._tensor, integer_view(self._bytes, self._tensor.itemsize)
         if not tensor.is_in_order and tensor.entry.strides is not None:
             items = items.as_strided(tensor.entry.shape, tensor.entry.strides)
         items = items.reshape([sum(count for _, count in runs) for runs in self._region])
-        for sink, part in self._parts:
-            self._pick(items, sink, part)
-
-    def _pick(self, items: torch.Tensor, sink: Sink, part: Region) -> None:
-        """Give a receiver what it wants of the rows: consecutive rows of its part."""
-        found = common(self._region, part)
-        assert found is not None, "it wants some"
-        number = 0
-        for runs, ((first, _), *_) in zip(part, found, strict=True):
-            before = sum(max(0, min(count, first - start)) for start, count in runs)
-            number = number * sum(count for _, count in runs) + before
-        sink.take(number * self._tensor.itemsize, _picked(items, self._region, found))
+        self._sink.take(0, _picked(items, self._region, self._part))
 
 
 def _picked(items: torch.Tensor, region: Region, part: Region) -> torch.Tensor:

@@ -70,14 +70,20 @@ def handle_pieces(
 
     Args:
         stop: End of the last piece.
-        starts: Starts of the pieces that are handled; ``None`` for all pieces.
+        starts: Starts of the digest blocks that are handled, in order; both of a piece at once.
+            ``None`` for all pieces.
     """
 
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            handle(start, min(start + PIECE_NBYTES, stop))
+    def work(spans: Iterator[tuple[int, int]]) -> None:
+        for start, end in spans:
+            handle(start, min(end, stop))
 
-    Copier(threads).share(range(0, stop, PIECE_NBYTES) if starts is None else starts, work)
+    pieces: dict[int, tuple[int, int]] = {}
+    for start in range(0, stop, PIECE_NBYTES) if starts is None else starts:
+        nbytes = PIECE_NBYTES if starts is None else BLOCK_NBYTES
+        begin, _ = pieces.get(start // PIECE_NBYTES, (start, start))
+        pieces[start // PIECE_NBYTES] = begin, start + nbytes
+    Copier(threads).share(list(pieces.values()), work)
 
 
 class ShardSource(Protocol):
@@ -104,8 +110,8 @@ class ShardSource(Protocol):
             stop: End of the bytes to copy.
             filled: Called after the copy of a piece. Its first error ends the stream, and is
                 raised.
-            starts: Starts of the pieces that are copied; ``None`` for all pieces. Others are not
-                read.
+            starts: Starts of the digest blocks that are copied, in order; ``None`` for all. Others
+                are not read.
         """
         ...
 

@@ -125,7 +125,6 @@ class TargetRules:
     compare: Callable[[Names, Names], Mapping[str, list[str]]] = lambda _, __: {}
 
     def require_named(self, saved: Collection[str]) -> None:
-        """Check that all of ``named`` are among the parts that were saved."""
         if unknown := sorted(self.named.difference(saved)):
             # Without what the front door saves beside the parts.
             parts = sorted({*saved} - {"localckpt"})
@@ -279,7 +278,6 @@ class Targets:
         return self.names | {id(tensor): f"{UNNAMED}{number}" for number, tensor in of_unnamed}
 
     def dtensors_of(self, tensors: Iterable[torch.Tensor | None]) -> dict[int, Any]:
-        """Return those of ``dtensors`` whose local tensors are among some tensors."""
         return {id(t): self.dtensors[id(t)] for t in tensors if id(t) in self.dtensors}
 
     def are_sharded_otherwise(
@@ -383,7 +381,6 @@ def _within(member: _Member, paths: Container[str]) -> set[tuple[str, tuple[Any,
 
 
 def _differ_in_dtype(saved: _Member, given: _Member) -> bool:
-    """Return whether two tensors have one shape, and share their memory with the same others."""
     shared, shared_now = ({path for path, _ in member.group} for member in (saved, given))
     return saved.entry.shape == given.entry.shape and shared == shared_now
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.availability.reshard import (
-    LONG_RUN_NBYTES,
     assign_readers,
     group_tensors,
     plan_reshard,
@@ -73,31 +72,27 @@ def test_a_computed_shard_is_read_where_it_was_computed() -> None:
     assert readers == {0: 0, 1: 1}
 
 
-_ROWS = 1000
-
-
-@pytest.mark.parametrize(
-    ("columns", "rows", "nodes", "reader"),
-    [
-        ("all", 400, ["a", "a"], 0),
-        ("all", 400, ["a", "b"], 1),
-        ("all", 10, ["a", "a"], 1),
-        ("half", 800, ["a", "a"], 1),
-    ],
-)
-def test_a_long_run_is_read_by_the_rank_that_wants_it_if_its_node_has_the_shard(
-    columns: str, rows: int, nodes: list[str], reader: int
+@pytest.mark.parametrize(("nodes", "reader"), [(["a", "a"], 0), (["a", "b"], 1)])
+@pytest.mark.parametrize("equal_on", ["all", PRIVATE])
+def test_a_rank_reads_what_it_wants_by_itself_if_its_node_has_the_shard(
+    equal_on: str, nodes: list[str], reader: int
 ) -> None:
-    width = LONG_RUN_NBYTES // 4 // 256
-    shape = _ROWS, width
-    whole = ((0, _ROWS),), ((0, width),)
-    part = (((0, rows),), ((0, width if columns == "all" else width // 2),))
-    wanted, tables = group_tensors([("w", "float32", shape, part, "")])
-    for equal_on, expected in (("all", reader), (PRIVATE, 1)):
-        saved, _ = group_tensors([("w", "float32", shape, whole, equal_on)])
+    whole = ((0, 8),), ((0, 4),)
+    wanted, tables = group_tensors([("w", "float32", (8, 4), (((0, 3),), ((1, 2),)), "")])
+    saved, _ = group_tensors([("w", "float32", (8, 4), whole, equal_on)])
 
-        plan = plan_reshard(
-            *({7: list(saved)}, {0: list(wanted)}, tables, {7: 1}, nodes), held={7: [nodes[1]]}
-        )
+    plan = plan_reshard(
+        *({7: list(saved)}, {0: list(wanted)}, tables, {7: 1}, nodes), held={7: [nodes[1]]}
+    )
 
-        assert [take.reader for take in plan.takes] == [expected]
+    assert [take.reader for take in plan.takes] == [reader]
+
+
+def test_what_a_rank_of_the_node_has_computed_is_sent_to_the_others() -> None:
+    whole = (((0, 8),),)
+    wanted, tables = group_tensors([("w", "float32", (8,), whole, "")])
+    saved, _ = group_tensors([("w", "float32", (8,), whole, "7")])
+
+    plan = plan_reshard({7: list(saved)}, {0: list(wanted)}, tables, {7: 1}, ["a", "a"], held={})
+
+    assert [take.reader for take in plan.takes] == [1]

@@ -147,7 +147,7 @@ def test_what_was_quarantined_takes_no_other_name_and_goes_where_it_is_not_neede
 
 def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
     older, _ = only_shards(store)
-    older.write_bytes(older.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
+    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
     aside = older.rename(f"{older}.corrupt")
 
     answer = call("clean", store, "--corrupt", "--json").json()

@@ -159,7 +159,7 @@ def test_a_file_that_was_cut_is_shown_up_to_there(
         (1 << 40).to_bytes(8, "little") + b"{}",
         (8 << 20).to_bytes(8, "little") + b"[" * (8 << 20),
         (20_000).to_bytes(8, "little") + b'{"a":' + b"9" * 9000 + b"}" + b" " * 10_994,
-        (40).to_bytes(8, "little") + b'{"__metadata__":{"format":"localckpt-5"}}',
+        (40).to_bytes(8, "little") + b'{"__metadata__":{"format":"localckpt-6"}}',
         (4).to_bytes(8, "little") + b"null",
         (58).to_bytes(8, "little")
         + b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'
@@ -193,7 +193,7 @@ _rows = st.lists(st.none() | st.integers() | st.text() | st.lists(st.integers(),
         st.sampled_from(["__metadata__", "__skeleton__", "__digests__", "a"]) | st.text(),
         st.dictionaries(
             st.sampled_from(["dtype", "shape", "data_offsets", "format"]),
-            _rows | st.text() | st.just("F32") | st.just("localckpt-5") | st.floats(),
+            _rows | st.text() | st.just("F32") | st.just("localckpt-6") | st.floats(),
         )
         | _rows,
     ).map(lambda entries: json.dumps(entries).encode())

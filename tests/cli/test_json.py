@@ -66,7 +66,7 @@ def test_ls(store: Path) -> None:
 def test_verify(store: Path) -> None:
     _spoil(store)
     other = only_shards(store)[0]
-    other.write_bytes(other.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
+    other.write_bytes(other.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
 
     answer = call("verify", store, "--json")
 
@@ -201,7 +201,7 @@ def test_clean(store: Path) -> None:
     older = only_shards(store)[0]
     for number in (1, 2):
         shutil.copy(older, f"{older}.{number:08d}.corrupt")
-    older.write_bytes(older.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
+    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
     older.rename(f"{older}.corrupt")
 
     told = call("clean", store, "--corrupt", "--json").json()

@@ -179,7 +179,7 @@ def test_a_file_of_another_session_or_version_is_told_and_not_counted(store: Pat
     folder = store / "session-run" / "0"
     shutil.copy(store / "session-other" / "0" / only_shards(store)[0].name, folder)
     newer = only_shards(folder)[0]
-    newer.write_bytes(newer.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
+    newer.write_bytes(newer.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
 
     told = listed(store)
 

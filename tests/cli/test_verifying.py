@@ -101,7 +101,7 @@ def test_a_good_file_under_another_session_is_bad(store: Path) -> None:
 
 def test_a_file_of_another_version_is_not_called_good(store: Path) -> None:
     path = only_shards(store)[0]
-    path.write_bytes(path.read_bytes().replace(b"localckpt-5", b"localckpt-9"))
+    path.write_bytes(path.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
 
     answer = call("verify", store)
 

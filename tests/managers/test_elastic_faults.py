@@ -15,9 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
-from localckpt.availability import reshard
-from localckpt.managers import elastic_tensors
-from localckpt.replication.parts import Outlet
+from localckpt.managers import elastic
+from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.managers.jobs import damage, error_of, make_manager
@@ -51,7 +50,7 @@ def _load_beside_one_that_dies(rank: int, world_size: int, dying: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Outlet.end = die  # type: ignore[method-assign]
+        HostTransport.exchange = die  # type: ignore[method-assign]
     manager = make_manager("disk", node_store(), timeout=_SHORT_S, elastic=True)
     began = time.monotonic()
     text = error_of(lambda: manager.load(into=_state(world_size, fill=-1.0)), PeerLostError)
@@ -69,7 +68,7 @@ def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
     run_ranks(_save, 4, store_per_node=nodes, timeout_s=_S)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
 
-    dying = 1
+    dying = 2
     run_ranks(
         *(_load_beside_one_that_dies, 3, dying),
         store_per_node=nodes,
@@ -89,35 +88,34 @@ def _save_with_copies(rank: int, world_size: int) -> None:
         manager.save(_state(world_size), 3)
 
 
-def _load_long_runs(rank: int, world_size: int) -> int:
+def _load_and_count(rank: int, world_size: int) -> int:
     """Load, and return how many bytes of tensors this rank has sent to others."""
-    reshard.LONG_RUN_NBYTES = 1 << 19
     sent = []
-    exchange = elastic_tensors.exchange_parts
+    move = elastic.move_tensors
 
-    def noted(*args: Any) -> None:
-        receivers = args[1]
-        sent.append(sum(receivers.values()))
-        exchange(*args)
+    def noted(*args: Any) -> tuple[int, int]:
+        moved = move(*args)
+        sent.append(moved[1])
+        return moved
 
-    elastic_tensors.exchange_parts = noted
+    elastic.move_tensors = noted
     _load(rank, world_size)
     return sent[-1]
 
 
-def test_long_runs_are_read_by_the_rank_that_wants_them_where_its_node_has_the_shard(
+def test_parts_are_read_by_the_rank_that_wants_them_where_its_node_has_the_shard(
     tmp_path: Path,
 ) -> None:
     nodes = [tmp_path / "a", tmp_path / "b"]
     run_ranks(_save_with_copies, 4, store_per_node=nodes, timeout_s=_S)
 
-    assert run_ranks(_load_long_runs, 3, store_per_node=nodes, timeout_s=_S) == [0, 0, 0]
+    assert run_ranks(_load_and_count, 3, store_per_node=nodes, timeout_s=_S) == [0, 0, 0]
 
     # The second rank reads the third shard, too, and sends what the third rank does not find.
     (copy,) = nodes[1].rglob("000000000003.2.*.safetensors")
     # What describes the tensors is at the end, before the digests.
     damage(copy, 1 - 200 / copy.stat().st_size)
-    sent = run_ranks(_load_long_runs, 3, store_per_node=nodes, timeout_s=_S)
+    sent = run_ranks(_load_and_count, 3, store_per_node=nodes, timeout_s=_S)
     assert sent == [0, 1_000_000, 0]
     assert not copy.exists()
 

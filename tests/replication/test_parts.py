@@ -1,4 +1,4 @@
-"""Messages of parts: filled and sent, taken apart, and refused where they are forged."""
+"""Parcels of parts: both ranks divide the same way, and what is sent fills the same elements."""
 
 from __future__ import annotations
 
@@ -6,92 +6,89 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from localckpt.errors import CorruptShardError
-from localckpt.replication.parts import HEAD, MESSAGE_NBYTES, Outlet, SentPart, take_apart
-from localckpt.state_dict.boxes import whole
-from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
+from localckpt.replication import parts
+from localckpt.replication.parts import PackedPart, exchange_parts, parcels_of
+from localckpt.state_dict.boxes import Region, volume, whole
+from localckpt.state_dict.runs import InMemory
 
-
-def _filled(size: int) -> tuple[torch.Tensor, FilledPart]:
-    tensor = torch.zeros(size)
-    wanted = WantedTensor("w", (size,), whole((size,)), tensor)
-    return tensor, FilledPart([wanted], whole((size,)))
+_SMALL = 256
 
 
-class _Messages:
-    """Messages to a rank that takes them only when they are waited for, or never."""
-
-    def __init__(self, part: FilledPart | None) -> None:
-        self._part = part
-        self.lengths: list[int] = []
-        self.most_under_way = self._under_way = 0
-
-    def send(self, peer: int, number: int, memory: memoryview) -> tuple[int, memoryview]:
-        if number == 0:
-            self.lengths.append(int.from_bytes(memory, "little"))
-        else:
-            assert len(memory) == self.lengths[-1]
-            self._under_way += 1
-            self.most_under_way = max(self.most_under_way, self._under_way)
-        return number, memory
-
-    def await_taken(self, message: tuple[int, memoryview]) -> None:
-        number, memory = message
-        if self._part is None:
-            raise ConnectionError(f"message {len(self.lengths)} was not taken")
-        if number == 1:
-            self._under_way -= 1
-            take_apart(0, memory, lambda *_: self._part)  # type: ignore[arg-type, return-value]
+@pytest.fixture(autouse=True)
+def _small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PARCEL_NBYTES", _SMALL)
 
 
-def _outlet(messages: Any) -> Outlet:
-    return Outlet(1, messages)
+_shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
 
-def test_parts_are_taken_where_they_belong() -> None:
-    # More than all messages of a pair of ranks have room for at a time.
-    size = 8 * MESSAGE_NBYTES // 4
-    values = torch.arange(float(size))
-    tensor, part = _filled(size)
-    messages = _Messages(part)
-    outlet = _outlet(messages)
+@given(st.lists(st.tuples(_shapes, st.sampled_from([1, 2, 4, 8, 16])), max_size=9))
+def test_parcels_have_all_elements_each_once_and_are_of_bounded_size(
+    tensors: list[tuple[tuple[int, ...], int]],
+) -> None:
+    regions: list[Region] = [whole(shape) for shape, _ in tensors]
+    wanted = [(7, n, regions[n], size) for n, (_, size) in enumerate(tensors)]
 
-    sent = SentPart(outlet, 0, 0)
-    sent.take(400, values[100 : size // 2])
-    sent.take(0, values[:100])
-    sent.take(size * 2, values.view(2, -1)[1])
-    outlet.end()
-    outlet.await_taken()
+    parcels = parcels_of(wanted)
 
-    require_full([part])
-    assert torch.equal(tensor, values)
-    assert messages.lengths[-1] == 0
-    assert messages.most_under_way == 2
-
-
-def test_every_thread_that_waits_for_a_lost_rank_hears_what_became_of_it() -> None:
-    outlet = _outlet(_Messages(None))
-    values = torch.zeros(MESSAGE_NBYTES // 4 // 2)
-    part = SentPart(outlet, 0, 0)
-    for _ in range(2):
-        part.take(0, values)
-    outlet.end()
-
-    told = []
-    for _ in range(3):
-        with pytest.raises(ConnectionError) as caught:
-            outlet.await_taken()
-        told.append(str(caught.value))
-
-    assert len(set(told)) == 1
+    found = [0] * len(tensors)
+    for parcel in parcels:
+        assert 0 < parcel.nbytes <= _SMALL
+        end = 0
+        for part in parcel:
+            assert end <= part.offset
+            assert part.offset % 16 == 0
+            assert part.nbytes == volume(part.region) * tensors[part.number][1]
+            end = part.offset + part.nbytes
+            found[part.number] += volume(part.region)
+    assert found == [volume(region) for region in regions]
 
 
-@pytest.mark.parametrize("head", [HEAD.pack(0, 0, 3999, 4), HEAD.pack(0, 0, 0, 1 << 40)])
-def test_a_part_that_reaches_out_of_its_tensor_is_refused(head: bytes) -> None:
-    tensor, part = _filled(1000)
+class _Mirror:
+    """Transport of which every rank sends what it receives itself."""
 
-    with pytest.raises(CorruptShardError):
-        take_apart(0, memoryview(bytearray(head + b"\xff" * 4)), lambda *_: part)
+    broken = False
 
-    assert not tensor.any()
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def exchange(self, sends: Any, receives: Any, timeout_s: float) -> None:
+        self.rounds += 1
+        for (peer, source), (sender, view) in zip(sends, receives, strict=True):
+            assert peer == sender
+            view[:] = source.read(0, source.nbytes)
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_is_read_on_one_side_is_taken_on_the_other() -> None:
+    values = {peer: torch.arange(peer * 1000.0, peer * 1000 + count) for peer, count in _COUNTS}
+    taken = {peer: torch.zeros(len(of_peer)) for peer, of_peer in values.items()}
+    parcels = {peer: parcels_of([(3, 0, whole(v.shape), 4)]) for peer, v in values.items()}
+    transport = _Mirror()
+
+    def rows(part: PackedPart) -> slice:
+        ((start, count),) = part.region[0]
+        return slice(start, start + count)
+
+    def read(to: Any) -> None:
+        for peer, (parcel, memory) in to.items():
+            for part in parcel:
+                InMemory(memory[part.offset :]).take(0, values[peer][rows(part)])
+
+    def take(part: PackedPart, peer: int, data: torch.Tensor) -> None:
+        taken[peer][rows(part)] = data.view(torch.float32)
+
+    exchange_parts(transport, parcels, parcels, read, take, 9.0)
+
+    for peer, of_peer in values.items():
+        assert torch.equal(taken[peer], of_peer)
+    assert transport.rounds == max(map(len, parcels.values()))
+
+
+_COUNTS = (1, 10), (2, 1000)

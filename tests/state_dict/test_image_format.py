@@ -90,7 +90,7 @@ def test_the_safetensors_library_reads_the_metadata_from_a_file(tmp_path: Any) -
         names = list(opened.keys())
 
     assert metadata == {
-        "format": "localckpt-5",
+        "format": "localckpt-6",
         "session": identity.session_id,
         "epoch": "4",
         "sequence": "5",
@@ -177,7 +177,7 @@ def test_our_parser_reads_an_image_that_the_library_wrote_out_again() -> None:
 def test_a_plain_safetensors_file_is_refused_with_a_reason() -> None:
     plain = safetensors.torch.save({"weight": torch.ones(3)}, metadata={"format": "pt"})
 
-    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*localckpt-5"):
+    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*localckpt-6"):
         unpack(source_of(plain))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from localckpt import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.replication.parts import Outlet, SentPart, take_apart
 from localckpt.state_dict.boxes import Region, volume, whole
 from localckpt.state_dict.image import pack
 from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
@@ -71,13 +69,13 @@ def test_each_receiver_gets_the_bytes_of_its_run_once(
 
     for start, stop, part in parts:
         assert part.bytes() == _BYTES[start:stop]
-    pieces = {
-        n for a, b, _ in parts if a < b for n in range(a // PIECE_NBYTES, -(-b // PIECE_NBYTES))
-    }
+    spans = [(a, b) for a, b, _ in parts if a < b] + list(also or ())
+    blocks = {n for a, b in spans for n in range(a // BLOCK_NBYTES, -(-b // BLOCK_NBYTES))}
+    end = image.header.digests_start
     if also is None:
-        assert sum(read) == image.header.digests_start
+        assert sum(read) == end
     else:
-        assert len(read) == len(pieces | ({0, 1} if also else set()))
+        assert sum(read) == sum(min(BLOCK_NBYTES, end - n * BLOCK_NBYTES) for n in blocks)
 
 
 def test_runs_that_share_no_byte_are_not_copied_and_all_others_are() -> None:
@@ -189,20 +187,6 @@ def test_bytes_outside_of_a_part_are_refused() -> None:
     assert part.lacking == 2
 
 
-class _Loop:
-    """Messages that arrive at once, and are taken apart at once."""
-
-    def __init__(self, find: Any) -> None:
-        self._find = find
-
-    def send(self, peer: int, number: int, memory: memoryview) -> None:
-        # Lengths come before the messages.
-        if number == 1:
-            take_apart(peer, memory, self._find)
-
-    def await_taken(self, sent: None) -> None: ...
-
-
 def _side(data: st.DataObject, count: int, runs: int) -> tuple[tuple[int, int], ...]:
     """Draw indices of a dimension of a region, as runs of its own ``count`` indices."""
     borders = st.sets(st.integers(0, count), min_size=2, max_size=2 * runs)
@@ -231,10 +215,9 @@ def _within(region: Region, data: st.DataObject) -> Region:
     return tuple(part)
 
 
-@pytest.mark.parametrize("far", [False, True])
 @given(data=st.data())
 def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
-    far: bool, data: st.DataObject
+    data: st.DataObject,
 ) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     wide = data.draw(st.sampled_from([1, 1, 300_000]))
@@ -248,7 +231,8 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
     stored = saved.permute(order).contiguous()
     back = [order.index(dim) for dim in range(len(order))]
     source = pack({"beside": torch.ones(3), "w": stored.permute(back)}, _IDENTITY)
-    shard = SavedShard(source, SafeGlobals(), _IDENTITY, ())
+    shard = SavedShard(source, SafeGlobals(), _IDENTITY)
+    shard.read_values(())
     (tensor,) = (t for t in shard.tensors.values() if t.key == "w")
     number = tensor.number
     shard.tensors[number] = replace(tensor, shape=shape, region=saved_region)
@@ -263,19 +247,10 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
             target = target.mT.contiguous().mT if target.dim() > 1 else target
         targets.append((target, region))
         parts.append(FilledPart([WantedTensor("w", shape, region, target)], region))
-    loop = _Loop(lambda peer, item, index: parts[item])
-    outlet = Outlet(1, loop)
-    sinks: list[Any] = [SentPart(outlet, item, 0) for item in range(len(parts))]
 
     shard.read_parts(
-        {
-            number: [
-                (to, region)
-                for to, (_, region) in zip(sinks if far else parts, targets, strict=True)
-            ]
-        }
+        {number: [(to, region) for to, (_, region) in zip(parts, targets, strict=True)]}
     )
-    outlet.end()
 
     require_full(parts)
     for target, region in targets:
@@ -290,7 +265,8 @@ def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> N
     beside = torch.empty(0, dtype=torch.int32).set_(storage, 1, (2,), (1,))
     state = {"a": torch.ones(1, dtype=torch.int32), "number": number, "beside": beside}
     source = pack(state, _IDENTITY)
-    shard = SavedShard(source, SafeGlobals(), _IDENTITY, ())
+    shard = SavedShard(source, SafeGlobals(), _IDENTITY)
+    shard.read_values(())
     tensors = {tensor.key: tensor for tensor in shard.tensors.values()}
     assert tensors["number"].start % 8
     target = torch.zeros((), dtype=torch.float64)

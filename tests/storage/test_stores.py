@@ -371,7 +371,7 @@ def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node)
     save(store, identity(1))
     save(store, identity(2))
     file = min(store.folder.glob("*.safetensors"))
-    content = file.read_bytes().replace(b"localckpt-5", b"localckpt-9", 1)
+    content = file.read_bytes().replace(b"localckpt-6", b"localckpt-9", 1)
 
     file.write_bytes(content)
 

@@ -15,10 +15,10 @@ from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.header import NO_PARTS, Skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, TensorSlot
 from localckpt.state_dict.source import (
-    PIECE_NBYTES,
     Filled,
     Places,
     ShardSource,
+    handle_pieces,
     read_header,
     scatter,
 )
@@ -91,8 +91,7 @@ class ParityFrame:
 
     def put(self, image: memoryview) -> memoryview:
         """Write the frame; return the memory for the parity. The digests are behind it."""
-        start = len(self.header)
-        end = start + self.parity_nbytes
+        end = (start := len(self.header)) + self.parity_nbytes
         image[:start] = self.header
         image[end : end + len(_SKELETON)] = _SKELETON
         return image[start:end]
@@ -118,8 +117,9 @@ class ParityPart:
     def stream(
         self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
     ) -> None:
-        for start in range(0, stop, PIECE_NBYTES) if starts is None else starts:
-            end = min(start + PIECE_NBYTES, stop)
+        def handle(start: int, end: int) -> None:
             parts = places(start, end)
             scatter(self.read(start, end), parts)
             filled(start, parts)
+
+        handle_pieces(stop, 1, handle, starts)

@@ -12,6 +12,7 @@ import torch
 import localckpt
 from localckpt.errors import CorruptShardError
 from localckpt.managers import load
+from localckpt.managers.restoring import BadShardError
 from localckpt.memory.digests import BLOCK_NBYTES
 from tests.faults.lives import Lives
 from tests.managers.jobs import assert_same, error_of, files, make_manager, resume, state_of
@@ -165,7 +166,7 @@ def _load_with_bad_memory(rank: int, world_size: int) -> str:
         if rank == 0:
 
             def spoiled(*_: Any) -> Any:
-                raise CorruptShardError("a bit has flipped")
+                raise BadShardError(rank, CorruptShardError("a bit has flipped"))
 
             load.restore = spoiled
         assert manager.find_latest() == 3

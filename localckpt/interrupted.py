@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["closed_by_interrupts", "interrupt_behind", "was_interrupted"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

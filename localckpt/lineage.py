@@ -13,20 +13,6 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from localckpt.errors import MismatchError
 
-__all__ = [
-    "MOST_ANCESTORS",
-    "MOST_DIGITS",
-    "MOST_GIVEN_UP",
-    "EpochId",
-    "Lineage",
-    "LineageKeeper",
-    "Origin",
-    "Point",
-    "Resumed",
-    "begin_lineage",
-    "unsaid",
-]
-
 MOST_DIGITS = 19
 """Limit of the digits of each number in an identity."""
 

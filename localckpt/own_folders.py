@@ -17,15 +17,6 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 
-__all__ = [
-    "file_mode",
-    "folder_mode",
-    "lock_holder",
-    "make_own_folders",
-    "open_below",
-    "require_own_file",
-]
-
 logger = logging.getLogger(__name__)
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

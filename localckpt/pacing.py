@@ -7,8 +7,6 @@ import time
 
 from localckpt.threads import Latch
 
-__all__ = ["Pacer"]
-
 
 class Pacer:
     """Token bucket: says when the next bytes may be sent or written; for one thread at a time.

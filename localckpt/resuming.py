@@ -14,8 +14,6 @@ from localckpt.ids import Checkpoint
 from localckpt.storage.notes import TrustNotes
 from localckpt.trust import Trusts, resumed_in_vain
 
-__all__ = ["Resuming"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from math import inf
 from typing import Any, Generic, TypeVar, cast
 from weakref import finalize
 
-__all__ = ["Latch", "SerialThread", "Task", "end_all", "exit_by"]
-
 T = TypeVar("T")
 
 

@@ -14,17 +14,6 @@ from typing import Any, Literal, get_args
 from localckpt.errors import MismatchError
 from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation
 
-__all__ = [
-    "LONGEST_METRIC",
-    "Choice",
-    "Mark",
-    "Trust",
-    "Trusts",
-    "choose",
-    "is_orderly",
-    "resumed_in_vain",
-]
-
 Mark = Literal["bad", "good", "quarantined"]
 """Marks of checkpoints, from the weakest to the strongest. ``"bad"``: its check found it bad.
 ``"good"``: the job called it good. ``"quarantined"``: it is never to be loaded again."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["back_off", "wait_until"]
-
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.25
 # With _LONGEST_S, 1,024 ranks that wait for long poll the job's store 4,096 times a second.
 _SHARE = 1 / 8

@@ -26,15 +26,6 @@ from localckpt.threads import Latch, SerialThread, Task
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
 
-__all__ = [
-    "OWN_WORK",
-    "AsyncCaller",
-    "PendingCall",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
-    "ThreadAsyncCaller",
-]
-
 logger = logging.getLogger(__name__)
 
 # The share of a deadline in which a rank waits for its own work; the rest is for the agreement.

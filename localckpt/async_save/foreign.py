@@ -19,8 +19,6 @@ from localckpt.errors import CheckpointingException
 from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
-__all__ = ["HandedOver", "WaitForTrainer", "given", "wait_for"]
-
 _LONGEST_PAUSE_S = 0.01
 
 

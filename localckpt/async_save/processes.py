@@ -31,8 +31,6 @@ from localckpt.async_save import worker
 from localckpt.errors import CheckpointingException, WorkerDiedError
 from localckpt.waiting import wait_until
 
-__all__ = ["ForkedProcess", "NotSendableError", "Priority", "WorkerProcess", "pack_call"]
-
 logger = logging.getLogger(__name__)
 
 # How often a wait looks beyond its pipe: is the process there, is the interpreter leaving.

@@ -40,8 +40,6 @@ from localckpt.ranks.watch import CallVerdict, Watch, Watched
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["AsyncCallsQueue"]
-
 logger = logging.getLogger(__name__)
 
 

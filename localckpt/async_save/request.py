@@ -20,18 +20,6 @@ from localckpt.ranks.failure import NO_FUNCTION, CallEnd
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
 
-__all__ = [
-    "AsyncCall",
-    "AsyncRequest",
-    "Ticket",
-    "do_nothing",
-    "function_name",
-    "must_run_in_trainer",
-    "run_failure_fns",
-    "run_stop_fns",
-    "runs_in_trainer",
-]
-
 logger = logging.getLogger(__name__)
 
 _MARK = "__localckpt_runs_in_trainer__"

@@ -21,18 +21,6 @@ from typing import Any
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import with_class
 
-__all__ = [
-    "RemoteTraceback",
-    "WorkerFailure",
-    "carry_out",
-    "carry_out_packed",
-    "is_readable",
-    "leave_ctrl_c_to_trainer",
-    "main",
-    "read_frame",
-    "write_frame",
-]
-
 logger = logging.getLogger(__name__)
 
 # A forked child of the trainer can keep the pipe open after the trainer's death, so end of file

@@ -24,18 +24,6 @@ from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.targets import STRICT, TargetRules, listed, mismatch
 
-__all__ = [
-    "Keys",
-    "ReshardPlan",
-    "Take",
-    "TensorGroup",
-    "Unsettled",
-    "assign_readers",
-    "group_tensors",
-    "plan_reshard",
-    "require_equal",
-]
-
 
 def assign_readers(
     checkpoint: Checkpoint, inventory: Inventory, computed: Mapping[int, int] | None = None

@@ -16,16 +16,6 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.storage.names import local_path
 
-__all__ = [
-    "absolute_paths",
-    "as_cadence",
-    "check_arguments",
-    "check_timeout",
-    "judge_arguments",
-    "judge_last_steps",
-    "texts_of",
-]
-
 
 def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the paths among a checkpointer's options absolute, for whoever makes it later."""

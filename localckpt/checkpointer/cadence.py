@@ -7,8 +7,6 @@ from math import ceil, sqrt
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["Costs", "Every"]
-
 
 @dataclass(frozen=True, slots=True)
 class Costs:

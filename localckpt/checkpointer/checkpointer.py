@@ -65,8 +65,6 @@ from localckpt.trust import is_orderly
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpointer"]
-
 logger = logging.getLogger(__name__)
 
 # Between two steps poll_stop() is called less often.

@@ -29,8 +29,6 @@ from localckpt.checkpointer.loaders import (
 from localckpt.checkpointer.parts import EPOCHS, RandomPart
 from localckpt.errors import CheckpointingException, MismatchError
 
-__all__ = ["OF_RANK", "Epochs"]
-
 logger = logging.getLogger(__name__)
 
 OF_RANK = tuple(f"{EPOCHS}.{name}" for name in ("entry", "generators", "loader", "saved_at"))

@@ -17,8 +17,6 @@ from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import ranks_named
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = ["Evidence", "is_of_loader", "judge_ends"]
-
 _LOADERS = ("torch.utils.data", "torchdata")
 
 

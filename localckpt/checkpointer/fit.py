@@ -12,11 +12,6 @@ from itertools import zip_longest
 from localckpt.checkpointer.values import Values
 from localckpt.state_dict.names import ABOUT, CLASS, KEYS, MODULE, ORDER, OURS, Names
 
-__all__ = [
-    "VALUES",
-    "why_parts_are_others",
-]
-
 VALUES = f"part {Values.__module__}.{Values.__qualname__}"
 """Kind of the parts whose names are all that is to be resumed."""
 _SHOWN = 8

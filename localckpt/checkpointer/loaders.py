@@ -16,23 +16,6 @@ from localckpt.checkpointer.parts import RandomPart
 from localckpt.errors import MismatchError
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = [
-    "EpochPosition",
-    "batches_given",
-    "entry_of",
-    "facts_of",
-    "is_torchdatas",
-    "is_unstarted",
-    "length_of",
-    "places_loaded",
-    "restore_entry",
-    "restore_generators",
-    "samplers_of",
-    "states_of",
-    "warn_of_lost_places",
-    "without_first",
-]
-
 logger = logging.getLogger(__name__)
 
 _WAY_OUT = (

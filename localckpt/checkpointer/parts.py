@@ -29,19 +29,6 @@ from localckpt.state_dict.stateful import (
     plain_names,
 )
 
-__all__ = [
-    "EPOCHS",
-    "RNG",
-    "ModulePart",
-    "OptimizerPart",
-    "RandomPart",
-    "ValuePart",
-    "described",
-    "described_part",
-    "kind_of",
-    "parts_of",
-]
-
 EPOCHS = "epoch_loop"
 """Key of the place in the loop over epochs."""
 RNG = "rng"

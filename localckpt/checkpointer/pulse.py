@@ -21,8 +21,6 @@ from localckpt.checkpointer.cadence import Costs, Every
 from localckpt.errors import MismatchError
 from localckpt.threads import Latch
 
-__all__ = ["NODES", "SHARED", "Meter", "Plan", "Pulse", "Schedule", "judge_reports"]
-
 logger = logging.getLogger(__name__)
 
 _PULSE_S = 1.5

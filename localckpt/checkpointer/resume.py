@@ -29,8 +29,6 @@ from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.storage.owner import Owner
 
-__all__ = ["Elsewhere", "Resumption", "begin_record"]
-
 logger = logging.getLogger(__name__)
 
 # Sources of what no node has given, beside those of LoadReport.

@@ -12,8 +12,6 @@ from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.replicated import Replicated, without_marker
 
-__all__ = ["PartsToLoad", "Selection"]
-
 
 @dataclass(slots=True)
 class Selection:

@@ -21,8 +21,6 @@ from localckpt.state_dict.names import OURS
 from localckpt.state_dict.replica_digests import find_not_finite
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = ["Check", "OnResize", "TrainingState", "combined_check", "of_one_rank"]
-
 OnResize = Literal["error", "drop"]
 
 

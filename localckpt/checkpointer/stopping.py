@@ -23,8 +23,6 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task, exit_by
 from localckpt.waiting import wait_until
 
-__all__ = ["LastSave", "StopRequests"]
-
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0

@@ -34,14 +34,6 @@ from localckpt.replication.strategies import CliqueReplicationStrategy, Replicat
 from localckpt.state_dict.names import ABOUT, OURS
 from localckpt.state_dict.targets import let_nothing_go
 
-__all__ = [
-    "Failures",
-    "NodeManager",
-    "NodeTier",
-    "SharedTier",
-    "with_redundancy",
-]
-
 logger = logging.getLogger(__name__)
 
 NodeManager: TypeAlias = LocalCheckpointManager | InMemoryCheckpointManager

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["Values"]
-
 logger = logging.getLogger(__name__)
 
 

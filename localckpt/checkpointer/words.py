@@ -10,8 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 from localckpt.errors import CheckpointingException
 from localckpt.interrupted import was_interrupted
 
-__all__ = ["fit", "in_own_words", "worded"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["worker_init_fn"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5

@@ -18,8 +18,6 @@ from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
-__all__ = ["BackgroundSave"]
-
 
 class BackgroundSave(ABC):
     """One save.

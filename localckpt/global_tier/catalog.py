@@ -33,15 +33,6 @@ from localckpt.storage.notes import NotesFile
 from localckpt.storage.open_file import OpenFile
 from localckpt.trust import Trusts
 
-__all__ = [
-    "CommitFound",
-    "SharedCheckpoint",
-    "SharedSession",
-    "find_shared_sessions",
-    "verify_file",
-    "why_kept",
-]
-
 logger = logging.getLogger(__name__)
 
 _METADATA_NAME = ".metadata"

@@ -19,8 +19,6 @@ from localckpt.resuming import Resuming
 from localckpt.storage.notes import NotesFile
 from localckpt.trust import choose
 
-__all__ = ["Committed"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN = 10

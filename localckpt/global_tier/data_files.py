@@ -27,24 +27,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, open_owned
 from localckpt.storage.write import replace_file, sync_folder, write_range
 
-__all__ = [
-    "FOOTER_NBYTES",
-    "FileIdentity",
-    "FileWrite",
-    "Trailer",
-    "covered_nbytes",
-    "file_nbytes",
-    "gathered",
-    "is_written",
-    "read_trailer",
-    "require_trailer",
-    "trailer_nbytes",
-    "verify_blocks",
-    "write_data_file",
-    "write_durably",
-    "write_files",
-]
-
 _MAGIC = b"localckpt-trail1"
 # The magic, how many bytes the digests cover, the save's ID, and a hash of all before it.
 _FOOTER = Struct("<16sQ16sQ")

@@ -67,8 +67,6 @@ from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.write import sync_folder
 from localckpt.threads import Latch, SerialThread
 
-__all__ = ["Drain", "Drains"]
-
 logger = logging.getLogger(__name__)
 
 # Each attempt takes five decisions at most: whose shards are where, who reads those that are not on

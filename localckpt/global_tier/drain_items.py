@@ -51,8 +51,6 @@ from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
 from localckpt.storage.kept_shard import KeptShard
 
-__all__ = ["DrainedShard", "why_misdescribed"]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MEGATRON = "megatron.core.dist_checkpointing.mapping"
 # Values that need no walk through what they hold.

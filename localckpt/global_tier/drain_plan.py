@@ -20,16 +20,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from localckpt.errors import MismatchError
 from localckpt.state_dict.boxes import RankSet
 
-__all__ = [
-    "Merged",
-    "RankPlan",
-    "choose_readers",
-    "fingerprint",
-    "merge_plans",
-    "own_key",
-    "unsettled",
-]
-
 
 @dataclass
 class RankPlan:

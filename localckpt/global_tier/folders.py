@@ -34,22 +34,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
 from localckpt.storage.write import replace_file, sync_folder
 
-__all__ = [
-    "LOCK_NAME",
-    "PIN_NAME",
-    "RECORD_NAME",
-    "CommitRecord",
-    "Folder",
-    "Leftover",
-    "folders_in",
-    "pin",
-    "put_back_if_pinned",
-    "remove",
-    "session_root",
-    "try_to_remove",
-    "unpin",
-]
-
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "localckpt.json"

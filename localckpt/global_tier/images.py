@@ -40,8 +40,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile
 from localckpt.storage.store import Claim, Slot, Store, Stored
 
-__all__ = ["Envelope", "ItemPlace", "SharedImages", "envelope_name"]
-
 _THREADS = 8
 
 

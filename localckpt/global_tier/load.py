@@ -25,8 +25,6 @@ from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, 
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.targets import overlapping_spans
 
-__all__ = ["FillOptions", "OpenCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 # A state with the states of its ``Stateful`` values, and what one rank reads for it.

@@ -30,8 +30,6 @@ from localckpt.global_tier.write_items import load_object
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.resharded import is_expanded
 
-__all__ = ["FIT", "ReshardingLoadPlanner", "create_read_items_for_chunk_list"]
-
 FIT = (
     "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
     "which leaves out what only one side has; allow_dtype_change=True converts values"

@@ -49,8 +49,6 @@ from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
-__all__ = ["GlobalCheckpointManager"]
-
 logger = logging.getLogger(__name__)
 
 # For a save under way when a call is interrupted.

@@ -36,7 +36,6 @@ from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, close_read
 
-__all__ = ["READ_NBYTES", "FileRange", "FileReads", "ItemRead", "LoadContext", "add_runs"]
 READ_NBYTES = 4 << 20
 """Runs between two multiples of it are best: whole blocks, and few enough for the cache."""
 

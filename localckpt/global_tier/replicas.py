@@ -24,8 +24,6 @@ from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.state_dict.values import digest_of
 
-__all__ = ["CommonItems", "CommonValues", "common_items", "differing", "judge_differing"]
-
 _SHOWN = 8
 
 

@@ -48,8 +48,6 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import replace_file, sync_folder
 
-__all__ = ["BegunSave", "CheckpointRoot"]
-
 logger = logging.getLogger(__name__)
 
 # What file systems answer that cannot lock files; anything else is an error.

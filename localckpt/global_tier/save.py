@@ -34,8 +34,6 @@ from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.threads import Task
 
-__all__ = ["SharedSave", "save_state_dict_async_finalize", "save_state_dict_async_plan"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -55,9 +55,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
 from localckpt.state_dict.skeleton import collection_paused
 
-__all__ = ["PlanCache", "PlannedSave", "pack", "plan_save", "require_same", "unpack"]
-
-
 T = TypeVar("T")
 
 

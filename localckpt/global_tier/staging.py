@@ -26,17 +26,6 @@ from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
 
-__all__ = [
-    "FILE_NBYTES",
-    "FileLayout",
-    "FileSlot",
-    "Staging",
-    "WriteData",
-    "item_nbytes",
-    "lay_out_files",
-    "lay_out_in_order",
-    "split_by_size_and_type",
-]
 FILE_NBYTES = 256 << 20
 """Bytes of tensors after which a file ends: what a drain that is cut off writes again at most."""
 

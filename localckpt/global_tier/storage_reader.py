@@ -29,8 +29,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
 
-__all__ = ["CachedMetadataFileSystemReader"]
-
 
 class CachedMetadataFileSystemReader(FileSystemReader):
     """Reader of a checkpoint of torch.distributed.checkpoint's format.

@@ -47,8 +47,6 @@ from localckpt.storage.names import local_path
 from localckpt.storage.write import sync_folder
 from localckpt.threads import SerialThread
 
-__all__ = ["FileSystemWriterAsync"]
-
 logger = logging.getLogger(__name__)
 
 # So many times as long as ranks wait for each other a save may be written.

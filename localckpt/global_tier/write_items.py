@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from localckpt.errors import CheckpointingException, UnsafeGlobalError
 
-__all__ = ["Frame", "ItemReader", "frame_of", "is_plain", "load_object", "require_loadable"]
-
 # More than tensors of one model have shapes, and bounded, since files name shapes, too.
 _FRAMES = 1 << 14
 # torch keeps what may be named in a list of the process.

@@ -12,8 +12,6 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks, HookStore
 
-__all__ = ["BaseCheckpointManager"]
-
 
 class BaseCheckpointManager(Hooks, CheckpointManager):
     """Saves and loads this rank's state together with all other ranks, by hooks of a subclass.

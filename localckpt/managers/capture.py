@@ -31,8 +31,6 @@ from localckpt.storage.preflight import MemoryNeeds, plan_buffers
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread, Task, end_all
 
-__all__ = ["StateCapture"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.store import Store
 
-__all__ = ["Context"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:

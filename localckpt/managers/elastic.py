@@ -59,8 +59,6 @@ from localckpt.state_dict.stateful import ParametersOfStates
 from localckpt.state_dict.targets import mismatch
 from localckpt.state_dict.values import Unit, digest_of, left_as_given
 
-__all__ = ["ElasticLoad"]
-
 logger = logging.getLogger(__name__)
 
 # Connecting, and the transfer itself.

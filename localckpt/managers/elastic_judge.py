@@ -40,18 +40,6 @@ from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import TargetRules, compare_names
 from localckpt.state_dict.values import Unit, key_of
 
-__all__ = [
-    "ElasticJudge",
-    "Packed",
-    "ValueImages",
-    "ask_for_structures",
-    "joined_packs",
-    "judge_structures",
-    "kind_of",
-    "ruled_values",
-    "split_packs",
-]
-
 
 class Packed(NamedTuple):
     """Image of values beside a report or a verdict, and the rank that saved them; -1 for several.

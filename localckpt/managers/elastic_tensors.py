@@ -41,14 +41,6 @@ from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, digest_of
 
-__all__ = [
-    "DescribedTensors",
-    "Given",
-    "ShardCopies",
-    "Taken",
-    "move_tensors",
-]
-
 _Groups = dict[TensorGroup, list[list[int]]]
 """For each group the numbers of its tensors, by key."""
 

@@ -28,8 +28,6 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 from localckpt.storage.store import Store
 
-__all__ = ["RENDEZVOUS", "Epoch", "checked_origin", "join"]
-
 
 class Epoch:
     """The epoch of one manager's saves; the same on all ranks.

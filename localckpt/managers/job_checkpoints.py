@@ -16,8 +16,6 @@ from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.replication.base import ReplicationStrategy
 from localckpt.trust import Mark, Trusts
 
-__all__ = ["JobCheckpoints"]
-
 
 class JobCheckpoints:
     """Complete checkpoints of one job, and the level of each; the same on all ranks.

@@ -49,8 +49,6 @@ from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.store import Slot
 
-__all__ = ["Load"]
-
 logger = logging.getLogger(__name__)
 
 

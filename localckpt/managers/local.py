@@ -14,8 +14,6 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
 
-__all__ = ["LocalCheckpointManager"]
-
 
 class LocalCheckpointManager(CheckpointManager):
     """Keeps each rank's shards, and replicas of others', on the node's own disk.

@@ -27,8 +27,6 @@ from localckpt.resuming import Resuming
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store, Stored
 
-__all__ = ["Finder", "Look"]
-
 logger = logging.getLogger(__name__)
 
 

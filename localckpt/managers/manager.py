@@ -70,8 +70,6 @@ from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.store import Store
 from localckpt.trust import is_orderly
 
-__all__ = ["CheckpointManager"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3

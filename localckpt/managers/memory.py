@@ -15,8 +15,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
 from localckpt.storage.memory import MemoryStore, default_root, default_session
 
-__all__ = ["InMemoryCheckpointManager", "agreed_session"]
-
 
 class InMemoryCheckpointManager(CheckpointManager):
     """Keeps each rank's shards, and replicas of others', in the node's shared memory.

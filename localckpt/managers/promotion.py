@@ -24,8 +24,6 @@ from localckpt.ids import Checkpoint
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.storage.kept_shard import KeptShard
 
-__all__ = ["DrainTarget", "Promotion", "promotable"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from localckpt.state_dict.source import ImageBytes
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Slot
 
-__all__ = ["Recovery"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replica_digests import PartDigest
 from localckpt.state_dict.replicated import Replicated
 
-__all__ = ["ReplicaCheck", "replicated"]
-
 logger = logging.getLogger(__name__)
 
 _NOT_KEPT = (

@@ -19,8 +19,6 @@ from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import Latch, Task
 
-__all__ = ["Replication", "Replicator"]
-
 logger = logging.getLogger(__name__)
 
 

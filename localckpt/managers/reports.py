@@ -10,8 +10,6 @@ from localckpt.ids import Piece
 from localckpt.memory.limits import memory_limits
 from localckpt.storage.directory import DirectoryStore
 
-__all__ = ["LoadReport", "MemoryPlan", "SaveReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:

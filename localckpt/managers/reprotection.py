@@ -27,8 +27,6 @@ from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.store import Slot
 from localckpt.threads import Task
 
-__all__ = ["Reprotection"]
-
 logger = logging.getLogger(__name__)
 
 # Keeping what was computed, opening, reserving, sending, telling the outcome; then telling sizes,

@@ -39,16 +39,6 @@ from localckpt.state_dict.targets import (
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.store import Store
 
-__all__ = [
-    "BadShardError",
-    "LoadOptions",
-    "Loaded",
-    "ReadProgress",
-    "compare_with_shard",
-    "incurable",
-    "restore",
-]
-
 logger = logging.getLogger(__name__)
 
 

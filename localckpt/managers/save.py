@@ -47,8 +47,6 @@ from localckpt.state_dict.replica_digests import PartDigest, replica_digests, te
 from localckpt.storage.store import Slot
 from localckpt.threads import SerialThread, Task
 
-__all__ = ["Save", "Saves", "never_scheduled"]
-
 logger = logging.getLogger(__name__)
 
 # Notes of metrics that a stuck disk holds up do not hold up the end.

@@ -14,14 +14,6 @@ from localckpt.failure_texts import short
 from localckpt.ranks.deadline import begin, within
 from localckpt.threads import Latch
 
-__all__ = [
-    "StoreWait",
-    "ask_store",
-    "ask_until_stopped",
-    "store_errors",
-    "store_is_silent",
-]
-
 T = TypeVar("T")
 
 # This process may have been stopped meanwhile, and the thread with it.

@@ -13,15 +13,6 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.threads import Task, end_all
 from localckpt.waiting import wait_until
 
-__all__ = [
-    "Deadline",
-    "answered",
-    "begin",
-    "end_waits_by",
-    "interruptible",
-    "within",
-]
-
 T = TypeVar("T")
 
 # Storage that answers does so by then, and nobody is asked whether that is still wanted.

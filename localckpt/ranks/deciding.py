@@ -29,8 +29,6 @@ from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
 from localckpt.waiting import wait_until
 
-__all__ = ["Deciding"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -14,19 +14,6 @@ from localckpt import errors
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.failure_texts import described, ranks_named, said_by, with_class
 
-__all__ = [
-    "NAMED",
-    "NO_FUNCTION",
-    "SLOW",
-    "Absences",
-    "Attempt",
-    "CallEnd",
-    "Failure",
-    "failure_of",
-    "forget_frames",
-    "named",
-]
-
 SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
 """Advice on the topic ``slow``, on ranks that did not come."""
 

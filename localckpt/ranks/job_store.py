@@ -11,8 +11,6 @@ from torch._C._distributed_c10d import Store
 
 from localckpt.errors import MismatchError
 
-__all__ = ["Members", "Standing", "default_store", "group_ranks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Standing:

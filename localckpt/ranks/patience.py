@@ -12,8 +12,6 @@ from localckpt.ranks.deadline import begin
 from localckpt.threads import Latch
 from localckpt.waiting import wait_until
 
-__all__ = ["Patience"]
-
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 5.0

@@ -14,8 +14,6 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.verdict import REFUSED
 
-__all__ = ["MANAGER", "refused_together"]
-
 MANAGER = "manager"
 """Name of the :class:`Ranks` of a manager of the nodes' checkpoints."""
 

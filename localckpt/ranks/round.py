@@ -29,8 +29,6 @@ from localckpt.ranks.values import (
     take,
 )
 
-__all__ = ["HAND", "OPENING", "RESULT", "Fetch", "Round", "remove_rounds"]
-
 Fetch = Callable[[str, float], bytes | None]
 """``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
 

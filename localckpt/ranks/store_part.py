@@ -38,8 +38,6 @@ from localckpt.ranks.verdict import Verdict
 from localckpt.threads import Latch, Task
 from localckpt.waiting import back_off, wait_until
 
-__all__ = ["AbandonedError", "StorePart"]
-
 # More ranks than that ask less often, so that the store has no more to answer.
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
 _ALIKE = " All ranks make the same calls in the same order."

@@ -9,19 +9,6 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "Message",
-    "delete",
-    "drop",
-    "if_there",
-    "look",
-    "look_all",
-    "look_if_there",
-    "put",
-    "put_all",
-    "take",
-]
-
 # A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
 _PART_NBYTES = 4 << 20
 _MOST_PARTS = 1024

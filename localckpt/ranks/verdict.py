@@ -13,8 +13,6 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.values import Message
 
-__all__ = ["REFUSED", "Call", "PerRank", "Verdict", "joint_failure", "judge_reports", "shaped"]
-
 REFUSED = "refused"
 """Kind of the call of a rank that could not make its part: it fails whatever the others call."""
 

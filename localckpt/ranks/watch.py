@@ -28,8 +28,6 @@ from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
-__all__ = ["CallVerdict", "Watch", "Watched", "judge_ends"]
-
 _NEVER = sys.maxsize
 # So many polls may pass while the ranks fix the one in which they act, unless that is urgent.
 _MARGIN = 1

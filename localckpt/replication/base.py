@@ -26,8 +26,6 @@ from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread
 
-__all__ = ["STEPS", "Accept", "NoReplication", "ReplicationStrategy"]
-
 STEPS = 7
 """Announcing, making room (after an older save), connecting (twice), sending (twice, where pieces
 are computed), telling the outcome: how often a replication may need the deadline."""

@@ -23,8 +23,6 @@ from localckpt.ranks.values import if_there
 from localckpt.replication.progress import Progress, first_line
 from localckpt.waiting import wait_until
 
-__all__ = ["NEVER", "HostConnections", "as_tensor", "nothing"]
-
 logger = logging.getLogger(__name__)
 
 NEVER = 3

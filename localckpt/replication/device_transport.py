@@ -14,8 +14,6 @@ from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, n
 from localckpt.state_dict.source import ShardSource
 from localckpt.waiting import wait_until
 
-__all__ = ["DeviceTransport"]
-
 _POLL_S = 5e-5
 
 

@@ -16,17 +16,6 @@ from localckpt.availability.recoverable import least_losses
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, CkptID
 
-__all__ = [
-    "ExchangePlan",
-    "ExchangePlanEntry",
-    "missing_copies",
-    "missing_copies_of_others",
-    "plan_among_nodes",
-    "plan_exchange",
-    "plan_shards",
-    "shards_away",
-]
-
 IdT = TypeVar("IdT", bound=Hashable)
 NodeT = TypeVar("NodeT", bound=Hashable)
 

@@ -27,15 +27,6 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.loss_chances import require_integer
 
-__all__ = [
-    "GroupWrapper",
-    "check_failure_domains",
-    "check_replication_params",
-    "default_replication_jump",
-    "parse_group_sequence",
-    "require_same",
-]
-
 _NAMED_AT_MOST, _SAID_AT_MOST = 8, 200
 
 

@@ -16,8 +16,6 @@ from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import CHUNK_NBYTES, Progress, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource, views_last
 
-__all__ = ["HostTransport"]
-
 # One chunk is sent while the next is read.
 _BOUNCES = 2
 

@@ -11,8 +11,6 @@ from itertools import combinations
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import Group
 
-__all__ = ["LossChance", "chances_of_loss", "loss_of_groups", "require_integer", "require_lost"]
-
 _LOST_AT_MOST = 4
 
 

@@ -38,13 +38,6 @@ from localckpt.replication.placement import keepers_in
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.source import ShardSource
 
-__all__ = [
-    "FAILURE_DOMAIN_VARIABLE",
-    "Announcement",
-    "MemberStrategy",
-    "deadline_with_others",
-]
-
 logger = logging.getLogger(__name__)
 
 FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"

@@ -20,8 +20,6 @@ from localckpt.pacing import Pacer
 from localckpt.replication.connections import NEVER, HostConnections, as_tensor, nothing
 from localckpt.replication.progress import Progress
 
-__all__ = ["Incoming", "Messages", "Outgoing"]
-
 
 class Messages:
     """Messages of one exchange, with the progress of each peer."""

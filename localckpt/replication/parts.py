@@ -17,8 +17,6 @@ from localckpt.replication.transport import Transport
 from localckpt.state_dict.boxes import Region, narrowed_rows, volume
 from localckpt.state_dict.source import MemorySource
 
-__all__ = ["PARCEL_NBYTES", "PackedPart", "Parcel", "exchange_parts", "parcels_of"]
-
 PARCEL_NBYTES = 16 << 20
 # Items of every dtype begin where memory may be viewed as that dtype.
 _ALIGN = 16

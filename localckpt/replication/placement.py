@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from localckpt.errors import MismatchError, SameMachineReplicationException
 
-__all__ = ["keepers_in", "place_cliques"]
-
 T = TypeVar("T")
 
 

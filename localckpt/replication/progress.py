@@ -17,8 +17,6 @@ from localckpt.errors import PeerLostError
 from localckpt.ranks.failure import SLOW, forget_frames
 from localckpt.ranks.patience import Patience
 
-__all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]
-
 CHUNK_NBYTES = 32 << 20
 
 T = TypeVar("T")

@@ -25,16 +25,6 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot, Store
 
-__all__ = [
-    "Keeper",
-    "Lacking",
-    "Lost",
-    "PieceProblem",
-    "Recovered",
-    "RecoveryScheme",
-    "Renewal",
-]
-
 
 class Lacking(NamedTuple):
     """Protection that a checkpoint lacks."""

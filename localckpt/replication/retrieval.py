@@ -17,8 +17,6 @@ from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport, Transport
 from localckpt.state_dict.source import Filled, Places, ShardSource, views_last
 
-__all__ = ["WatchedSource", "as_asked", "carry_out", "connect_for", "new_name"]
-
 IdT = TypeVar("IdT", bound=Hashable)
 
 # What a rank does from its connecting to the end of its exchange has two.

@@ -15,7 +15,5 @@ from localckpt.replication.parity.stripes import PARITY_KIND
 if TYPE_CHECKING:
     from localckpt.replication.redundancy import RecoveryScheme
 
-__all__ = ["SCHEMES"]
-
 SCHEMES: Mapping[str, RecoveryScheme] = {PARITY_KIND: ParityCode()}
 """The scheme of each kind of piece beside shards."""

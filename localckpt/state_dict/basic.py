@@ -27,20 +27,6 @@ from localckpt.state_dict.stateful import (
     module_state,
 )
 
-__all__ = [
-    "BasicTensorAwareStateDict",
-    "PlainState",
-    "TensorAwareStateDict",
-    "freedom_in",
-    "give_states",
-    "is_stateful",
-    "own_states",
-    "places_in",
-    "stateful_keys",
-    "unwrapped",
-    "wrapped",
-]
-
 _NVRX_CLASS = "nvidia_resiliency_ext.checkpointing.local.base_state_dict.TensorAwareStateDict"
 
 

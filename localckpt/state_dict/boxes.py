@@ -21,27 +21,6 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.ids import MOST_DIGITS
 
-__all__ = [
-    "NO_BOXES",
-    "Bounds",
-    "Box",
-    "Cut",
-    "RankSet",
-    "Region",
-    "Run",
-    "bounds_of",
-    "common",
-    "cuts_of",
-    "flat_rectangles",
-    "local_starts",
-    "narrowed_rows",
-    "parse_boxes",
-    "render_boxes",
-    "volume",
-    "whole",
-    "without",
-]
-
 NO_BOXES = b"[[],[]]"
 """Table of an image whose tensors are all private to its rank."""
 

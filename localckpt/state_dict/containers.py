@@ -9,17 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "LEAVES",
-    "children_of",
-    "joined",
-    "map_tensors",
-    "named_tensors",
-    "named_values",
-    "prefix_in",
-]
-
-
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
 """Classes of most values of a large state; none of these values contains others."""
 

@@ -17,8 +17,6 @@ import torch
 from localckpt.errors import CheckpointingException, CorruptShardError
 from localckpt.state_dict.global_view import LocalParts, has_other_order
 
-__all__ = ["REBUILD_WRAPPED", "EqualParts", "GivenDTensors", "rebuild_wrapped"]
-
 _PROTOCOL = 5
 REBUILD_WRAPPED: Callable[..., Any] = torch._tensor._rebuild_from_type_v2
 """Function that torch's pickles of DTensors, and of tensors with attributes, call."""

@@ -19,21 +19,6 @@ import torch
 from localckpt.errors import CheckpointingException, CorruptShardError
 from localckpt.memory.host_memory import memory_at
 
-__all__ = [
-    "ArrayTensor",
-    "is_data",
-    "reduce_generator",
-    "reduce_numpy",
-    "restore_array",
-    "restore_bit_generator",
-    "restore_dtype",
-    "restore_generator",
-    "restore_number",
-    "restore_random",
-    "restore_seeds",
-    "type_of_constant",
-]
-
 # A smaller array is written into the skeleton: its slot in the header would be larger than it.
 _SMALL_NBYTES = 4096
 

@@ -24,17 +24,6 @@ from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.sharded import is_sharded
 
-__all__ = [
-    "Job",
-    "LocalParts",
-    "NamedTensors",
-    "Teller",
-    "boxes_of",
-    "has_other_order",
-    "named",
-    "shard_runs",
-]
-
 
 class Job(NamedTuple):
     """Job that a rank saves with.

@@ -27,24 +27,6 @@ from localckpt.memory.digests import digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.state_dict.layout import ITEM_NBYTES, Layout, TensorSlot
 
-__all__ = [
-    "DIGESTS",
-    "FORMAT_VERSION",
-    "NO_PARTS",
-    "RESERVED_NAMES",
-    "SKELETON",
-    "ImageHeader",
-    "Skeleton",
-    "group_of",
-    "header_length",
-    "kind_of",
-    "parse_header",
-    "parse_record",
-    "parse_safetensors",
-    "render_header",
-    "render_slots",
-]
-
 FORMAT_VERSION = "localckpt-6"
 """Format of images, in their headers; an image of another is refused."""
 NO_PARTS = b"[[],[]]"

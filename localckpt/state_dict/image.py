@@ -39,8 +39,6 @@ from localckpt.state_dict.skeleton import collection_paused, insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.tensor_table import Source, TensorTable, build_table, signature
 
-__all__ = ["Capture", "ImagePlanner", "pack", "unpack", "write_digests"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from localckpt.memory.host_memory import PAGE_NBYTES
 
-__all__ = ["ITEM_NBYTES", "Layout", "TensorSlot", "lay_out"]
-
 ITEM_NBYTES = {
     "C64": 8,
     "F64": 8,

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["marks_of", "set_marks", "unsaved_marks"]
-
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),

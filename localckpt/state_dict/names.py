@@ -14,20 +14,6 @@ from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.unpickler import Ignored, Unpickler
 from localckpt.state_dict.values import root_of
 
-__all__ = [
-    "ABOUT",
-    "CLASS",
-    "KEYS",
-    "MODULE",
-    "ORDER",
-    "OURS",
-    "Names",
-    "merged_names",
-    "names_of",
-    "only_in",
-    "read_names",
-]
-
 Names = dict[str, Any]
 """Names in a dict; below each those of a dict inside, else ``None``."""
 

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 import numpy
 
-__all__ = ["Chunk", "overlapping_pairs"]
-
 _Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 

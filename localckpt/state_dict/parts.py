@@ -19,19 +19,6 @@ from localckpt.errors import CorruptShardError
 from localckpt.state_dict.boxes import Box, RankSet
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, TensorTable
 
-__all__ = [
-    "LEAST_NBYTES",
-    "Agreed",
-    "DividedSlot",
-    "DividedTable",
-    "Tables",
-    "as_stored",
-    "deal",
-    "divide_table",
-    "parse_parts",
-    "render_parts",
-]
-
 LEAST_NBYTES = 64 << 10
 """Tensors below this size stay whole in each image. They cost little, and among them are those that
 programs call equal and do not keep so, such as the running statistics of a batch norm."""

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, cast
 
 from localckpt.errors import CorruptShardError
 
-__all__ = ["MAX_DEPTH", "Place", "check_opcodes", "place_at", "unframed"]
-
 MAX_DEPTH = 10_000
 """Limit of the depth of tuples in tuples, since C hashes them by an unlimited recursion."""
 

@@ -19,8 +19,6 @@ from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.skeleton import Taken, take_tensors
 from localckpt.state_dict.unpickler import check_skeleton
 
-__all__ = ["require_loadable", "take_or_refuse"]
-
 _MOST_LEVELS = 100
 _MOST_PLACES = 50
 

@@ -23,13 +23,6 @@ from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.source import MemorySource, read_header
 from localckpt.state_dict.tensor_table import TableEntry, dtype_named, parse_entries
 
-__all__ = [
-    "PartDigest",
-    "find_not_finite",
-    "replica_digests",
-    "tensor_views",
-]
-
 # torch copies no values of a dozen dtypes, and bytes are what is compared.
 _INTEGERS = {
     1: torch.uint8,

@@ -8,8 +8,6 @@ from typing import Any
 
 from localckpt.state_dict.containers import map_tensors, named_values
 
-__all__ = ["Replicated", "given", "without_marker", "without_markers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replicated:

@@ -43,23 +43,6 @@ from localckpt.state_dict.stateful import Freedom, ParametersOfStates, TensorKin
 from localckpt.state_dict.targets import find_overlaps
 from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed, root_of
 
-__all__ = [
-    "FilledPart",
-    "WantedTensor",
-    "beside",
-    "find_wanted",
-    "is_expanded",
-    "merged",
-    "outlines_of",
-    "overlapping_keys",
-    "require_full",
-    "require_one",
-    "take_values",
-    "values_below",
-    "with_outlines",
-    "with_values",
-]
-
 FindRows = Callable[[Region, Region], tuple[int, int] | None]
 
 

@@ -45,8 +45,6 @@ from localckpt.state_dict.tensor_table import (
 from localckpt.state_dict.unpickler import Contents, check_skeleton
 from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
-__all__ = ["ImageReader"]
-
 logger = logging.getLogger(__name__)
 
 

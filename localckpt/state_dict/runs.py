@@ -19,8 +19,6 @@ from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.boxes import Region
 from localckpt.state_dict.source import ImageBytes, Scratch
 
-__all__ = ["InMemory", "Reserved", "Run", "Sink", "copy_reserved", "run_in", "stream_runs"]
-
 Reserved = tuple[memoryview, Callable[[], None]]
 """Memory for bytes that are about to be read, and what is to be called once they are verified."""
 

@@ -19,8 +19,6 @@ import torch
 from localckpt.errors import UnsafeGlobalError
 from localckpt.state_dict.basic import TensorAwareStateDict
 
-__all__ = ["Name", "SafeGlobals"]
-
 
 class Name(NamedTuple):
     """Name of a class or function in a pickle."""

@@ -43,8 +43,6 @@ from localckpt.state_dict.values import (
     with_tensors,
 )
 
-__all__ = ["PRIVATE", "SavedShard", "SavedTensor", "Wanted"]
-
 PRIVATE = "private"
 """Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
 

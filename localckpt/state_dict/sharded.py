@@ -15,8 +15,6 @@ import torch
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["is_sharded", "reduce_sharded", "restore_sharded"]
-
 # Imported at the first ShardedTensor, since the import takes time and few states hold one.
 _MODULE = "torch.distributed._shard.sharded_tensor"
 _SPECS = "torch.distributed._shard.sharding_spec"

@@ -42,15 +42,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 from localckpt.state_dict.unpickler import Unpickler
 
-__all__ = [
-    "Taken",
-    "checked_maker",
-    "collection_paused",
-    "find_tensors",
-    "insert_tensors",
-    "take_tensors",
-]
-
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
 

@@ -22,21 +22,6 @@ from localckpt.state_dict.header import (
     parse_record,
 )
 
-__all__ = [
-    "PIECE_NBYTES",
-    "Filled",
-    "ImageBytes",
-    "MemorySource",
-    "Places",
-    "Scratch",
-    "ShardSource",
-    "handle_pieces",
-    "read_header",
-    "read_verified_record",
-    "scatter",
-    "views_last",
-]
-
 PIECE_NBYTES = 2 << 20
 """Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
 

@@ -21,22 +21,6 @@ from localckpt.memory.tensor_bytes import composing
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = [
-    "FREE",
-    "NO_FREEDOM",
-    "Freedom",
-    "ParametersOfStates",
-    "TensorKind",
-    "freedom_of",
-    "is_place",
-    "is_same_tensor",
-    "load_module",
-    "load_module_state",
-    "load_optimizer",
-    "module_state",
-    "plain_names",
-]
-
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 

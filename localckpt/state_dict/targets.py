@@ -30,25 +30,6 @@ from localckpt.state_dict.tensor_table import (
     structures,
 )
 
-__all__ = [
-    "ALL_NAMED",
-    "FIT",
-    "STRICT",
-    "LetsGo",
-    "Matched",
-    "NamesDiffer",
-    "TargetRules",
-    "Targets",
-    "compare_names",
-    "find_overlaps",
-    "find_targets",
-    "in_turn",
-    "let_nothing_go",
-    "listed",
-    "mismatch",
-    "overlapping_spans",
-]
-
 _SHOWN_DIFFERENCES = 10
 FIT = (
     "Make the state as it was when it was saved. load() lets go of names with partial=True, "

@@ -29,24 +29,6 @@ from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.header import RESERVED_NAMES
 from localckpt.state_dict.layout import TensorSlot
 
-__all__ = [
-    "ARRAY",
-    "SHARED",
-    "UNNAMED",
-    "Source",
-    "TableEntry",
-    "TensorTable",
-    "build_table",
-    "dtype_named",
-    "free_name",
-    "packed",
-    "parse_entries",
-    "printable",
-    "signature",
-    "stored_strides",
-    "structures",
-]
-
 _LABELS = {
     torch.complex64: "C64",
     torch.float64: "F64",

@@ -21,8 +21,6 @@ from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGl
 from localckpt.state_dict.pickles import check_opcodes
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 
-__all__ = ["Contents", "Ignored", "Unpickler", "check_skeleton"]
-
 
 class Unpickler(pickle.Unpickler):
     """Reader of one pickle.

@@ -36,22 +36,6 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import checked_maker
 from localckpt.state_dict.unpickler import Ignored, Unpickler
 
-__all__ = [
-    "Place",
-    "Placeholder",
-    "Unit",
-    "above",
-    "digest_of",
-    "found_at",
-    "key_of",
-    "left_as_given",
-    "placed",
-    "read_tree",
-    "root_of",
-    "units_of",
-    "with_tensors",
-]
-
 Place = tuple[Any, ...]
 """Keys and indices that lead from a state to a value in it."""
 

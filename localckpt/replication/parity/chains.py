@@ -27,19 +27,6 @@ from localckpt.replication.parity.gf import (
 from localckpt.replication.parity.stripes import Strip
 from localckpt.replication.progress import chunks
 
-__all__ = [
-    "BUFFERS_NBYTES",
-    "Chain",
-    "ChainSchedule",
-    "ChainStep",
-    "Hop",
-    "Term",
-    "add_terms",
-    "schedule",
-    "sent_by_rank",
-    "tasks_of",
-]
-
 BUFFERS_NBYTES = 64 << 20
 """The most memory that a rank needs for messages under way, whatever the size of the images."""
 

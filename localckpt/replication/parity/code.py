@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from localckpt.replication.redundancy import Lost, Recovered
     from localckpt.storage.store import Store
 
-__all__ = ["ParityCode"]
-
 
 class ParityCode:
     """See :class:`localckpt.replication.redundancy.RecoveryScheme`."""

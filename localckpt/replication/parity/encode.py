@@ -16,8 +16,6 @@ from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["encode", "encoding_chains"]
-
 
 def encode(
     layout: ParityLayout,

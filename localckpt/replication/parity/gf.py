@@ -12,18 +12,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "ORDER",
-    "Bytes",
-    "Scratch",
-    "inverse",
-    "multiply",
-    "power",
-    "scale_xor_into",
-    "xor_into",
-    "xtime_xor_into",
-]
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 ORDER = 255

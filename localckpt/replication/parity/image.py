@@ -23,8 +23,6 @@ from localckpt.state_dict.source import (
     scatter,
 )
 
-__all__ = ["ParityFrame", "ParityOf", "ParityPart"]
-
 # Name of the tensor in the file.
 _PARITY = "parity"
 

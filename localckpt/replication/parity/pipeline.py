@@ -38,8 +38,6 @@ from localckpt.replication.parity.stripes import Kind, Strip
 from localckpt.replication.progress import PeerFailed, Progress
 from localckpt.state_dict.source import ShardSource, views_last
 
-__all__ = ["Pipeline", "Sinks", "Sources"]
-
 Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
 """Sources from which a rank reads what a member keeps."""
 Sinks: TypeAlias = Mapping[tuple[Kind, int], memoryview]

@@ -18,17 +18,6 @@ from localckpt.replication.parity.image import ParityOf
 from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout, Strip
 from localckpt.replication.redundancy import Lost, PieceProblem
 
-__all__ = [
-    "Left",
-    "Repair",
-    "Seen",
-    "longest_wait",
-    "piece_of",
-    "plan_rebuild",
-    "plan_repairs",
-    "take_together",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Left:

@@ -42,8 +42,6 @@ from localckpt.replication.retrieval import WatchedSource, new_name
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.store import Store
 
-__all__ = ["Rebuilding"]
-
 
 class Rebuilding:
     """One attempt to compute what is lost; all ranks of the job make it and call it together."""

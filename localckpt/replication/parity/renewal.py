@@ -20,8 +20,6 @@ from localckpt.replication.redundancy import Keeper
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot
 
-__all__ = ["ParityRenewal"]
-
 
 class ParityRenewal:
     """See :class:`localckpt.replication.redundancy.Renewal`."""

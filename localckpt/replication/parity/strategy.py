@@ -35,8 +35,6 @@ from localckpt.replication.placement import place_cliques
 from localckpt.replication.redundancy import Lacking
 from localckpt.storage.store import Slot, Store
 
-__all__ = ["ParityReplicationStrategy", "place_parity_groups"]
-
 logger = logging.getLogger(__name__)
 
 

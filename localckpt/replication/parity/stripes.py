@@ -18,16 +18,6 @@ from enum import IntEnum
 from localckpt.errors import MismatchError
 from localckpt.memory.digests import BLOCK_NBYTES
 
-__all__ = [
-    "MOST_MEMBERS",
-    "MOST_NBYTES",
-    "MOST_PARITIES",
-    "PARITY_KIND",
-    "Kind",
-    "ParityLayout",
-    "Strip",
-]
-
 PARITY_KIND = "parity"
 """Kind of the piece that each member of a group keeps."""
 

@@ -92,7 +92,11 @@ class Task(Generic[T]):
             _awaited_at_exit[id(self)] = self
         try:
             # Python's own wait for threads that are no daemons has no deadline.
-            _Thread(target=self.run, name=name, daemon=True).start()
+            thread = _Thread(target=self.run, name=name, daemon=True)
+            for other in [other for other in tuple(_threads) if not other.is_alive()]:
+                _threads.pop(other, None)
+            thread.start()
+            _threads[thread] = self.over
         except RuntimeError:
             _awaited_at_exit.pop(id(self), None)
             raise
@@ -198,9 +202,14 @@ def end_all(tasks: Sequence[Task[Any]]) -> None:
 
 
 _awaited_at_exit: dict[int, Task[Any]] = {}
+# Set once the task of the thread is over.
+_threads: dict[threading.Thread, Latch] = {}
 # A fork has none of these threads.
 os.register_at_fork(after_in_child=_awaited_at_exit.clear)
+os.register_at_fork(after_in_child=_threads.clear)
 _exit_at = inf
+# Longest wait for a thread whose task is over.
+_ENDING_S = 5.0
 
 
 def exit_by(at: float) -> None:
@@ -220,3 +229,7 @@ def _await_at_exit() -> None:
         if left_s <= 0:
             return
         tasks[0].wait(None if left_s == inf else left_s)
+    for thread, over in tuple(_threads.items()):
+        if over.is_set():
+            # One that is about to end would end the process by SIGABRT, were it cut off there.
+            thread.join(min(_ENDING_S, max(0.0, _exit_at - time.monotonic())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _weakrefset
 import dis
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -281,3 +282,29 @@ def test_work_that_hangs_in_a_library_is_stopped_by_the_first_interrupt() -> Non
         assert time.monotonic() - began < _PATIENCE_S / 2
     assert interrupter.interrupts == 20
     assert stops > 10
+
+
+_ENDS_LATE = """
+import threading, time
+from localckpt.threads import Latch, Task
+
+class Lingering(Latch):
+    def set(self):
+        super().set()
+        time.sleep(0.5)
+        print("ended", flush=True)
+
+task = Task(lambda: None)
+task.over = Lingering()
+task.start("localckpt-test", daemon=True)
+task.wait()
+"""
+
+
+def test_the_exit_waits_for_a_thread_whose_task_is_over() -> None:
+    # Cut off on its way out it would end the process by SIGABRT.
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS_LATE], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == "ended\n"

@@ -207,7 +207,8 @@ def _save_local(rank: int, number: int, root: Path) -> None:
 def _drain(rank: int, number: int, root: Path) -> None:
     shared = GlobalCheckpointManager(root, f"drained-{number}", timeout=_SHORT_S)
     manager = LocalCheckpointManager(node_store(), f"drained-{number}", timeout=_SHORT_S)
-    queue = AsyncCallsQueue(timeout_s=_SHORT_S)
+    # A drain takes several decisions, and makes files durable in between.
+    queue = AsyncCallsQueue(timeout_s=4 * _SHORT_S)
     try:
         manager.save({"w": torch.ones(8), f"of {rank}": torch.ones(2)}, 1)
         queue.schedule_async_request(manager.promote(1, to=shared))

@@ -67,9 +67,18 @@ class Latch:
 class _Thread(threading.Thread):
     """Thread whose start waits by a latch, so that an interrupt of it leaves no lock behind."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, task: Task[Any], name: str) -> None:
+        # Python's own wait for threads that are no daemons has no deadline.
+        super().__init__(target=task.run, name=name, daemon=True)
         self._started = Latch()
+        self._over = task.over
+
+    def run(self) -> None:
+        # Here, where no interrupt comes.
+        for other in [other for other in tuple(_threads) if not other.is_alive()]:
+            _threads.pop(other, None)
+        _threads[self] = self._over
+        super().run()
 
 
 class Task(Generic[T]):
@@ -91,12 +100,7 @@ class Task(Generic[T]):
         if not daemon:
             _awaited_at_exit[id(self)] = self
         try:
-            # Python's own wait for threads that are no daemons has no deadline.
-            thread = _Thread(target=self.run, name=name, daemon=True)
-            for other in [other for other in tuple(_threads) if not other.is_alive()]:
-                _threads.pop(other, None)
-            thread.start()
-            _threads[thread] = self.over
+            _Thread(self, name).start()
         except RuntimeError:
             _awaited_at_exit.pop(id(self), None)
             raise

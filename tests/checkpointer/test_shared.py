@@ -241,3 +241,24 @@ def test_a_drain_that_was_cut_off_goes_on_at_the_next_start(
 
     assert [known.folder.iteration for known in session.checkpoints()] == [0]
     assert not session.leftovers()
+
+
+def test_a_drain_that_takes_longer_than_ranks_wait_for_each_other_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"local": tmp_path / "local", "shared": tmp_path / "shared"}
+    monkeypatch.setattr(tiers, "_RATE", 5e5)
+
+    with Checkpointer({"model": torch.nn.Linear(800, 800)}, **places, timeout_s=4) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        began = time.monotonic()
+        checkpointer.pin(0)
+
+    assert time.monotonic() - began > 4
+    assert checkpointer.failed_saves == 0
+    (session,) = find_shared_sessions(tmp_path / "shared")
+    assert [(known.folder.iteration, known.is_pinned) for known in session.checkpoints()] == [
+        (0, True)
+    ]

@@ -55,12 +55,7 @@ _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalE
 
 
 class Failures:
-    """Saves of one tier that failed.
-
-    Attributes:
-        count: Number of all that failed.
-        is_to_stop: Tells whether the job is asked to stop.
-    """
+    """Saves of one tier that failed."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
+from localckpt.async_save.callers import OWN_WORK
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.availability.retention import Retention, node_rules, rules
 from localckpt.checkpointer.arguments import (
@@ -69,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 # Between two steps poll_stop() is called less often.
 _POLLS_IN_STEP = 1 << 32
+# So many times ranks that finish their saves wait for drains, which storage may make slow.
+_PATIENCE = 4
 # So often ranks that wait for storage look whether the job is to stop.
 _LOOK_S = 1.0
 
@@ -705,8 +708,11 @@ class Checkpointer:
         with self._events.timed("wait", self._last_step):
             while self._nodes.is_busy:
                 self._finalize(self._last_step, blocking=True)
-            if self._shared is not None:
-                self._shared.finish(self._last_step)
+            if (shared := self._shared) is not None:
+                for _ in range(_PATIENCE):
+                    if not shared.is_busy or any(self._look_at_drains(shared, self._last_step)):
+                        break
+                shared.finish(self._last_step)
 
     @in_own_words
     def close(self) -> None:
@@ -810,13 +816,22 @@ class Checkpointer:
     def _await_drains(self, step: int) -> bool:
         """Wait for the drains before that of a step; return whether they are over on all ranks."""
         assert self._shared is not None, "its drains are waited for"
-        queue, waits_s = self._shared.queue, self._ranks.timeout_s
+        is_over, is_to_stop = self._look_at_drains(self._shared, step)
+        if is_over:
+            self._shared.finalize(step, blocking=True)
+        elif not is_to_stop:
+            self._failures[SHARED].leave_out(OWN_WORK * self._ranks.timeout_s)
+        return is_over
+
+    def _look_at_drains(self, shared: SharedTier, step: int | None) -> tuple[bool, bool]:
+        """Wait for the drains under way; whether all are over, and whether the job is to stop."""
+        queue, kind = shared.queue, "drain to shared storage"
         # A request to stop ends the wait, and a rank that waits alone is not to keep it from what
         # the others do next.
-        self._ranks.patience(f"drain step {step} to shared storage").until(
-            lambda: queue.is_over_here or self._is_to_stop(), waits_s, queue.waits_for
+        self._ranks.patience(f"{kind} after step {step}").until(
+            lambda: queue.is_over_here or self._is_to_stop(),
+            *(OWN_WORK * self._ranks.timeout_s, queue.waits_for),
         )
-        kind = "drain to shared storage"
         is_over, is_to_stop = self._ranks.agree(
             *(f"{kind} after step {step}", Attempt()),
             [queue.is_over_here, self._is_to_stop()],
@@ -825,11 +840,7 @@ class Checkpointer:
             order=step,
             read=shaped((bool, bool)),
         )
-        if is_over:
-            self._shared.finalize(step, blocking=True)
-        elif not is_to_stop:
-            self._failures[SHARED].leave_out(waits_s)
-        return bool(is_over)
+        return is_over, is_to_stop
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves that are over on all ranks; if it is ``blocking`` to the nodes."""

@@ -21,7 +21,13 @@ from localckpt.checkpointer.arguments import judge_arguments
 from localckpt.checkpointer.parts import EPOCHS
 from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
-from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.events.event import Tier
 from localckpt.events.stream import EventStream, Sink
 from localckpt.failure_texts import described, ranks_named
@@ -116,11 +122,7 @@ class Resumption:
         select: Callable[[], Selection],
         called: float,
     ) -> int:
-        """Fill the state from a checkpoint, and note in the record how that went.
-
-        ``select`` returns the caller's arguments; what it raises is raised on all ranks. Returns
-        the step of the checkpoint; -1 if there is none.
-        """
+        """Fill the state from a checkpoint, of which it returns the step; -1 if there is none."""
         try:
             # All ranks load the same, or none does.
             selected: list[Selection] = []
@@ -166,10 +168,7 @@ class Resumption:
         job_run: str,
         error: BaseException | None = None,
     ) -> None:
-        """Note that training goes on, or that it cannot; the first time since the process began.
-
-        ``step`` is -1 if none was loaded, and ``None`` after an error.
-        """
+        """Note that training goes on after a step, -1 for none; or with an error that it cannot."""
         seconds, began = self._events.seconds, called if self._began is None else self._began
         parts = {f"{part}_s": seconds.get(part, 0.0) for part in _PARTS}
         seconds.clear()
@@ -230,7 +229,13 @@ class Resumption:
         if self._shared is None or newest.beside < 0:
             return -1, ""
         steps = self._shared.manager.iterations_beside(newest.on_nodes)
-        return self._shared.load(load, steps), _SHARED_SOURCE
+        try:
+            return self._shared.load(load, steps), _SHARED_SOURCE
+        except (CorruptShardError, NoReplicasAvailableError, StorageError):
+            # A job that goes on there, and has a newer one now, may have pruned what was read.
+            if self._shared.manager.find_beside(newest.on_nodes) <= newest.beside:
+                raise
+        return self._load(load, elsewhere)
 
     def _load_step(self, load: PartsToLoad, step: int) -> tuple[int, str]:
         """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""

@@ -258,8 +258,8 @@ class LastSave:
             logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
         if self._shared is not None and not is_on_shared:
             logger.error(
-                "step %d is not on shared storage after %g s; the next start on these nodes goes "
-                "on with it",
+                "step %d is not on shared storage after %g s; if its drain has begun to write, the "
+                "next start on these nodes goes on with it",
                 *(step, self._grace_s),
             )
         return is_late

@@ -47,12 +47,7 @@ _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalE
 
 
 class Failures:
-    """Saves of one tier that failed.
-
-    Attributes:
-        count: Number of all that failed.
-        is_to_stop: Tells whether the job is asked to stop.
-    """
+    """Saves of one tier that failed."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -60,7 +55,6 @@ class Failures:
         self.count = 0
         self.is_to_stop: Callable[[], bool] = lambda: False
         self._in_a_row = 0
-        self._last: CheckpointingException | None = None
 
     def note(self, error: CheckpointingException) -> None:
         """Count a save that failed; raise the error if training is not to go on.
@@ -77,14 +71,18 @@ class Failures:
             return
         self.count += 1
         self._in_a_row += 1
-        self._last = error
         # Else the images that the failed calls had would stay until the next save succeeds.
         forget_frames(error)
         logger.warning(
             "a save to %s failed (%d in a row; training ends at %d): %s",
             *(self._what, self._in_a_row, self._most, worded(error, "step")),
         )
-        self._raise_if_too_many()
+        if self._in_a_row >= self._most:
+            why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
+            if self._most == 1:
+                why = f"a save to {self._what} failed (on_error, max_failures)"
+            kept = "Older checkpoints are as they were"
+            raise error.advised("end", f"{kept}. Training ends, since {why}")
 
     def leave_out(self, waited_s: float) -> None:
         """Count a save that was not begun, since an older one was in the way."""
@@ -95,18 +93,9 @@ class Failures:
             )
         )
 
-    def _raise_if_too_many(self) -> None:
-        """Raise the last error if training is not to go on."""
-        if self._last is not None and self._in_a_row >= self._most:
-            why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
-            if self._most == 1:
-                why = f"a save to {self._what} failed (on_error, max_failures)"
-            kept = "Older checkpoints are as they were"
-            raise self._last.advised("end", f"{kept}. Training ends, since {why}")
-
     def end_row(self) -> None:
         """Note that a save has succeeded."""
-        self._in_a_row, self._last = 0, None
+        self._in_a_row = 0
 
 
 class NodeTier:
@@ -183,10 +172,7 @@ class NodeTier:
             self.begun = step
 
     def load(self, load: PartsToLoad, step: int | None) -> int:
-        """Fill the state from the newest checkpoint, or from that of a step; all ranks do so.
-
-        Returns its step. Raises as the manager's ``load``.
-        """
+        """Fill the state from the newest checkpoint, or from that of a step; returns its step."""
         return self.manager.load_as(_options_of(load), step)[1].iteration
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
@@ -295,10 +281,7 @@ class SharedTier:
         self.queue.schedule_async_request(request)
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
-        """Fill the state from the first checkpoint that is not damaged; all ranks do so.
-
-        Returns its step; raises the error of the last one if all are damaged.
-        """
+        """Fill the state from the first checkpoint that is not damaged; returns its step."""
         for step in steps:
             try:
                 with self.manager.images(step) as (images, first):

@@ -436,7 +436,7 @@ class Drain(BackgroundSave):
     def _check(self) -> None:
         if self._pacer.is_stopped:
             raise PeerLostError(
-                f"the drain of iteration {self.iteration} was stopped: promote it again, and it "
+                f"the drain of iteration {self.iteration} was stopped: begun again, it "
                 f"goes on where it was. The checkpoint on the nodes is as it was"
             )
 

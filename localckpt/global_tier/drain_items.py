@@ -31,9 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
-from localckpt.global_tier.data_files import (
-    file_nbytes,
-)
+from localckpt.global_tier.data_files import file_nbytes
 from localckpt.global_tier.drain_plan import RankPlan, own_key
 from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
@@ -56,15 +54,12 @@ _MEGATRON = "megatron.core.dist_checkpointing.mapping"
 # Values that need no walk through what they hold.
 _LEAVES = (int, float, bool, str, bytes, type(None))
 
-
 # Writes a file of some name, of some bytes or of any number, with a content.
 WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]]], None]
 
 
 class DrainedShard:
-    """One shard; :meth:`plan` comes before :meth:`write`.
-
-    It may be that of another rank whose node lacks it.
+    """One shard, maybe of another rank whose node lacks it; it is planned before it is written.
 
     Attributes:
         lineage: Lineage of the epoch that saved it; known once it is planned.
@@ -106,15 +101,10 @@ class DrainedShard:
     def write(
         self, plan: SavePlan, unequal: Collection[str], write: WriteFile
     ) -> tuple[list[WriteResult], int]:
-        """Write the items that are this shard's to write, and the envelope of its image.
+        """Write this shard's items and the envelope of its image; return their places and its size.
 
-        ``unequal`` has the keys of values that other ranks have otherwise.
-
-        Returns where the items are, and the size of the envelope's file. Raises as
-        :meth:`KeptShard.use`.
-
-        ``write`` gets the size of a file that need not be written again; pickles of equal objects
-        may differ.
+        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
+        of a file that need not be written again; pickles of equal objects may differ.
         """
         return self._shard.use(lambda image: self._write(image, plan, unequal, write))
 
@@ -219,7 +209,7 @@ class ImageItems:
         self._world_size = image.identity.world_size
         self._items: list[WriteItem] = []
         self._ranks: dict[MetadataIndex, RankSet] = {}
-        # Items with values that other ranks need not have.
+        # Items that other ranks may have otherwise, also where the image says they are equal.
         self._own: set[MetadataIndex] = set()
         self._numbers: dict[int, int] = {}
         self._is_of_loop = False
@@ -329,11 +319,8 @@ class ImageItems:
             if isinstance(value, ShardedTensor):
                 # What other ranks have of the same name and place is compared.
                 self._ranks[item.index] = RankSet.of([self._saved_by])
-            elif not self._is_on_all(image.box_of(number)):
+            else:
                 self._own.add(item.index)
-
-    def _is_on_all(self, box: Box | None) -> bool:
-        return box is not None and (box.ranks is None or len(box.ranks) == self._world_size)
 
     def _box_of(self, key: str, value: DTensor, box: Box | None) -> Box | None:
         """The part that an image has of a DTensor; ``None`` if its rank is not in the mesh."""
@@ -366,6 +353,8 @@ class ImageItems:
             # A part without items has the same place on all ranks that have none.
             if 0 not in sizes and box.ranks is not None:
                 self._ranks[index] = box.ranks
+                if len(box.ranks) > 1:
+                    self._own.add(index)
 
     # What other ranks may have otherwise.
 

@@ -27,7 +27,7 @@ class RankPlan:
 
     Attributes:
         plan: The items, as DCP's planner would list them.
-        digests: Digests of the values that the image does not say to be equal on other ranks.
+        digests: Digests of the values that other ranks may have under the same name.
         ranks: Ranks on which the image says that a part of a global tensor is equal.
         names_ranks: Whether values that differ get a key for each rank, too. A training loop finds
             them in the images.
@@ -106,7 +106,7 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
             f"the parts that ranks have of a tensor overlap, or do not make it up: {error}. "
             f"Nothing was drained"
         ) from error
-    return Merged(finals, metadata, sorted(unequal))
+    return Merged(finals, metadata, sorted({*unequal, *_diverged(parts)}))
 
 
 def _tellers(parts: Sequence[RankPlan]) -> dict[MetadataIndex, list[int]]:
@@ -153,6 +153,17 @@ def _unequal(parts: Sequence[RankPlan]) -> tuple[dict[str, list[int]], dict[str,
         if len(set(values.values())) > 1 or key in sharded
     }
     return unequal, {key: ranks[0] for key, ranks in unequal.items() if key not in sharded}
+
+
+def _diverged(parts: Sequence[RankPlan]) -> set[str]:
+    """Keys of global tensors that ranks have otherwise where the image says they are equal."""
+    seen: dict[MetadataIndex, str | None] = {}
+    return {
+        index.fqn
+        for part in parts
+        for index in part.ranks
+        if seen.setdefault(index, part.digests.get(index)) != part.digests.get(index)
+    }
 
 
 def _with_own_keys(

@@ -15,11 +15,13 @@ from localckpt import (
     Checkpointer,
     CheckpointingException,
     Every,
+    LocalCheckpointManager,
     NoReplicasAvailableError,
     Retention,
 )
 from localckpt.checkpointer import tiers
 from localckpt.global_tier.catalog import find_shared_sessions, why_kept
+from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
 from tests.ranks import run_ranks
 
@@ -241,3 +243,56 @@ def test_a_drain_that_was_cut_off_goes_on_at_the_next_start(
 
     assert [known.folder.iteration for known in session.checkpoints()] == [0]
     assert not session.leftovers()
+
+
+def test_a_drain_that_takes_longer_than_ranks_wait_for_each_other_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"local": tmp_path / "local", "shared": tmp_path / "shared"}
+    monkeypatch.setattr(tiers, "_RATE", 5e5)
+
+    with Checkpointer({"model": torch.nn.Linear(800, 800)}, **places, timeout_s=4) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        began = time.monotonic()
+        checkpointer.pin(0)
+
+    assert time.monotonic() - began > 4
+    assert checkpointer.failed_saves == 0
+    (session,) = find_shared_sessions(tmp_path / "shared")
+    assert [(known.folder.iteration, known.is_pinned) for known in session.checkpoints()] == [
+        (0, True)
+    ]
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["found", "opened"])
+def test_what_a_job_prunes_while_another_reads_it_makes_way_for_the_newest(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shared = torch.nn.Linear(50, 50), tmp_path / "shared"
+    with Checkpointer(
+        {"model": model}, local=tmp_path / "a", shared=shared, shared_keep_last=1, save_last=False
+    ) as job:
+        job.resume()
+
+        def save(step: int) -> None:
+            job.step(step)
+            job.save(step, shared=True)
+            job.wait_until_finished()
+
+        save(0)
+        owner: Any = LocalCheckpointManager if is_open else GlobalCheckpointManager
+        call = "load_from" if is_open else "images"
+        looked = getattr(owner, call)
+
+        def look(*args: Any) -> Any:
+            monkeypatch.undo()
+            save(1)
+            return looked(*args)
+
+        monkeypatch.setattr(owner, call, look)
+        with Checkpointer(
+            {"model": torch.nn.Linear(50, 50)}, local=tmp_path / "b", shared=shared, read_only=True
+        ) as reader:
+            assert reader.resume() == 2

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_module
 
-from localckpt import Checkpointer, CheckpointingException, MismatchError
+from localckpt import Checkpointer, CheckpointingException, MismatchError, replicated
+from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
 
@@ -338,3 +341,41 @@ def test_what_a_single_rank_has_saved_is_equal_on_all_that_have(tmp_path: Path) 
     loaded = run_ranks(_resize, 2, shared, False, store_per_node=[tmp_path / "second"])
 
     assert loaded == [[1, 4, 5]] * 2
+
+
+def _resume_drifted(
+    rank: int, world_size: int, shared: Path, kind: str, is_first: bool
+) -> tuple[int, str]:
+    model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.BatchNorm1d(400))
+    if kind == "Replicate":
+        mesh = init_device_mesh("cpu", (world_size,))
+        distribute_module(model, mesh)
+    with torch.no_grad():
+        for number, tensor in enumerate(model.state_dict().values()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.fill_(number + rank if is_first else -1)
+    state = {"model": replicated(model) if kind == "replicated()" else model}
+    with Checkpointer(state, local=node_store(), shared=shared, save_last=False) as checkpointer:
+        first = checkpointer.resume()
+        if is_first:
+            checkpointer.step(0)
+            checkpointer.save(0, shared=True)
+            checkpointer.wait_until_finished()
+        values = model.state_dict().values()
+        return first, str([(v.to_local() if isinstance(v, DTensor) else v).sum() for v in values])
+
+
+@pytest.mark.fault("divergent-replica")
+@pytest.mark.parametrize("kind", ["replicated()", "Replicate"])
+def test_what_is_said_to_be_equal_and_has_drifted_apart_comes_back_as_each_rank_had_it(
+    kind: str, tmp_path: Path
+) -> None:
+    nodes, shared = stores(tmp_path, 2), tmp_path / "shared"
+    saved = run_ranks(*(_resume_drifted, 2, shared, kind, True), store_per_node=nodes)
+    for node in nodes:
+        shutil.rmtree(node)
+
+    found = run_ranks(*(_resume_drifted, 2, shared, kind, False), store_per_node=nodes)
+
+    assert saved[0] != saved[1]
+    assert found == [(1, values) for _, values in saved]

@@ -891,7 +891,7 @@ def test_a_drain_that_one_rank_leaves_ends_on_all_at_once(leaves: str, tmp_path:
         (_, first_s), (text, second_s), (same, third_s) = group.join(_WAIT_S)
 
     assert max(first_s, second_s, third_s) < _AT_ONCE_S
-    assert "the drain of iteration 5 was stopped: promote it again" in text or "left" in text
+    assert "the drain of iteration 5 was stopped: begun again" in text or "left" in text
     assert text == same
 
 
@@ -961,7 +961,7 @@ def test_close_ends_a_drain_that_is_under_way(
             job.shared.close()
         assert time.monotonic() - began < 5.0
         assert request.finalize_fns
-    assert "was stopped: promote it again" in caplog.text
+    assert "was stopped: begun again" in caplog.text
     assert not list(tmp_path.glob("shared/iteration*"))
 
 

@@ -88,7 +88,7 @@ _BUDGETS = {
     "top": (2099, 1300, 14),
     "async_save": (1689, 1400, 7),
     "availability": (2824, 2000, 11),
-    "checkpointer": (4443, 1800, 18),
+    "checkpointer": (4442, 1800, 18),
     "cli": (3175, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),

@@ -33,6 +33,7 @@ from localckpt.ranks import round as rounds
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.store_part import StorePart
 from localckpt.ranks.values import Message
+from tests.async_save.work import await_ends_of_threads
 from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
@@ -332,6 +333,8 @@ def _play(
     if grown > _MOST_NBYTES:
         foreign.append(f"{grown} bytes of memory")
     _Tampering.at = -1
+    # Threads that still wait for a rank until their deadline, and read what was replaced.
+    await_ends_of_threads()
     dist.barrier(group=patient)
     # What was replaced has left nothing behind.
     _PROTOCOLS[protocol](rank, 10_000, root)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import StorageError
-from localckpt.storage.buffers import BufferPool, PrivateBuffer
+from localckpt.storage.buffers import BufferPool
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import ShardWrite, write_shard
+from tests.storage.sent import SentBuffer
 from tests.storage.shards import (
     PATIENCE_S,
     ROOT,
@@ -403,22 +404,8 @@ def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path:
 def process_store(disk: Path) -> DirectoryStore:
     """Make a store whose writes the process that is traced can be sent."""
     store = DirectoryStore(disk, "run", 0, 5.0)
-    store._pool = BufferPool(_SentBuffer)
+    store._pool = BufferPool(SentBuffer)
     return store
-
-
-class _SentBuffer(PrivateBuffer):
-    """Buffer of which another process gets a copy."""
-
-    def __reduce__(self) -> tuple[Callable[[bytes], PrivateBuffer], tuple[bytes]]:
-        return _received, (bytes(self.view),)
-
-
-def _received(content: bytes) -> PrivateBuffer:
-    buffer = PrivateBuffer(len(content))
-    buffer.view[:] = content
-    buffer.take()
-    return buffer
 
 
 def drop_recycled(store: DirectoryStore) -> None:

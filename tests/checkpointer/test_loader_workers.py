@@ -82,7 +82,8 @@ def _stop(folder: Path, environment: dict[str, str], *program: str) -> tuple[lis
         launcher.wait(_PATIENCE_S)
         last = _numbers(log, "stopped") or [max(_numbers(log, "step"))]
     with _torchrun(folder, environment, str(folder), *program):
-        _await(log, "step")
+        # Not the line that says after which step it goes on.
+        _await(log, "\nstep ")
         return last, min(_numbers(log, "resumed"))
 
 

@@ -18,6 +18,7 @@ from localckpt.errors import (
     CorruptShardError,
     DivergenceError,
     MismatchError,
+    NoReplicasAvailableError,
     PeerLostError,
     SameMachineReplicationException,
     SaveFailedError,
@@ -282,6 +283,10 @@ class SharedTier:
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; returns its step."""
+        if not steps:
+            raise NoReplicasAvailableError(
+                f"the checkpoints under {self.manager.root} went away while the job looked for one"
+            )
         for step in steps:
             try:
                 with self.manager.images(step) as (images, first):
@@ -297,8 +302,9 @@ class SharedTier:
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the drains that are over on all ranks, as :meth:`NodeTier.finalize`."""
-        if not self._nodes.is_busy:
-            # What is left was to be drained, and is not complete on the nodes.
+        if self._wanted and not self._nodes.is_busy:
+            lost = ", ".join(map(str, self._wanted))
+            logger.warning("not drained to shared storage, as the nodes lack it: step %s", lost)
             self._wanted.clear()
         while self._refused:
             self._failures.note(self._refused.pop(0))

@@ -111,7 +111,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._thread = SerialThread("localckpt-writer")
         self._writing: HandedOver | None = None
         # A writer that is made for one checkpoint only is often left, not closed.
-        weakref.finalize(self, _close, self._staging, self._thread, os.getpid())
+        weakref.finalize(self, _close, self._staging, self._thread, timeout_s, os.getpid())
         self._process = os.getpid()
         self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
         self._prepared: WriteData | None = None
@@ -327,7 +327,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""
-        _close(self._staging, self._thread, self._process)
+        _close(self._staging, self._thread, self._timeout_s, self._process)
 
     def _named(self, result: WriteResult) -> WriteResult:
         """A result of any rank with the name that the file has in this save."""
@@ -363,11 +363,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         return files
 
 
-def _close(staging: Staging, thread: SerialThread, process: int) -> None:
+def _close(staging: Staging, thread: SerialThread, timeout_s: float, process: int) -> None:
     # A fork of the trainer must not take the memory away from it.
     if os.getpid() == process:
         staging.close()
-        thread.close()
+        if not thread.close(timeout_s):
+            logger.error(
+                "a save is still being written %g s after its writer was closed", timeout_s
+            )
 
 
 class _Begin:

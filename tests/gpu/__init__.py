@@ -1,0 +1,1 @@
+"""Jobs with a GPU: what they save and load, over NCCL alone where there are several ranks."""

@@ -20,8 +20,11 @@ import threading
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any
 
@@ -33,7 +36,7 @@ from localckpt.waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
-# How often a wait looks beyond its pipe: is the process there, is the interpreter leaving.
+# How often a wait looks beyond its connection: is the process there, is the interpreter leaving.
 _LOOK_ROUND_S = 0.5
 # A process that has answered, or was asked to leave, or killed, ends within this.
 _LEAVE_S = 5.0
@@ -90,17 +93,67 @@ class Priority:
             logger.info("process %d keeps a higher priority than was asked for: %r", pid, reason)
 
 
-class WorkerProcess:
-    """One interpreter that takes calls until it is stopped, killed, or its trainer ends.
+class _OtherProcess(ABC):
+    """Process that carries out calls. It is asked, and answers, over a connection.
 
     A call may take ``exit_patience_s`` more seconds once the trainer's main thread has ended.
     """
 
-    def __init__(self, exit_patience_s: float, priority: Priority) -> None:
+    pid: int
+    _connection: Connection
+
+    def __init__(self, exit_patience_s: float) -> None:
         self._exit_patience_s = exit_patience_s
+
+    @abstractmethod
+    def kill(self) -> bool:
+        """End it now, from any thread, and a wait in :meth:`call`; returns whether it has ended."""
+
+    @abstractmethod
+    def _exit_code(self, timeout_s: float) -> int | None:
+        """Return how it has ended; ``None`` if it has not within a time."""
+
+    def call(self, name: str, request: bytes = b"") -> None:
+        """Have a call made; its error is raised here, caused by the traceback over there."""
+        try:
+            self._connection.send_bytes(request)
+            reply = self._await_reply()
+        except (EOFError, OSError):
+            reply = None
+        output = self._new_output()
+        if reply is None:
+            self.kill()
+            code = self._exit_code(_LEAVE_S)
+            raise WorkerDiedError(_exit_message(name, self.pid, code, output))
+        if output:
+            logger.warning("the worker process wrote during %s:\n%s", name, output)
+        if reply:
+            raise pickle.loads(reply).rebuild()
+
+    def _new_output(self) -> str:
+        """Return what it has printed since the last call, where that is kept."""
+        return ""
+
+    def _await_reply(self) -> bytes | None:
+        """Return the answer, or ``None`` if it has ended, or is not to be waited for."""
+        give_up: float | None = None
+        while not self._connection.poll(_LOOK_ROUND_S):
+            if self._exit_code(0.0) is not None and not self._connection.poll():
+                return None
+            if not threading.main_thread().is_alive():
+                give_up = give_up or time.monotonic() + self._exit_patience_s
+                if time.monotonic() > give_up:
+                    return None
+        return self._connection.recv_bytes()
+
+
+class WorkerProcess(_OtherProcess):
+    """One interpreter that takes calls until it is stopped, killed, or its trainer ends."""
+
+    def __init__(self, exit_patience_s: float, priority: Priority) -> None:
+        super().__init__(exit_patience_s)
         self._killed = False
-        requests, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         # Its output goes to memory: a pipe would block it when nobody reads, and break it when
         # the trainer dies.
         self._output, self._output_read = os.memfd_create("localckpt-worker-output"), 0
@@ -108,60 +161,37 @@ class WorkerProcess:
             fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
             with _STARTING:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _program(), *map(str, (os.getpid(), requests, replies))],
+                    [sys.executable, "-c", _program(), str(os.getpid()), str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=self._output,
-                    pass_fds=(requests, replies),
+                    pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
         except BaseException:
-            _close_all(self._requests, self._replies, self._output)
+            self._connection.close()
+            os.close(self._output)
             raise
         finally:
-            _close_all(requests, replies)
+            theirs.close()
         self.pid = self._process.pid
         self.stop = weakref.finalize(
-            self,
-            _stop_worker,
-            os.getpid(),
-            self._process,
-            self._requests,
-            (self._replies, self._output),
+            self, _stop_worker, os.getpid(), self._process, self._connection, self._output
         )
         priority.give(self.pid)
 
     def usable(self) -> bool:
         return self.stop.alive and not self._killed and self._process.poll() is None
 
-    def call(self, name: str, packed: bytes) -> None:
-        """Have a call made; its error is raised here, caused by the traceback over there."""
-        try:
-            worker.write_frame(self._requests, packed)
-            reply = _await_reply(self._replies, self._is_running, self._exit_patience_s)
-        except BrokenPipeError:
-            reply = None
-        output = self._new_output()
-        if reply is None:
-            self.kill()
-            raise WorkerDiedError(_exit_message(name, self.pid, self._process.poll(), output))
-        if output:
-            logger.warning("the worker process wrote during %s:\n%s", name, output)
-        if reply:
-            raise pickle.loads(reply).rebuild()
-
     def kill(self) -> bool:
-        """End it now, from any thread, and a wait in :meth:`call`; returns whether it has ended."""
         self._killed = True
         self._process.kill()
-        try:
-            self._process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._exit_code(_LEAVE_S) is not None
 
-    def _is_running(self) -> bool:
-        return self._process.poll() is None
+    def _exit_code(self, timeout_s: float) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
 
     def _new_output(self) -> str:
         size = os.fstat(self._output).st_size
@@ -174,7 +204,7 @@ class WorkerProcess:
         return tail.decode(errors="replace").strip()
 
 
-class ForkedProcess:
+class ForkedProcess(_OtherProcess):
     """A copy of this process, made now, that makes one call when :meth:`call` asks for it.
 
     The call needs no pickling, and is not changed by what training does before its turn comes.
@@ -188,14 +218,12 @@ class ForkedProcess:
         exit_patience_s: float,
         priority: Priority,
     ) -> None:
-        self._exit_patience_s = exit_patience_s
-        go, self._go = os.pipe()
-        self._reply, reply = os.pipe()
-        theirs, ours = (go, reply), (self._go, self._reply)
+        super().__init__(exit_patience_s)
+        self._connection, theirs = multiprocessing.Pipe()
         work = (function, args, kwargs)
         try:
             self._process = multiprocessing.get_context("fork").Process(
-                target=_serve_once, args=(os.getpid(), theirs, ours, work)
+                target=_serve_once, args=(os.getpid(), theirs, self._connection, work)
             )
             with _STARTING, warnings.catch_warnings():
                 # The warning is about threads whose locks the child inherits; a fork is what is
@@ -203,47 +231,29 @@ class ForkedProcess:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._process.start()
         except BaseException:
-            _close_all(*ours)
+            self._connection.close()
             raise
         finally:
-            _close_all(*theirs)
+            theirs.close()
         assert self._process.pid is not None
-        priority.give(self._process.pid)
-
-    def call(self, name: str) -> None:
-        """Let it begin, and return when it is over; raises as :meth:`WorkerProcess.call`."""
-        try:
-            os.write(self._go, b"!")
-        except BrokenPipeError:
-            reply = None
-        else:
-            reply = _await_reply(self._reply, self._is_running, self._exit_patience_s)
-        if reply is None:
-            self.kill()
-            raise WorkerDiedError(_exit_message(name, self._process.pid, self._exit_code(), ""))
-        if reply:
-            raise pickle.loads(reply).rebuild()
+        self.pid = self._process.pid
+        priority.give(self.pid)
 
     def kill(self) -> bool:
-        """End it now; returns as :meth:`WorkerProcess.kill`."""
         self._process.kill()
-        return self._exit_code() is not None
+        return self._exit_code(_LEAVE_S) is not None
 
     def release(self) -> None:
         """Wait for its end, so that no zombie stays, and give back what it holds open."""
-        _close_all(self._go, self._reply)
-        self._process.join(_LEAVE_S)
-        if self._process.exitcode is None:
+        self._connection.close()
+        if self._exit_code(_LEAVE_S) is None:
             self.kill()
 
-    def _is_running(self) -> bool:
-        return self._process.exitcode is None
-
-    def _exit_code(self) -> int | None:
-        self._process.join(_LEAVE_S)
+    def _exit_code(self, timeout_s: float) -> int | None:
+        self._process.join(timeout_s)
         # Any thread may reap it (multiprocessing.active_children does), and the code is known a
         # moment after.
-        wait_until(lambda: self._process.exitcode is not None, _REAPED_S)
+        wait_until(lambda: self._process.exitcode is not None, min(timeout_s, _REAPED_S))
         return self._process.exitcode
 
 
@@ -261,9 +271,9 @@ def _program() -> str:
 
 
 def _stop_worker(
-    owner: int, process: subprocess.Popen[bytes], requests: int, others: tuple[int, ...]
+    owner: int, process: subprocess.Popen[bytes], connection: Connection, output: int
 ) -> None:
-    os.close(requests)
+    connection.close()
     try:
         # A forked child has the descriptors too, but the process is not its own.
         if os.getpid() == owner:
@@ -272,11 +282,11 @@ def _stop_worker(
         process.kill()
         process.wait(_LEAVE_S)
     finally:
-        _close_all(*others)
+        os.close(output)
 
 
 def _serve_once(
-    trainer: int, ours: tuple[int, int], theirs: tuple[int, int], work: tuple[Any, Any, Any]
+    trainer: int, ours: Connection, theirs: Connection, work: tuple[Any, Any, Any]
 ) -> None:
     # Collecting would touch, and so copy, all of the trainer's objects.
     gc.disable()
@@ -285,38 +295,19 @@ def _serve_once(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     worker.leave_ctrl_c_to_trainer()
     os.setsid()
-    _close_all(*theirs)
+    theirs.close()
     if "torch" in sys.modules:
         # The threads of the trainer's parallel regions do not exist here, and OpenMP would wait
         # for them.
         sys.modules["torch"].set_num_threads(1)
-    go, reply = ours
-    while not worker.is_readable(go, _LOOK_ROUND_S):
-        if os.getppid() != trainer:
-            return
-    if not os.read(go, 1):
-        return
-    failure = worker.carry_out(*work)
     try:
-        worker.write_frame(reply, b"" if failure is None else pickle.dumps(failure))
-    except BrokenPipeError:
+        while not ours.poll(_LOOK_ROUND_S):
+            if os.getppid() != trainer:
+                return
+        ours.recv_bytes()
+        worker.answer(ours, worker.carry_out(*work))
+    except (EOFError, OSError):
         logger.debug("the trainer ended before its call did")
-
-
-def _await_reply(fd: int, is_running: Callable[[], bool], exit_patience_s: float) -> bytes | None:
-    """The answer, or ``None`` when the process ended without one or is not to be waited for."""
-    give_up: float | None = None
-    while not worker.is_readable(fd, _LOOK_ROUND_S):
-        if not is_running() and not worker.is_readable(fd, 0):
-            return None
-        if not threading.main_thread().is_alive():
-            give_up = give_up or time.monotonic() + exit_patience_s
-            if time.monotonic() > give_up:
-                return None
-    try:
-        return worker.read_frame(fd)
-    except EOFError:
-        return None
 
 
 def _exit_message(name: str, pid: int | None, code: int | None, output: str) -> str:
@@ -331,8 +322,3 @@ def _exit_message(name: str, pid: int | None, code: int | None, output: str) -> 
         how = f"ended with exit code {code}"
     last = f". Its last output:\n{output}" if output else ""
     return f"the process {pid} that carried out {name} {how} before it was done{last}"
-
-
-def _close_all(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""The process that carries out a trainer's calls, one after another, and what crosses its pipes.
+"""The process that carries out a trainer's calls, one after another, and answers them.
 
 It imports no torch of its own, so it starts in milliseconds and stays small. It ends with its
 trainer: a call in hand is finished first, then it leaves.
@@ -11,11 +11,11 @@ import gc
 import logging
 import os
 import pickle
-import select
 import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from localckpt.errors import CheckpointingException
@@ -23,18 +23,18 @@ from localckpt.failure_texts import with_class
 
 logger = logging.getLogger(__name__)
 
-# A forked child of the trainer can keep the pipe open after the trainer's death, so end of file
-# alone does not tell; the parent's pid does, at this interval.
+# A forked child of the trainer can keep the connection open after the trainer's death, so end of
+# file alone does not tell; the parent's pid does, at this interval.
 _LOOK_ROUND_S = 1.0
 _LONGEST_TEXT = 16_000
 _LARGEST_PICKLE = 64_000
 
 
 def main() -> None:
-    """Serve the trainer whose pid and pipes stand on the command line."""
-    trainer, requests, replies = (int(word) for word in sys.argv[1:4])
-    for fd in (requests, replies):
-        os.set_inheritable(fd, False)
+    """Serve the trainer whose pid and connection stand on the command line."""
+    trainer, fd = (int(word) for word in sys.argv[1:3])
+    os.set_inheritable(fd, False)
+    connection = Connection(fd)
     faulthandler.enable()
     leave_ctrl_c_to_trainer()
     gc.disable()
@@ -43,17 +43,14 @@ def main() -> None:
     asked_to_leave: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_leave.append(number))
     while not asked_to_leave and os.getppid() == trainer:
-        if not is_readable(requests, _LOOK_ROUND_S):
-            continue
         try:
-            request = read_frame(requests)
-        except EOFError:
-            return
-        failure = carry_out_packed(request)
-        sys.stdout.flush()
-        try:
-            write_frame(replies, b"" if failure is None else pickle.dumps(failure))
-        except BrokenPipeError:
+            if not connection.poll(_LOOK_ROUND_S):
+                continue
+            failure = carry_out_packed(connection.recv_bytes())
+            sys.stdout.flush()
+            answer(connection, failure)
+        except (EOFError, OSError):
+            # The trainer has ended, or has closed the connection.
             return
         # Between calls, so that collecting takes no time of one.
         gc.collect()
@@ -61,6 +58,11 @@ def main() -> None:
 
 def leave_ctrl_c_to_trainer() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def answer(connection: Connection, failure: WorkerFailure | None) -> None:
+    """Tell the trainer how a call ended; raises OSError if the trainer has ended."""
+    connection.send_bytes(b"" if failure is None else pickle.dumps(failure))
 
 
 def carry_out(function: Any, args: Any, kwargs: Any) -> WorkerFailure | None:
@@ -121,35 +123,3 @@ class WorkerFailure:
                 logger.debug("an error is rebuilt from text: %s", self.summary, exc_info=True)
         error.__cause__ = RemoteTraceback(self.traceback)
         return error
-
-
-def write_frame(fd: int, payload: bytes) -> None:
-    """Send a message, its length before it."""
-    for part in (len(payload).to_bytes(8, "little"), payload):
-        view = memoryview(part)
-        while view:
-            view = view[os.write(fd, view) :]
-
-
-def read_frame(fd: int) -> bytes:
-    """Receive a message; raises EOFError when the other end has gone."""
-    return _read_exactly(fd, int.from_bytes(_read_exactly(fd, 8), "little"))
-
-
-def is_readable(fd: int, timeout_s: float) -> bool:
-    """Return whether something can be read, the end of the stream included."""
-    # Not select(), which refuses descriptors above 1023, and trainers have many.
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-def _read_exactly(fd: int, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = os.read(fd, min(size, 1 << 20))
-        if not part:
-            raise EOFError("the other end has gone")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)

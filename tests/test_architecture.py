@@ -89,7 +89,7 @@ _BUDGETS = {
     "async_save": (1645, 1400, 7),
     "availability": (2824, 2000, 11),
     "checkpointer": (4448, 1800, 18),
-    "cli": (3175, 3000, 16),
+    "cli": (3124, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (7127, 4900, 23),

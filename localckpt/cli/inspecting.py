@@ -25,7 +25,6 @@ from localckpt.cli.output import (
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
-from localckpt.state_dict.boxes import Box, RankSet, narrowed_rows, parse_boxes
 from localckpt.state_dict.header import DIGESTS, SKELETON, Skeleton, kind_of, parse_safetensors
 from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
@@ -33,7 +32,6 @@ from localckpt.storage.names import DIRTY, RECYCLED, local_path
 
 # No header may be longer, and no table of tensors is.
 _MAX_NBYTES = 100_000_000
-_SHOWN_RANKS = 64
 _WIDTH = 120
 _FORMAT = re.compile(r"localckpt-\d+")
 # Kinds of files that are none of ours.
@@ -79,8 +77,6 @@ class _NamedBytes:
     """torch's name of the type, if the table says."""
     views: int = 0
     """Number of tensors that are views into it."""
-    boxes: tuple[Box, ...] = ()
-    """Parts of global tensors that its tensors are."""
 
 
 @dataclass(slots=True)
@@ -139,7 +135,6 @@ class _Seen:
                     "offset": self.offset(tensor),
                     "nbytes": tensor.nbytes,
                     "views": tensor.views,
-                    "boxes": [_box_to_json(box) for box in tensor.boxes],
                 }
                 for tensor in self.tensors
             ],
@@ -148,15 +143,6 @@ class _Seen:
             "digests_nbytes": self.digests and self.digests.nbytes,
             "problems": self.problems,
         }
-
-
-def _box_to_json(box: Box) -> dict[str, Any]:
-    return {
-        "key": box.key,
-        "shape": list(box.shape),
-        "runs": [[list(run) for run in runs] for runs in box.runs],
-        "ranks": None if box.ranks is None else [list(run) for run in box.ranks.runs],
-    }
 
 
 def _look(path: Path) -> _Seen:
@@ -222,7 +208,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
     framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    table, boxes_text, parts_text, _ = Skeleton.split(framed)
+    table, _, parts_text, _ = Skeleton.split(framed)
     rows = json_module.loads(table)
     parts = {slot: (start, count) for slot, _, start, count, _ in json_module.loads(parts_text)[1]}
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -234,44 +220,11 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
             whole[slot] = (str(dtype), tuple(shape))
         else:
             views[slot] += 1
-    boxes: dict[str, list[Box]] = {}
-    if seen.record is not None:
-        identity, local = seen.record.identity, [tuple(shape) for _, _, shape, *_ in rows]
-        parsed = parse_boxes(boxes_text, local, identity.rank, identity.world_size)
-        for number, box in parsed.items():
-            slot = rows[number][0]
-            if slot in parts and local[number] and parts[slot][1] != local[number][0]:
-                dim = len(box.shape) - len(local[number])
-                box = box._replace(runs=narrowed_rows(box.runs, dim, *parts[slot]))
-            boxes.setdefault(slot, []).append(box)
     for number, tensor in enumerate(seen.tensors):
         dtype, shape = whole.get(tensor.name, (None, tensor.shape))
         if tensor.name in parts and shape:
             shape = (parts[tensor.name][1], *shape[1:])
-        seen.tensors[number] = replace(
-            tensor,
-            dtype=dtype,
-            shape=shape,
-            views=views[tensor.name],
-            boxes=tuple(boxes.get(tensor.name, ())),
-        )
-
-
-def _say_boxes(tensor: _NamedBytes) -> tuple[str, str]:
-    """Texts of the parts of global tensors, each with its key unless that is the tensor's name."""
-    places = [
-        box.place if box.key == tensor.name else f"{box.key} {box.place}" for box in tensor.boxes
-    ]
-    equal = [_say_ranks(box.ranks) for box in tensor.boxes]
-    return "; ".join(places), "; ".join(dict.fromkeys(equal))
-
-
-def _say_ranks(ranks: RankSet | None) -> str:
-    if ranks is None:
-        return ""
-    if len(ranks) > _SHOWN_RANKS:
-        return f"{len(ranks)} of {ranks.runs[0][0]}-{ranks.last}"
-    return ranges(ranks)
+        seen.tensors[number] = replace(tensor, dtype=dtype, shape=shape, views=views[tensor.name])
 
 
 def _say(seen: _Seen) -> None:
@@ -297,10 +250,7 @@ def _say(seen: _Seen) -> None:
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:
-        names: tuple[str, ...] = ("tensor", "dtype", "shape", "offset", "bytes", "views")
-        has_boxes = any(tensor.boxes for tensor in seen.tensors)
-        if has_boxes:
-            names = (*names, "part", "equal on ranks")
+        names = ("tensor", "dtype", "shape", "offset", "bytes", "views")
         rows = [
             (
                 tensor.name,
@@ -309,7 +259,6 @@ def _say(seen: _Seen) -> None:
                 str(offset) if (offset := seen.offset(tensor)) is not None else "?",
                 str(tensor.nbytes),
                 str(tensor.views or ""),
-                *(_say_boxes(tensor) if has_boxes else ()),
             )
             for tensor in seen.tensors
         ]

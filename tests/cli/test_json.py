@@ -164,7 +164,6 @@ def test_inspect(tmp_path: Path) -> None:
                 "offset": "int",
                 "nbytes": "int",
                 "views": "int",
-                "boxes": [],
             }
         ],
         "tensors_nbytes": "int",

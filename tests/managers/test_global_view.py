@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import localckpt
 from localckpt import CheckpointingException, MismatchError
-from tests.cli.commands import call
+from localckpt.state_dict.boxes import Box, parse_boxes
+from localckpt.state_dict.header import Skeleton
 from tests.managers.jobs import error_of, make_manager
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
@@ -28,8 +29,8 @@ from tests.upstream.environment import import_upstream, needs
 Dirs = Callable[[int], list[Path]]
 # Four ranks import FSDP at once, which takes long where the processor is busy.
 _LONG_S = 120.0
-# Key to the box, as `localckpt inspect --json` shows it, and the tensor.
-Told = dict[str, tuple[dict[str, Any], torch.Tensor]]
+# Key to the box, and the tensor.
+Told = dict[str, tuple[Box, torch.Tensor]]
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -41,23 +42,21 @@ def _saved(state: Any, session: str, **options: Any) -> Told:
         manager.load()
         (path,) = node_store().rglob(f"session-{session}/{manager.rank}/*.safetensors")
     tensors = load_file(path)
+    table, boxes, *_ = Skeleton.split(tensors["__skeleton__"].numpy().tobytes())
+    rows = json.loads(table)
+    shapes = [tuple(shape) for _, _, shape, *_ in rows]
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
-        box["key"]: (box, tensors[tensor["name"]].reshape(tensor["shape"]))
-        for tensor in call("inspect", path, "--json").json()["tensors"]
-        for box in tensor["boxes"]
+        box.key: (box, tensors[rows[number][0]].reshape(shapes[number]))
+        for number, box in parse_boxes(boxes, shapes, manager.rank, world_size).items()
     }
 
 
-def _ranks(box: dict[str, Any]) -> list[int]:
-    spaced = (range(first, first + count * step, step) for first, count, step in box["ranks"])
-    return sorted(chain.from_iterable(spaced))
-
-
-def _assert_part(told: tuple[dict[str, Any], torch.Tensor], whole: torch.Tensor) -> None:
+def _assert_part(told: tuple[Box, torch.Tensor], whole: torch.Tensor) -> None:
     """The tensor is what the box says of the whole one."""
     box, tensor = told
-    assert box["shape"] == list(whole.shape)
-    for dim, runs in enumerate(box["runs"]):
+    assert box.shape == whole.shape
+    for dim, runs in enumerate(box.runs):
         indices = [i for start, count in runs for i in range(start, start + count)]
         whole = whole.index_select(dim, torch.tensor(indices, dtype=torch.int64))
     assert torch.equal(tensor.reshape(whole.shape), whole)
@@ -90,7 +89,7 @@ def _tell(rank: int, world_size: int) -> None:
     assert told.keys() == wholes.keys()
     for name, (whole, _, _) in wholes.items():
         _assert_part(told[name], whole)
-    equal = {name: _ranks(box) for name, (box, _) in told.items()}
+    equal = {name: sorted(box.ranks) for name, (box, _) in told.items()}
     for name in ("even", "uneven", "empty", "both", "twice"):
         assert equal[name] == [rank]
     assert equal["replicated"] == equal["scalar"] == [0, 1, 2, 3]
@@ -119,7 +118,7 @@ def _tell_of_models(rank: int, line: DeviceMesh, square: DeviceMesh) -> None:
     assert told.keys() == {"strided.weight", "sharded.weight"}
     for box, tensor in told.values():
         _assert_part((box, tensor), whole)
-        assert _ranks(box) == [rank]
+        assert sorted(box.ranks) == [rank]
 
 
 def _tell_of_marks(rank: int, line: DeviceMesh) -> None:
@@ -129,14 +128,14 @@ def _tell_of_marks(rank: int, line: DeviceMesh) -> None:
     model = torch.nn.Linear(3, 2)
     told = _saved({"model": localckpt.replicated(model), "own": torch.ones(2)}, "all")
     assert told.keys() == {"model.weight", "model.bias"}
-    assert {tuple(_ranks(box)) for box, _ in told.values()} == {(0, 1, 2, 3)}
+    assert {tuple(sorted(box.ranks)) for box, _ in told.values()} == {(0, 1, 2, 3)}
     _assert_part(told["model.weight"], model.weight.detach())
 
     # In a job of two of the ranks these have numbers of their own.
     told = _saved(
         {"model": localckpt.replicated(model, group)}, f"job-{rank % 2}", process_group=group
     )
-    assert {tuple(_ranks(box)) for box, _ in told.values()} == {(0, 1)}
+    assert {tuple(sorted(box.ranks)) for box, _ in told.values()} == {(0, 1)}
 
     sharded = distribute_tensor(torch.rand(8), line, [Shard(0)], src_data_rank=None)
     with make_manager("disk", node_store(), "refused", timeout=_LONG_S) as manager:
@@ -203,7 +202,7 @@ def _tell_of_megatron() -> None:
 
     assert told.keys() == {"layers.weight"}
     _assert_part(told["layers.weight"], whole)
-    assert told["layers.weight"][0]["ranks"] is None
+    assert told["layers.weight"][0].ranks is None
 
 
 def _tell_of_megatron_on_a_rank(rank: int, world_size: int) -> None:

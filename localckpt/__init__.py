@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
     from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
-    from localckpt.replication.loss_chances import loss_of_groups as loss_of_groups
     from localckpt.replication.parity.strategy import (
         ParityReplicationStrategy as ParityReplicationStrategy,
     )
@@ -138,7 +137,6 @@ _HOMES_BESIDE = {
     "TemporalAsyncCaller": "async_save.callers",
     "TensorAwareStateDict": "state_dict.basic",
     "ThreadAsyncCaller": "async_save.callers",
-    "loss_of_groups": "replication.loss_chances",
     "parse_group_sequence": "replication.groups",
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",

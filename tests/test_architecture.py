@@ -85,19 +85,19 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2099, 1300, 14),
+    "top": (2097, 1300, 14),
     "async_save": (1645, 1400, 7),
     "availability": (2824, 2000, 11),
     "checkpointer": (4448, 1800, 18),
-    "cli": (3124, 3000, 16),
+    "cli": (3119, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (7127, 4900, 23),
     "integrations": (2821, 2900, 21),
-    "managers": (5788, 3600, 22),
+    "managers": (5773, 3600, 22),
     "memory": (817, 700, 7),
     "ranks": (3003, 1600, 14),
-    "replication": (3241, 2900, 18),
+    "replication": (3106, 2900, 17),
     "replication/parity": (1800, 1700, 12),
     "state_dict": (7691, 5000, 31),
     "storage": (3386, 3100, 17),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (187, 150)
+_CORE_MODULES = (186, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()
@@ -325,7 +325,7 @@ def test_names_that_the_package_does_not_list_are_those_beside_it() -> None:
 
     names = {name for name in vars(megatron) if name[0] != "_"} - {"annotations"}
 
-    beside = {*names, *survival.__all__, "loss_of_groups"} - set(localckpt._HOMES)
+    beside = {*names, *survival.__all__} - set(localckpt._HOMES)
 
     assert beside >= set(localckpt._HOMES_BESIDE)
     for name in names:

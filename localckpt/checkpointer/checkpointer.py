@@ -352,7 +352,7 @@ class Checkpointer:
 
     @property
     def manager(self) -> NodeManager:
-        """Manager of the nodes' checkpoints: ``status``, ``explain``, ``survivability``."""
+        """Manager of the nodes' checkpoints: ``status``, ``explain``."""
         return self._nodes.manager
 
     @property

@@ -1,8 +1,7 @@
 """Cost of redundancy schemes, and the losses of nodes that they survive: pure functions.
 
 Nothing here knows of ranks that run, or of torch: it answers before a job is started. The groups of
-a scheme are disjoint, so chances are counted exactly; :func:`localckpt.loss_of_groups` is for
-groups that are not.
+a scheme are disjoint, so chances are counted exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.replication.loss_chances import LossChance, require_integer, require_lost
+from localckpt.replication.placement import require_integer
 
 __all__ = ["Cost", "Scheme", "Survival", "survivability", "usual_schemes"]
 
@@ -138,7 +137,7 @@ class Survival:
         extra_memory: What a rank keeps beside its own shard, in memory or on disk, for each
             checkpoint that is kept.
         bytes_sent: What a rank sends to others in one save.
-        chances: Chances of losing data with 1, 2, ... nodes, in this order.
+        loss: Probability that 1, 2, ... lost nodes lose data, every set of so many being as likely.
     """
 
     scheme: Scheme
@@ -148,12 +147,7 @@ class Survival:
     groups: tuple[tuple[int, int], ...]
     extra_memory: Cost
     bytes_sent: Cost
-    chances: tuple[LossChance, ...]
-
-    @property
-    def loss(self) -> tuple[float, ...]:
-        """Probability that 1, 2, ... lost nodes lose data."""
-        return tuple(chance.probability for chance in self.chances)
+    loss: tuple[float, ...]
 
     @property
     def survives_any(self) -> int:
@@ -169,8 +163,8 @@ class Survival:
             "bytes_sent": _to_json(self.bytes_sent, self.shard_nbytes),
             "survives_any": self.survives_any,
             "loss": [
-                {"lost": c.lost, "probability": c.probability, "exact": c.is_exact}
-                for c in self.chances
+                {"lost": lost, "probability": probability}
+                for lost, probability in enumerate(self.loss, 1)
             ],
         }
 
@@ -209,7 +203,9 @@ def survivability(
         require_integer("shard_nbytes", shard_nbytes, 1)
     if most_lost is None:
         most_lost = min(_LOST_AT_MOST, nodes)
-    require_lost(most_lost, nodes)
+    require_integer("most_lost", most_lost, 1)
+    if most_lost > nodes:
+        raise MismatchError(f"{most_lost} nodes cannot be lost of a job that has {nodes}")
     return Survival(
         scheme,
         nodes,
@@ -230,18 +226,17 @@ def usual_schemes(nodes: int) -> list[Scheme]:
 
 def _chances(
     nodes: int, groups: Sequence[tuple[int, int, int]], most_lost: int
-) -> tuple[LossChance, ...]:
+) -> tuple[float, ...]:
     """Exactly, for disjoint groups: of each kind its size, what it tolerates, and their number."""
     ways = [1]
     for size, tolerated, count in groups:
         of_one = [math.comb(size, lost) for lost in range(min(tolerated, most_lost) + 1)]
         ways = _product(ways, _power(of_one, count, most_lost), most_lost)
     ways += [0] * (most_lost + 1 - len(ways))
-    chances = []
-    for lost in range(1, most_lost + 1):
-        sets = math.comb(nodes, lost)
-        chances.append(LossChance(lost, float(Fraction(sets - ways[lost], sets))))
-    return tuple(chances)
+    sets = [math.comb(nodes, lost) for lost in range(most_lost + 1)]
+    return tuple(
+        float(Fraction(sets[lost] - ways[lost], sets[lost])) for lost in range(1, most_lost + 1)
+    )
 
 
 def _product(a: Sequence[int], b: Sequence[int], degree: int) -> list[int]:

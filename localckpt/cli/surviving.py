@@ -90,7 +90,7 @@ def _say_schemes(survivals: Sequence[Survival]) -> None:
         "when so many nodes, drawn at random, are lost at once.",
         "",
     )
-    lost = [f"{chance.lost} lost" for chance in first.chances]
+    lost = [f"{number} lost" for number in range(1, len(first.loss) + 1)]
     names = ("scheme", "groups of nodes", "extra memory", "sent per save", *lost)
     rows = [
         (

@@ -55,7 +55,6 @@ from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import MANAGER, refused_together
-from localckpt.replication.loss_chances import LossChance, chances_of_loss
 from localckpt.replication.strategies import (
     LazyCliqueReplicationStrategy,
     NoReplication,
@@ -793,20 +792,6 @@ class CheckpointManager:
         shard is, as the ranks reported when the save was finalized, or the load was over.
         """
         return self._context.checkpoints.status(self.rank)
-
-    @one_call
-    def survivability(self) -> list[LossChance]:
-        """Chances that the loss of 1, 2, 3 and 4 nodes loses data; all ranks call it.
-
-        They are those of a checkpoint with all its copies, on the nodes of this job. ``localckpt
-        survive`` compares other schemes.
-
-        Raises:
-            MismatchError: The ranks do not belong together.
-            PeerLostError: A rank did not answer in time.
-        """
-        self._join()
-        return chances_of_loss(self._context.epoch.nodes, self._context.strategy.protection)
 
     def _require_writable(self) -> None:
         if self.read_only:

@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from localckpt.errors import MismatchError, SameMachineReplicationException
+from localckpt.errors import (
+    CheckpointingException,
+    MismatchError,
+    SameMachineReplicationException,
+)
 
 T = TypeVar("T")
 
@@ -126,3 +130,11 @@ def _deal(things: Sequence[T], domain_of: Callable[[T], str], factor: int) -> li
     first = [thing for there in alike.values() for thing in there[:groups]]
     surplus = [thing for there in alike.values() for thing in there[groups:]]
     return [[*first[g::groups], *surplus[g::groups]] for g in range(groups)]
+
+
+def require_integer(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer of at least some size; raises CheckpointingException."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointingException(
+            f"{name} must be an integer of at least {least}, not {value!r}"
+        )

@@ -231,7 +231,7 @@ def test_survive() -> None:
                 "extra_memory": cost,
                 "bytes_sent": cost,
                 "survives_any": "int",
-                "loss": [{"lost": "int", "probability": "float", "exact": "bool"}],
+                "loss": [{"lost": "int", "probability": "float"}],
             }
         ],
     }

@@ -1,8 +1,8 @@
-"""What schemes cost and survive: closed forms, enumeration and sampling agree."""
+"""What schemes cost and survive: closed forms and enumeration agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 from math import comb
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from localckpt.cli.survival import Scheme, Survival, survivability, usual_schemes
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.replication.groups import parse_group_sequence
-from localckpt.replication.loss_chances import LossChance, loss_of_groups
 
 _REPLICAS = st.integers(2, 6).map(lambda copies: Scheme("replicas", copies))
 _PARITY = st.integers(1, 2).flatmap(
@@ -33,11 +32,14 @@ def _groups_of_nodes(survival: Survival) -> list[range]:
     return [range(*ends) for ends in pairwise([0, *accumulate(_group_sizes(survival))])]
 
 
-def _agrees(sampled: LossChance, probability: float) -> bool:
-    """Further off by chance than once in a hundred million times is wrong."""
-    assert sampled.samples is not None
-    deviation = (probability * (1 - probability) / sampled.samples) ** 0.5
-    return abs(sampled.probability - probability) <= 6 * deviation + 6 / sampled.samples
+def _enumerated(groups: Sequence[Collection[int]], tolerated: Sequence[int], lost: int) -> float:
+    """Chance of losing data, by trying all sets of lost nodes."""
+    nodes = sorted({node for group in groups for node in group})
+    losing = sum(
+        any(len(set_ & set(g)) > most for g, most in zip(groups, tolerated, strict=True))
+        for set_ in map(set, combinations(nodes, lost))
+    )
+    return losing / comb(len(nodes), lost)
 
 
 @st.composite
@@ -49,20 +51,12 @@ def _jobs(draw: st.DrawFn) -> Survival:
 
 @settings(deadline=None)
 @given(_jobs())
-def test_the_closed_form_enumeration_and_sampling_agree(survival: Survival) -> None:
+def test_the_closed_form_and_enumeration_agree(survival: Survival) -> None:
     groups = _groups_of_nodes(survival)
     tolerated = [survival.scheme.tolerated(len(group)) for group in groups]
 
-    for chance in survival.chances:
-        counted = loss_of_groups(groups, tolerated, chance.lost)
-        sampled = loss_of_groups(
-            groups, tolerated, chance.lost, enumerate_at_most=0, samples=200, seed=1
-        )
-
-        assert chance.is_exact
-        assert counted == chance
-        assert (sampled.samples, sampled.is_exact) == (200, False)
-        assert _agrees(sampled, chance.probability)
+    for lost in range(1, min(survival.nodes, 5) + 1):
+        assert survival.loss[lost - 1] == _enumerated(groups, tolerated, lost)
 
 
 @settings(deadline=None)
@@ -107,16 +101,6 @@ def test_costs_are_those_of_the_ranks_of_all_groups(survival: Survival) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(2, 100))
-def test_two_lost_nodes_are_a_pair_or_neighbours_in_a_ring(half: int) -> None:
-    nodes = 2 * half
-    ring = [(node, (node + 1) % nodes) for node in range(nodes)]
-
-    assert survivability(nodes, 8, "replicas:2").loss[1] == 1 / (nodes - 1)
-    assert loss_of_groups(ring, 1, 2).probability == pytest.approx(2 / (nodes - 1))
-
-
-@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 12), st.integers(1, 4))
 def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
     factor: int, ranks_per_node: int, nodes: int, lost: int
@@ -128,8 +112,8 @@ def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
 
     told = survivability(nodes, ranks_per_node, Scheme("replicas", factor))
 
-    made = loss_of_groups(of_nodes, [len(clique) - 1 for clique in cliques], lost)
-    assert made.probability == told.loss[lost - 1]
+    made = _enumerated(of_nodes, [len(clique) - 1 for clique in cliques], lost)
+    assert made == told.loss[lost - 1]
     memory = [len(clique) - 1 for clique in cliques for _ in clique]
     assert told.extra_memory.mean == pytest.approx(sum(memory) / len(memory))
 
@@ -140,68 +124,10 @@ def test_cliques_across_racks_survive_a_rack_and_any_node() -> None:
     on_nodes = [[rank // ranks for rank in clique] for clique in cliques]
     on_racks = [[node // nodes_of_rack for node in members] for members in on_nodes]
 
-    assert loss_of_groups(on_racks, 1, 1).probability == 0
-    assert loss_of_groups(on_nodes, 1, 2).probability == 1 / 23
-    assert loss_of_groups(on_racks, 1, 2).probability == survivability(6, 8, "replicas:2").loss[1]
-
-
-def test_ranks_of_a_node_with_partners_on_different_nodes_lose_more() -> None:
-    cliques = parse_group_sequence(3, 2, 12)
-    on_nodes = [[rank // 2 for rank in clique] for clique in cliques]
-
-    told = loss_of_groups(on_nodes, 1, 2)
-
-    # Of 6 nodes, the pairs 0+1, 0+2, 1+2, 3+4, 3+5 and 4+5 share a clique.
-    assert told == LossChance(2, 6 / comb(6, 2))
-
-
-def test_a_group_with_two_members_on_a_node_loses_both_with_it() -> None:
-    groups = [["a", "a", "b"], ["b", "c"]]
-
-    assert loss_of_groups(groups, 1, 1).probability == 1 / 3
-    assert loss_of_groups(groups, [2, 1], 1).probability == 0
-
-
-def test_overlapping_groups_are_enumerated_as_every_set_of_lost_nodes_says() -> None:
-    ring = [{node, (node + 1) % 9, (node + 2) % 9} for node in range(9)]
-
-    for lost in range(1, 10):
-        losing = [
-            set_ for set_ in combinations(range(9), lost) if any(g <= set(set_) for g in ring)
-        ]
-        told = loss_of_groups(ring, 2, lost)
-
-        assert told == LossChance(lost, len(losing) / comb(9, lost))
-
-
-def test_many_sets_are_sampled_with_a_seed_and_a_standard_error() -> None:
-    ring = [(node, (node + 1) % 100) for node in range(100)]
-
-    told = [loss_of_groups(ring, 1, 4, samples=2000, seed=seed) for seed in (0, 0, 1)]
-
-    # Of a ring of n, n / (n - k) * C(n - k, k) sets of k have no two neighbours.
-    loses = float(1 - Fraction(100, 96) * comb(96, 4) / comb(100, 4))
-    assert told[0] == told[1] != told[2]
-    assert all(chance.samples == 2000 for chance in told)
-    assert all(_agrees(chance, loses) for chance in told)
-    deviation = (loses * (1 - loses) / 2000) ** 0.5
-    assert all(chance.standard_error == pytest.approx(deviation, rel=0.2) for chance in told)
-
-
-def test_sets_are_tried_one_by_one_up_to_the_limit_and_sampled_past_it() -> None:
-    ring = [(node, (node + 1) % 6) for node in range(6)]
-
-    at, past = (loss_of_groups(ring, 1, 2, enumerate_at_most=most) for most in (15, 14))
-
-    assert at == LossChance(2, 6 / 15)
-    assert not past.is_exact
-
-
-def test_samples_without_a_loss_have_a_standard_error() -> None:
-    told = loss_of_groups([range(3), range(3, 6)], 2, 2, enumerate_at_most=0, samples=98)
-
-    assert told.probability == 0
-    assert told.standard_error == pytest.approx((0.01 * 0.99 / 98) ** 0.5)
+    limits = [1] * len(cliques)
+    assert _enumerated(on_racks, limits, 1) == 0
+    assert _enumerated(on_nodes, limits, 2) == survivability(24, 2, "replicas:2").loss[1]
+    assert _enumerated(on_racks, limits, 2) == survivability(6, 8, "replicas:2").loss[1]
 
 
 def test_a_job_of_very_many_nodes_is_counted_at_once() -> None:
@@ -284,17 +210,6 @@ def test_schemes_that_make_no_sense_are_refused(arguments: tuple[Any, ...], told
         (lambda: survivability(3, 8, "replicas:4"), MismatchError, "at least 4 nodes, .* has 3"),
         (lambda: survivability(3, 8, "none", most_lost=4), MismatchError, "4 nodes cannot be lost"),
         (lambda: survivability(3, 8, "none", most_lost=0), CheckpointingException, "at least 1"),
-        (lambda: loss_of_groups([(0, 1)], 1, 3), MismatchError, "3 nodes cannot be lost"),
-        (lambda: loss_of_groups([(0, 1)], 1, 0), CheckpointingException, "at least 1, not 0"),
-        (lambda: loss_of_groups([(0, 1)], -1, 1), CheckpointingException, "tolerated must be"),
-        (lambda: loss_of_groups([(0, 1)], [1, 1], 1), MismatchError, "2 numbers for 1 groups"),
-        (lambda: loss_of_groups([(0, 1), ()], 1, 1), CheckpointingException, "no member"),
-        (lambda: loss_of_groups([], 1, 1), CheckpointingException, "there is no group"),
-        (
-            lambda: loss_of_groups([(0, 1)], 1, 1, enumerate_at_most=0, samples=0),
-            CheckpointingException,
-            "samples must be",
-        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

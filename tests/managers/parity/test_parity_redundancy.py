@@ -158,18 +158,6 @@ def test_a_restart_without_replication_computes_what_is_lost_and_keeps_it(node_d
     assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("own node", 0)
 
 
-def _chances(rank: int, world_size: int) -> list[float]:
-    with _parity(1, 3) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        return [chance.probability for chance in manager.survivability()]
-
-
-def test_a_manager_gives_the_chances_of_its_parity_groups(node_dirs: Dirs) -> None:
-    told = run_ranks(_chances, 6, store_per_node=node_dirs(6))
-
-    # Two groups of three nodes: of 15 pairs of nodes 6 are in one of them.
-    assert told == [[0.0, 6 / 15, 1.0, 1.0]] * 6
-
-
 def _in_a_part_of_the_job(rank: int, world_size: int, is_first: bool) -> tuple[str, int] | None:
     group = dist.new_group([1, 2, 3])
     if rank == 0:

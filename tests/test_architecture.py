@@ -87,7 +87,7 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2097, 1300, 14),
     "async_save": (1645, 1400, 7),
-    "availability": (2824, 2000, 11),
+    "availability": (2789, 2000, 11),
     "checkpointer": (4448, 1800, 18),
     "cli": (3119, 3000, 16),
     "events": (654, 700, 5),

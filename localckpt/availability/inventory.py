@@ -34,9 +34,6 @@ _LIMIT = 10**MOST_DIGITS
 _SHOWN = 80
 # Of the reports of all nodes, as JSON.
 _MOST_NBYTES = 64 << 20
-# In a large job, only the shards of this many ranks, or up to twice as many, report the lineage of
-# their epoch.
-_TELLING_RANKS = 64
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -88,9 +85,8 @@ class NodeShards:
 
     In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
     bytes, and 30 more for each shard. If there are pieces of other kinds, an object follows, with a
-    list of ``[rank, tolerated, first, step, count]`` for each kind, at most 40 bytes a piece. If a
-    group's ranks are not evenly spaced, a list of the ranks replaces the last three numbers. The
-    session is left out, since all ranks of a job share it. Impossible numbers raise MismatchError.
+    list of ``[rank, tolerated, [rank of the group, ...]]`` for each kind. The session is left out,
+    since all ranks of a job share it. Impossible numbers raise MismatchError.
     """
 
     checkpoint: Checkpoint
@@ -126,7 +122,7 @@ class NodeShards:
         shards = [list(self.nbytes), list(self.nbytes.values())]
         others: dict[str, list[list[Any]]] = {}
         for (owner, kind), group in self.groups.items():
-            others.setdefault(kind, []).append([owner, group.tolerated, *_packed(group.ranks)])
+            others.setdefault(kind, []).append([owner, group.tolerated, list(group.ranks)])
         return [
             *c.generation,
             c.iteration,
@@ -146,9 +142,9 @@ class NodeShards:
             if not all(others.values()):
                 raise ValueError("no piece is told of a kind")
             groups = {
-                Piece(owner, kind): Group(_unpacked(packed), tolerated, kind)
+                Piece(owner, kind): Group(tuple(group), tolerated, kind)
                 for kind, fields in others.items()
-                for owner, tolerated, *packed in fields
+                for owner, tolerated, group in fields
             }
         except (TypeError, ValueError) as error:
             raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error
@@ -164,9 +160,8 @@ def node_report(
     """Make the report of one node, in JSON, for :meth:`Inventory.merge`; raises MismatchError.
 
     ``noted`` has the lineages of epochs that began on the node, even if no shard of them is left.
-    In a large job, some nodes leave a lineage out, since other nodes report the same one.
     """
-    lineages = _lineages_in(filter(_tells_lineage, records), _noted_alone(records, noted)).values()
+    lineages = _lineages_in(records, noted).values()
     return [
         [held.to_json() for held in _grouped(records)],
         [lineage.to_json() for lineage in lineages],
@@ -396,41 +391,11 @@ def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
     return [NodeShards(c, nbytes, groups.get(c, {})) for c, nbytes in shards.items()]
 
 
-def _tells_lineage(record: ShardRecord) -> bool:
-    identity = record.identity
-    return identity.rank % max(1, identity.world_size // _TELLING_RANKS) == 0
-
-
-def _noted_alone(records: Iterable[ShardRecord], noted: Iterable[Lineage]) -> list[Lineage]:
-    """Return the noted lineages of epochs of which a node has no piece."""
-    here = {record.identity.generation.epoch_id for record in records}
-    return [lineage for lineage in noted if lineage.epoch not in here]
-
-
 def _lineages_in(
     records: Iterable[ShardRecord], noted: Iterable[Lineage]
 ) -> dict[EpochId, Lineage]:
     found = (record.identity.lineage for record in records)
     return {lineage.epoch: lineage for lineage in (*noted, *found) if lineage is not None}
-
-
-def _packed(ranks: Sequence[int]) -> list[Any]:
-    """Encode ranks as ``first, step, count`` if they are evenly spaced, or as a list."""
-    step = ranks[1] - ranks[0]
-    if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:
-        return [ranks[0], step, len(ranks)]
-    return [list(ranks)]
-
-
-def _unpacked(packed: Sequence[Any]) -> tuple[int, ...]:
-    """Undo :func:`_packed`; raises TypeError or ValueError for another form."""
-    if len(packed) == 1 and isinstance(packed[0], list):
-        return tuple(packed[0])
-    first, step, count = packed
-    # Check the claimed count before looping up to it.
-    if {type(first), type(step), type(count)} != {int} or not 1 < count <= MOST_RANKS:
-        raise ValueError("a group is told in another way")
-    return tuple(first + step * place for place in range(count))
 
 
 def _shown(values: Iterable[Any]) -> str:

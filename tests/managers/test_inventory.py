@@ -140,23 +140,6 @@ def test_a_lineage_is_reported_once_for_each_epoch_and_in_less_than_300_bytes() 
     assert more < len(lineages) * 300
 
 
-@pytest.mark.parametrize(("ranks", "telling"), [(1, 1), (8, 8), (64, 64), (127, 127), (16384, 64)])
-def test_in_a_large_job_the_shards_of_some_ranks_have_the_lineage(ranks: int, telling: int) -> None:
-    (lineage,) = _lineages(1)
-    generation = Generation(lineage.epoch.number, lineage.epoch.draw * SAVES_AN_ATTEMPT)
-    checkpoint = Checkpoint(generation, 5, ranks)
-
-    def tells(owner: int) -> bool:
-        shard = _record(checkpoint, owner)
-        _, told = node_report([replace(shard, identity=replace(shard.identity, lineage=lineage))])
-        return bool(told)
-
-    assert sum(map(tells, range(ranks))) == telling
-    # Nor what is noted there: another node tells it.
-    assert node_report([_record(checkpoint, ranks - 1)], [lineage])[1] == []
-    assert node_report([], [lineage])[1] == [lineage.to_json()]
-
-
 @pytest.mark.parametrize(
     "lineage",
     [

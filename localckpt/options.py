@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 
     from localckpt.events.stream import EventStream
 
-__all__ = [
-    "HookOptions",
-    "OnBusy",
-    "OnDivergence",
-    "Options",
-    "PrivateRule",
-    "SharedOptions",
-    "StoreOptions",
-]
-
 OnBusy = Literal["wait", "skip"]
 """Action of an asynchronous save when older ones still use all staging buffers."""
 
@@ -40,6 +30,7 @@ OnDivergence = Literal["error", "warn"]
 
 class _CommonOptions(TypedDict, total=False):
     timeout: float
+    timeout_s: float
     process_group: dist.ProcessGroup | None
     safe_globals: Iterable[Any]
     events: EventStream | None
@@ -85,6 +76,7 @@ class Options:
     Attributes:
         timeout: Deadline of every wait, in seconds; by default 300, and 1800 on shared storage,
             where it is how much longer than the fastest rank the slowest one may take to write.
+            Managers take it as ``timeout_s``, too.
         process_group: The ranks of the job; ``None`` for all.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         background: Whether replicas are made while training goes on. By default they are, unless
@@ -167,20 +159,19 @@ class Options:
 
     @classmethod
     def of_hooks(cls, given: Mapping[str, Any]) -> Options:
-        _require_known(given, HookOptions.__optional_keys__)
-        return cls(**given)
+        return cls(**_known(given, HookOptions.__optional_keys__))
 
     @classmethod
     def of_store(cls, given: Mapping[str, Any], keep_last: int) -> Options:
         """Make the options of a manager that keeps ``keep_last`` checkpoints unless told else."""
-        _require_known(given, StoreOptions.__optional_keys__)
+        given = _known(given, StoreOptions.__optional_keys__)
         kept = node_rules(given.get("keep_last"), given.get("retention"), keep_last)
         return cls(**_without_rules(given), retention=kept)
 
     @classmethod
     def of_shared(cls, given: Mapping[str, Any]) -> Options:
         """Make the options of a manager of shared storage, which is slower and keeps all."""
-        _require_known(given, SharedOptions.__optional_keys__)
+        given = _known(given, SharedOptions.__optional_keys__)
         kept = rules(given.get("keep_last"), given.get("retention"))
         return cls(**{"timeout": 1800.0} | _without_rules(given), retention=kept)
 
@@ -237,11 +228,15 @@ class Options:
         return list(self.guard) if isinstance(self.guard, Iterable) else [self.guard]
 
 
-def _require_known(given: Mapping[str, Any], known: frozenset[str]) -> None:
+def _known(given: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any]:
+    """Return the options under their names; raises TypeError for others, or one given twice."""
     if unknown := sorted(given.keys() - known):
         raise TypeError(
             f"no such option: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
         )
+    if {"timeout", "timeout_s"} <= given.keys():
+        raise TypeError("timeout= and timeout_s= are one option: give one of them")
+    return {"timeout" if name == "timeout_s" else name: value for name, value in given.items()}
 
 
 def _without_rules(given: Mapping[str, Any]) -> dict[str, Any]:

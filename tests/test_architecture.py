@@ -85,7 +85,7 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2097, 1300, 14),
+    "top": (2092, 1300, 14),
     "async_save": (1645, 1400, 7),
     "availability": (2789, 2000, 11),
     "checkpointer": (4448, 1800, 18),

@@ -1,33 +1,22 @@
-"""Planner of loads: torch's, for checkpoints of very many chunks, that runs no code from files."""
+"""Planner of loads: torch's, which says all that does not fit, and runs no code from files."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.metadata import (
-    create_chunk_list,
-    create_read_items,
-    format_version,
-)
+from localckpt.global_tier.metadata import create_read_items, format_version
 from localckpt.global_tier.write_items import load_object
-from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.resharded import is_expanded
 
 FIT = (
@@ -97,10 +86,7 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 # This rank has no part in it.
                 continue
-            if isinstance(described, TensorStorageMetadata):
-                items += create_read_items_for_chunk_list(name, described, create_chunk_list(value))
-            else:
-                items += create_read_items(name, described, value)
+            items += create_read_items(name, described, value)
         return LoadPlan(items)
 
     def differences(self) -> list[str]:
@@ -173,55 +159,3 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
             values[key] = torch.empty_like(value, device="cpu")
         elif isinstance(value, dict | list):
             _make_meta_tensors(value)
-
-
-def create_read_items_for_chunk_list(
-    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
-) -> list[ReadItem]:
-    """Plan the reads that fill the chunks that this rank wants of a tensor.
-
-    It gives the items that torch's function of this name gives, but in another order, and none of
-    no elements.
-
-    Items are ordered by the wanted chunk, then the saved one.
-    """
-    saved_chunks = checkpoint_md.chunks
-
-    # The items of a chunk share these: of many objects the garbage collector takes the most time.
-    @cache
-    def wanted_index(w: int) -> MetadataIndex:
-        return MetadataIndex(fqn, local_chunks[w].offsets, w)
-
-    @cache
-    def saved_index(s: int) -> MetadataIndex:
-        return MetadataIndex(fqn, saved_chunks[s].offsets, s)
-
-    items = []
-    for w, s in overlapping_pairs(local_chunks, saved_chunks):
-        in_wanted, in_saved, lengths = _intersection(local_chunks[w], saved_chunks[s])
-        items.append(
-            ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=wanted_index(w),
-                dest_offsets=in_wanted,
-                storage_index=saved_index(s),
-                storage_offsets=in_saved,
-                lengths=lengths,
-            )
-        )
-    return items
-
-
-def _intersection(
-    wanted: ChunkStorageMetadata, saved: ChunkStorageMetadata
-) -> tuple[torch.Size, torch.Size, torch.Size]:
-    """Its offsets in either chunk, and its lengths."""
-    in_wanted, in_saved, lengths = [], [], []
-    for a, a_size, b, b_size in zip(
-        wanted.offsets, wanted.sizes, saved.offsets, saved.sizes, strict=True
-    ):
-        start = max(a, b)
-        in_wanted.append(start - a)
-        in_saved.append(start - b)
-        lengths.append(min(a + a_size, b + b_size) - start)
-    return torch.Size(in_wanted), torch.Size(in_saved), torch.Size(lengths)

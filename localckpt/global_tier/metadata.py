@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
 from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
@@ -47,7 +46,6 @@ __all__ = [
     "Fields",
     "StorageInfo",
     "StoragePrefix",
-    "create_chunk_list",
     "create_read_items",
     "create_write_items",
     "format_version",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from localckpt.errors import CheckpointingException
@@ -106,8 +106,10 @@ class BackgroundSave(ABC):
         if problem:
             raise CheckpointingException(problem)
 
-    def _commit_files(self, metadata: bytes, files: dict[str, int]) -> None:
+    def _commit_files(
+        self, metadata: bytes, files: dict[str, int], unequal: Sequence[str] = ()
+    ) -> None:
         """On the first rank: make a checkpoint of what all have written."""
         assert self._begun is not None, "it is planned"
-        self._root.commit(self._begun, metadata, files, self._ranks.world_size)
+        self._root.commit(self._begun, metadata, files, self._ranks.world_size, unequal)
         self.committed = True

@@ -45,7 +45,6 @@ from localckpt.global_tier.drain_plan import (
     choose_readers,
     fingerprint,
     merge_plans,
-    own_key,
     unsettled,
 )
 from localckpt.global_tier.images import envelope_name
@@ -355,18 +354,13 @@ class Drain(BackgroundSave):
 
     def _divide(self) -> PerRank:
         """Divide what is to be written, and begin or go on."""
-        names_ranks = any(plan.names_ranks for plan in self._plans)
         merged, self._plans = merge_plans(self._plans), []
         if merged.unequal:
             self.unequal = merged.unequal
-            how = "in the image of each rank"
-            if names_ranks:
-                how = f"under a key for each rank (as {own_key(merged.unequal[0], 1)})"
-            logger.log(
-                logging.WARNING if names_ranks else logging.INFO,
-                "iteration %d: values that differ between ranks are drained %s, and as the first "
-                "rank has them: %s",
-                *(self.iteration, how, ", ".join(merged.unequal[:10])),
+            logger.info(
+                "iteration %d: values that differ between ranks are drained in the image of each "
+                "rank, and as the first rank has them: %s",
+                *(self.iteration, ", ".join(merged.unequal[:10])),
             )
         save_id = _save_id(self._shard.identity, merged)
         begun, is_there = self._root.begin_drain(
@@ -451,7 +445,7 @@ class Drain(BackgroundSave):
         for report in reports:
             envelopes = shaped([(int, int)])(report.record)
             files |= {envelope_name(owner): nbytes for owner, nbytes in envelopes}
-        self._commit_files(metadata, files)
+        self._commit_files(metadata, files, self._merged.unequal)
 
 
 def _nbytes(plan: SavePlan) -> int:

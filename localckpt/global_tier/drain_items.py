@@ -7,7 +7,6 @@ table of boxes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
 from localckpt.global_tier.data_files import file_nbytes
-from localckpt.global_tier.drain_plan import RankPlan, own_key
+from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
 from localckpt.global_tier.staging import FileLayout, FileSlot, lay_out_in_order
@@ -70,7 +69,6 @@ class DrainedShard:
         self._shard = shard
         self._owner = shard.identity.rank
         self._objects = objects
-        self._suffix = own_key("", self._owner)
         self._items: ImageItems
 
     # The items.
@@ -114,7 +112,7 @@ class DrainedShard:
         starts = {
             number: image.start_of(place.number)
             for number, item in enumerate(plan.items)
-            if (place := self._place(item)) is not None
+            if (place := self._items.places.get(item.index)) is not None
         }
         results: list[WriteResult] = []
         # By its owner, so that an attempt on another rank goes on with the same files.
@@ -133,14 +131,11 @@ class DrainedShard:
     ) -> dict[MetadataIndex, ItemPlace]:
         """Places of the tensors that the checkpoint has as this image does, by its items."""
         own = {item.index for item in plan.items}
-        places = {}
-        for index, place in self._items.places.items():
-            renamed = replace(index, fqn=f"{index.fqn}{self._suffix}")
-            if renamed in own:
-                places[renamed] = place
-            elif index in own or index.fqn not in unequal:
-                places[index] = place
-        return places
+        return {
+            index: place
+            for index, place in self._items.places.items()
+            if index in own or index.fqn not in unequal
+        }
 
     def _content(
         self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
@@ -156,34 +151,22 @@ class DrainedShard:
 
     def _object(self, item: WriteItem) -> memoryview:
         """Bytes of an object, as a save of the state would write them."""
-        planner, key = self._items.planner, item.index.fqn
-        plain = key.removesuffix(self._suffix)
-        if key not in planner.state_dict and plain in planner.state_dict:
-            planner.state_dict[key] = planner.state_dict[plain]
-        value = self._objects.read(item, planner)
+        value = self._objects.read(item, self._items.planner)
         if isinstance(value, torch.Tensor):
             head, tail = frame_of(value.dtype, value.shape)
             return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
         return value
 
     def _values(self, image: ImageReader, item: WriteItem, slot: FileSlot) -> Iterator[memoryview]:
-        place = self._place(item)
-        assert place is not None, "it is a tensor"
         if not slot.nbytes:
             return
+        place = self._items.places[item.index]
         run = image.run_of(place.number)
         if run is not None and place.part is None:
             yield from image.pieces(*run)
             return
         tensor = place.of(image.tensor(place.number))
         yield _memory_of(tensor)
-
-    def _place(self, item: WriteItem) -> ItemPlace | None:
-        """Place of an item's tensor, also under a key of this rank; ``None`` for an object."""
-        places, index = self._items.places, item.index
-        if index in places or not index.fqn.endswith(self._suffix):
-            return places.get(index)
-        return places.get(MetadataIndex(index.fqn.removesuffix(self._suffix), index.offset))
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
@@ -227,7 +210,7 @@ class ImageItems:
         own = {}
         if self._world_size > 1:
             own = {index: self.digest(index, image, before_read) for index in self._own}
-        return RankPlan(self.plan, own, self._ranks, names_ranks=not self._is_of_loop)
+        return RankPlan(self.plan, own, self._ranks)
 
     # The state, with values for what is saved as an object.
 

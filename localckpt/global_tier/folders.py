@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -114,6 +114,7 @@ class CommitRecord:
         files: The bytes of each data file.
         lineage: Lineage of the epoch that saved it; ``None`` if its manager had none.
         retention: Rules by which the job that saved it keeps checkpoints.
+        unequal: Names of values that differed between ranks; the files have the first rank's.
     """
 
     session_id: str
@@ -126,6 +127,7 @@ class CommitRecord:
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = Retention()  # noqa: RUF009 - a frozen value
+    unequal: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
@@ -197,6 +199,7 @@ class CommitRecord:
             name not in ("", ".", "..") and "/" not in name and "\0" not in name
             for name in self.files
         )
+        named = named and all(type(name) is str for name in self.unequal)
         return named and all(type(nbytes) is int and nbytes >= 0 for nbytes in self.files.values())
 
     def check_identity(self, folder: Folder, session_id: str) -> None:

@@ -74,6 +74,7 @@ class OpenCheckpoint:
         def plan() -> str | None:
             planned.append(self._plan(state_dict, options))
             given = planned[0][1].state_dict
+            self._require_of_all_ranks(given, options)
             self._require_apart(given, options)
             return _packed_bits([name in given for name in names])
 
@@ -122,6 +123,17 @@ class OpenCheckpoint:
         planner.set_up_planner(state, self._reader.read_metadata())
         return state, planner
 
+    def _require_of_all_ranks(self, given: Mapping[str, Any], options: FillOptions) -> None:
+        """Refuse to give every rank the first rank's values, unless the load is partial."""
+        first_ranks = [name for name in self.found.record.unequal if name in given]
+        if first_ranks and not options.is_partial:
+            raise MismatchError(
+                f"the ranks that saved {self.found.folder.path} had different values of "
+                f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
+                f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
+                f"partial=True gives every rank the first rank's"
+            )
+
     def _require_apart(self, given: Mapping[str, Any], options: FillOptions) -> None:
         """Refuse tensors that share memory, unless it can hold what was saved of both."""
         for one, other in _sharing_memory(given):
@@ -139,10 +151,13 @@ class OpenCheckpoint:
 
     def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
         absent = sorted(given.keys() - self.saved.keys())
-        if self._ranks.is_root and (unwanted or absent):
+        first_ranks = [name for name in self.found.record.unequal if name in given]
+        if self._ranks.is_root and (unwanted or absent or first_ranks):
             logger.warning(
-                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
+                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s; as "
+                "the first rank had them: %s",
                 *(self.found.folder.iteration, _listed(unwanted), _listed(absent)),
+                _listed(first_ranks),
             )
 
 

@@ -220,7 +220,12 @@ class CheckpointRoot:
             )
 
     def commit(
-        self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
+        self,
+        save: BegunSave,
+        metadata: bytes,
+        files: Mapping[str, int],
+        world_size: int,
+        unequal: Sequence[str],
     ) -> None:
         """Make a checkpoint of what all ranks have written. After an error it is no checkpoint."""
         folder = save.folder
@@ -231,6 +236,7 @@ class CheckpointRoot:
             lineage=save.lineage,
             metrics=save.metrics,
             retention=self._retention,
+            unequal=unequal,
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())

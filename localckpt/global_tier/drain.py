@@ -1,10 +1,9 @@
 """Drains: shards that the nodes keep become a shared checkpoint.
 
-    chosen -> planned -> written -> committed | failed
+    begun -> planned -> written -> committed | failed
 
-All of it is done behind training, from the images on the nodes, by a thread of each rank. Each rank
-drains its own shard. One that its node lacks, or whose copy there is damaged, is drained by a rank
-whose node has a copy. The methods of :class:`Drain` stand in this order. What a drain that was cut
+All of it is done behind training, from the images on the nodes, by a thread of each rank, which
+drains its own shard. The methods of :class:`Drain` stand in this order. What a drain that was cut
 off has written is not written again by the next attempt.
 """
 
@@ -15,38 +14,29 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.profiler import record_function
 
 from localckpt.errors import (
     CheckpointingException,
-    CorruptShardError,
     NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
-from localckpt.failure_texts import ranks_named, said_by
 from localckpt.global_tier.background import BackgroundSave
 from localckpt.global_tier.data_files import gathered, is_written, write_data_file
 from localckpt.global_tier.drain_items import DrainedShard
-from localckpt.global_tier.drain_plan import (
-    Merged,
-    RankPlan,
-    choose_readers,
-    fingerprint,
-    merge_plans,
-    unsettled,
-)
+from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans, unsettled
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -54,7 +44,6 @@ from localckpt.global_tier.save_plan import pack, require_same, unpack
 from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
-from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
@@ -68,11 +57,8 @@ from localckpt.threads import Latch, SerialThread
 
 logger = logging.getLogger(__name__)
 
-# Each attempt takes five decisions at most: whose shards are where, who reads those that are not on
-# their own nodes, the plan, whether parts of one name are equal, and the commit.
-_DECISIONS = 5
-# After each attempt but the last one a damaged copy is in quarantine.
-_ATTEMPTS = 4
+# Decisions of a drain at most: the plan, whether parts of one name are equal, and the commit.
+_DECISIONS = 3
 # Shared storage may be slower than the rate that is asked for.
 _SLOWER = 2.0
 # Whole digest blocks. The rate is kept from piece to piece.
@@ -101,19 +87,16 @@ class Drain(BackgroundSave):
         super().__init__(shard.identity.iteration, None, ranks, root, events)
         self.unequal: list[str] = []
         self.written_nbytes = self.kept_nbytes = 0
-        self._shard = shard
+        self._identity = shard.identity
+        self._shard = DrainedShard(shard, ItemReader(safe_globals))
+        self._allowed = SafeGlobals(safe_globals)
         self._number = number
         self._rate_limit, self._metrics = rate_limit, metrics
-        self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
         self._began = time.monotonic()
-        # On the first rank: why nodes cannot give the shards of their ranks, which ranks read whose
-        # shards, and the plans of those that saved them.
-        self._lacking: dict[int, str] = {}
-        self._owners: list[list[int]] = []
+        # On the first rank.
         self._plans: list[RankPlan] = []
-        self._lineage: Lineage | None = None
         self._merged: Merged | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -164,33 +147,41 @@ class Drain(BackgroundSave):
         return isinstance(error, PeerLostError) or self._stopped.is_set()
 
     def _save(self) -> str:
-        """Drain from the copies that are good; all ranks begin the same attempts."""
         self._began = time.monotonic()
         self._ranks.wait_again()
         if self._stopped.is_set():
             self._ranks.abort()
-        self._ranks.rounds = _ATTEMPTS * _DECISIONS * self._number
-        damage = ""
-        for left in reversed(range(_ATTEMPTS)):
-            self._pacer = Pacer(self._rate_limit)
-            # In this order: stop() in another thread stops this pacer, or was called before.
-            if self._stopped.is_set():
-                self._pacer.stop()
-            try:
-                with record_function("localckpt.global.drain"):
-                    self._drain_shards(self._choose_shards())
-                break
-            except CorruptShardError as error:
-                # That copy is in quarantine now.
-                if not left:
-                    raise
-                damage = str(error)
-                logger.warning("iteration %d: looking for another copy", self.iteration)
-            except NoReplicasAvailableError as error:
-                if not damage:
-                    raise
-                raise CorruptShardError(f"{damage} Also: {error}") from error
+        self._ranks.rounds = _DECISIONS * self._number
+        with record_function("localckpt.global.drain"):
+            self._drain()
+        self.committed = True
         return ""
+
+    def _drain(self) -> None:
+        common, part = self._act(
+            *("plan a drain", f"plan the drain of {self._what}"),
+            *(self._plan, self._merge),
+            shaped((list | None, Message | None)),
+        )
+        if common is None:
+            asked = () if part is None else unpack(part.data, tuple, self._allowed)
+            common, part = self._act(
+                *("compare parts", f"compare parts of one name in {self._what}"),
+                *(lambda: self._compare(asked), self._merge_compared),
+                shaped(((int, str, bool, int, [str]), Message | None)),
+            )
+        epoch, save_id, is_there, nbytes, unequal = common
+        if not is_there:
+            if not self._ranks.is_root:
+                self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
+            plan = unpack(part.data, SavePlan, self._allowed)
+            # Ranks write different numbers of bytes, at one rate.
+            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+            self._act(
+                *("drain", f"drain {self._what}"),
+                *(lambda: self._write(plan, unequal), self._commit),
+                timeout_s=self._ranks.timeout_s + slower_s,
+            )
 
     @property
     def _what(self) -> str:
@@ -213,143 +204,42 @@ class Drain(BackgroundSave):
             read=read,
         )
 
-    # Chosen.
+    # Planned.
 
-    def _choose_shards(self) -> dict[int, DrainedShard]:
-        """The shards that this rank drains, by the ranks that saved them."""
-        own = self._ranks.rank
-        lacking: list[int] = self._act(
-            *("look for shards", f"look for the shards of {self._what}"),
-            self._look,
-            self._find_lacking,
-            shaped([int]),
-        )
-        mine = [] if own in lacking else [own]
-        if lacking:
-            _, found = self._act(
-                *("find copies of shards", f"find copies of the shards of {self._what}"),
-                lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
-                lambda readable: self._choose_readers(lacking, readable),
-                shaped((object, list | None)),
-            )
-            mine += found or []
-        return {owner: DrainedShard(self._shard_of(owner), self._objects) for owner in mine}
-
-    def _look(self) -> list[Any]:
+    def _plan(self) -> Message:
         self._check()
-        identity = self._shard.identity
+        identity = self._identity
         tag = [
             *(identity.session_id, identity.iteration, list(identity.generation)),
             *(identity.world_size, self._rate_limit),
         ]
-        return [tag, self._why_unreadable(self._ranks.rank)]
-
-    def _why_unreadable(self, owner: int) -> str | None:
-        """Why this node cannot give a shard, with those that hold parts of its tensors."""
         try:
-            self._shard_of(owner).use(lambda image: None)
+            return Message(tag, pack(self._shard.plan(self._check)))
         except StorageError as error:
-            return str(error)
-        except CorruptShardError as error:
-            if owner == self._ranks.rank:
-                raise
-            return str(error)
-        return None
-
-    def _shard_of(self, owner: int) -> KeptShard:
-        identity = self._shard.identity
-        return replace(self._shard, identity=identity.checkpoint.shard(owner, identity.session_id))
-
-    def _find_lacking(self, reports: list[Any]) -> list[int]:
-        """On the first rank: the ranks whose nodes cannot give their shards."""
-        require_same([tag for tag, _ in reports], self._ranks.global_ranks)
-        self._lacking = {rank: why for rank, (_, why) in enumerate(reports) if why is not None}
-        return list(self._lacking)
-
-    def _choose_readers(self, lacking: list[int], readable: list[list[int]]) -> PerRank:
-        readers = choose_readers(lacking, readable)
-        if gone := sorted(set(lacking).difference(*readers.values())):
-            why = said_by({self._ranks.global_ranks[rank]: self._lacking[rank] for rank in gone})
             raise NoReplicasAvailableError(
-                f"no node can give the shards of "
-                f"{ranks_named(self._ranks.global_ranks[rank] for rank in gone)} ({why}). Nothing "
-                f"was drained. A drain computes no shards from other pieces: load() this "
-                f"checkpoint first, which puts them on their nodes again, or promote another"
-            )
-        for reader, owners in readers.items():
-            logger.info("rank %d drains the shards of %s, whose nodes lack them", reader, owners)
-        return PerRank(None, readers)
-
-    def _drain_shards(self, shards: dict[int, DrainedShard]) -> None:
-        common, part = self._act(
-            *("plan a drain", f"plan the drain of {self._what}"),
-            *(lambda: self._plan(shards), self._merge),
-            shaped((list | None, Message | None)),
-        )
-        if common is None:
-            asked = self._read_part(part)
-            common, part = self._act(
-                *("compare parts", f"compare parts of one name in {self._what}"),
-                lambda: Message(
-                    None, pack({o: shards[o].digests(asked[o], self._check) for o in asked})
-                ),
-                self._merge_compared,
-                shaped(((int, str, bool, int, [str]), Message | None)),
-            )
-        epoch, save_id, is_there, nbytes, unequal = common
-        if not is_there:
-            if not self._ranks.is_root:
-                self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
-            plans = self._read_part(part)
-            # Ranks write different numbers of bytes, at one rate.
-            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
-            self._act(
-                *("drain", f"drain {self._what}"),
-                *(lambda: self._write(shards, plans, unequal), self._commit),
-                timeout_s=self._ranks.timeout_s + slower_s,
-            )
-        self.committed = True
-
-    def _read_part(self, part: Message | None) -> dict[int, Any]:
-        """What this rank is told of the shards that it reads."""
-        return {} if part is None else unpack(part.data, dict, self._allowed)
-
-    # Planned.
-
-    def _plan(self, shards: dict[int, DrainedShard]) -> Message:
-        plans = {owner: shard.plan(self._check) for owner, shard in shards.items()}
-        lineage = shards[0].lineage if 0 in shards else None
-        return Message(None if lineage is None else lineage.to_json(), pack(plans))
+                f"this node cannot give the shard of rank {identity.rank} ({error}). Nothing was "
+                f"drained. A drain computes no shards from other pieces, nor does it fetch any: "
+                f"load() this checkpoint first, which puts them on their nodes again, or promote "
+                f"another"
+            ) from error
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: ask for what must be compared, or divide what is to be written."""
-        told: list[dict[int, RankPlan]] = [
-            unpack(report.data, dict, self._allowed) for report in reports
-        ]
-        self._owners = [list(plans) for plans in told]
-        by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
-        self._plans = [by_owner[owner] for owner in range(len(by_owner))]
-        lineages = (report.record for report in reports if report.record is not None)
-        self._lineage = next(map(Lineage.from_json, lineages), None)
-        if lacking := unsettled(self._plans):
-            return self._for_readers(lacking)
+        require_same([report.record for report in reports], self._ranks.global_ranks)
+        self._plans = [unpack(report.data, RankPlan, self._allowed) for report in reports]
+        if asked := unsettled(self._plans):
+            parts = {rank: Message(None, pack((*indices,))) for rank, indices in asked.items()}
+            return PerRank(None, parts)
         return self._divide()
 
-    def _for_readers(self, by_owner: Mapping[int, Any], common: Any = None) -> PerRank:
-        """Verdict with a part for each rank: what is known of the shards that it reads."""
-        parts = {
-            rank: Message(None, pack({o: by_owner[o] for o in owners if o in by_owner}))
-            for rank, owners in enumerate(self._owners)
-            if not by_owner.keys().isdisjoint(owners)
-        }
-        return PerRank(common, parts)
+    def _compare(self, asked: Sequence[MetadataIndex]) -> Message:
+        return Message(None, pack(self._shard.digests(asked, self._check)))
 
     def _merge_compared(self, reports: list[Message]) -> PerRank:
         """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
-        for report in reports:
-            for owner, digests in unpack(report.data, dict, self._allowed).items():
-                self._plans[owner].digests.update(digests)
+        for plan, report in zip(self._plans, reports, strict=True):
+            plan.digests.update(unpack(report.data, dict, self._allowed))
         return self._divide()
 
     def _divide(self) -> PerRank:
@@ -362,38 +252,28 @@ class Drain(BackgroundSave):
                 "rank, and as the first rank has them: %s",
                 *(self.iteration, ", ".join(merged.unequal[:10])),
             )
-        save_id = _save_id(self._shard.identity, merged)
+        save_id = _save_id(self._identity, merged)
         begun, is_there = self._root.begin_drain(
-            self.iteration, save_id, self._lineage, self._metrics
+            self.iteration, save_id, self._shard.lineage, self._metrics
         )
-        sizes = [_nbytes(plan) for plan in merged.plans]
-        most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
+        most = max(_nbytes(plan) for plan in merged.plans)
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
         self._begun, self._merged = begun, merged
-        return self._for_readers(dict(enumerate(merged.plans)), common)
+        parts = {rank: Message(None, pack(plan)) for rank, plan in enumerate(merged.plans)}
+        return PerRank(common, parts)
 
     # Written.
 
-    def _write(
-        self,
-        shards: dict[int, DrainedShard],
-        plans: dict[int, SavePlan],
-        unequal: Sequence[str],
-    ) -> Message:
+    def _write(self, plan: SavePlan, unequal: Sequence[str]) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.path
         self.written_nbytes = self.kept_nbytes = 0
-        results: list[WriteResult] = []
-        envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
             write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
-            for owner, shard in shards.items():
-                placed, nbytes = shard.write(plans[owner], unequal, write)
-                results += placed
-                envelopes.append([owner, nbytes])
+            places, nbytes = self._shard.write(plan, unequal, write)
         with storage_errors("make durable", path):
             sync_folder(path)
         seconds = time.monotonic() - began
@@ -401,7 +281,7 @@ class Drain(BackgroundSave):
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
             *(path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
-        return Message(envelopes, pack(results))
+        return Message(nbytes, pack(places))
 
     def _write_file(
         self,
@@ -439,12 +319,12 @@ class Drain(BackgroundSave):
     @collection_paused()
     def _commit(self, reports: list[Message]) -> None:
         assert self._merged is not None, "it is planned"
-        written = (unpack(report.data, list, self._allowed) for report in reports)
-        places = chain.from_iterable(written)
+        places: Iterable[WriteResult] = chain.from_iterable(
+            unpack(report.data, list, self._allowed) for report in reports
+        )
         metadata, files = pickled_metadata(self._merged.metadata, places)
-        for report in reports:
-            envelopes = shaped([(int, int)])(report.record)
-            files |= {envelope_name(owner): nbytes for owner, nbytes in envelopes}
+        for rank, report in enumerate(reports):
+            files[envelope_name(rank)] = shaped(int)(report.record)
         self._commit_files(metadata, files, self._merged.unequal)
 
 
@@ -523,10 +403,7 @@ class Drains:
                 logger.error("the drain of iteration %d is ended by close()", drain.iteration)
                 drain.stop()
         # Whatever ends a drain is looked at before each piece that it writes.
-        until = time.monotonic() + self._ranks.timeout_s
-        if all(drain.task.wait(until - time.monotonic()) for drain in self._under_way):
-            self._thread.close()
-        else:
+        if not self._thread.close(self._ranks.timeout_s):
             logger.error("a drain does not end: is %s stuck?", self._path)
         self._under_way = []
         if is_in_step:

@@ -58,7 +58,7 @@ WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]
 
 
 class DrainedShard:
-    """One shard, maybe of another rank whose node lacks it; it is planned before it is written.
+    """One rank's shard, which is planned before it is written.
 
     Attributes:
         lineage: Lineage of the epoch that saved it; known once it is planned.
@@ -115,7 +115,6 @@ class DrainedShard:
             if (place := self._items.places.get(item.index)) is not None
         }
         results: list[WriteResult] = []
-        # By its owner, so that an attempt on another rank goes on with the same files.
         for file in lay_out_in_order(plan, starts, f"__{self._owner}_"):
             others = [self._object(plan.items[number]) for number in file.others]
             nbytes = None if others else file_nbytes(file.nbytes)

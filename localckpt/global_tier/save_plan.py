@@ -355,10 +355,9 @@ def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
 def _why_foreign(value: Any, kind: type) -> str | None:
     if type(value) is not kind:
         return f"a {type(value).__name__} in place of a {kind.__name__}"
-    parts: Any = [value] if isinstance(value, SavePlan) else value
-    if kind is list and not {*map(type, parts)} <= {WriteResult}:
+    if kind is list and any(type(result) is not WriteResult for result in value):
         return "its results are none"
-    for part in value.values() if isinstance(value, dict) else parts:
+    for part in value if isinstance(value, tuple) else [value]:
         plan = part.plan if isinstance(part, RankPlan) else part
         if not isinstance(plan, SavePlan):
             continue

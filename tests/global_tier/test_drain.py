@@ -861,7 +861,7 @@ def _leave(rank: int, world_size: int, root: Path, leaves: str) -> tuple[str, fl
     """The first rank leaves a drain on which all are at work, or its queue alone does."""
     with make_manager("disk", root / f"node{rank}") as nodes:
         with manager_on(root / "shared", timeout=_WAIT_S) as shared:
-            nodes.save(_large(rank), 5)
+            nodes.save({f"of {rank}": _large(rank)}, 5)
             queue = AsyncCallsQueue(timeout_s=_WAIT_S)
             queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=_SLOW_RATE))
             await_announced("leave", _WAIT_S)

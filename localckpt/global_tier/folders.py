@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Folder:
         return self.root / self._name
 
     def partial(self, save_id: str) -> Path:
-        """Directory of a save until it is complete, if directories can be renamed."""
+        """Directory of a save until it is complete."""
         return self._unfinished(save_id[:8])
 
     def drained(self, save_id: str) -> Path:
@@ -127,7 +127,7 @@ class CommitRecord:
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = Retention()  # noqa: RUF009 - a frozen value
-    unequal: Sequence[str] = ()
+    unequal: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -281,21 +281,18 @@ def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
 # Removing.
 
 
-def remove(folder: Folder, *, by_rename: bool) -> bool:
+def remove(folder: Folder) -> bool:
     """Remove a checkpoint, unless it is pinned; what is half removed is never found.
 
-    Without ``by_rename`` its record goes first. Returns whether it is gone: it may have been pinned
-    since it was decided on.
+    Returns whether it is gone: it may have been pinned since it was decided on.
     """
     with storage_errors("remove", folder.path):
         if folder.is_pinned:
             return False
-        path = folder.path
-        if by_rename:
-            path = path.rename(folder.removed)
-            if put_back_if_pinned(folder):
-                return False
-        _remove_folder(path)
+        folder.path.rename(folder.removed)
+        if put_back_if_pinned(folder):
+            return False
+        _remove_folder(folder.removed)
         return True
 
 

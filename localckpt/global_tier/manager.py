@@ -68,8 +68,6 @@ class GlobalCheckpointManager:
             tensors.
         thread_count: Into how many files, written side by side, a rank's items are divided.
         separation_hint: Items whose names begin with it go to files of their own.
-        atomic_rename: Whether a directory on this storage is renamed at once or not at all. Else
-            saves are written where they stay, and only their record makes them checkpoints.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
@@ -89,7 +87,6 @@ class GlobalCheckpointManager:
         concurrent_bytes: int = 32_000_000_000,
         thread_count: int = 2,
         separation_hint: str | None = None,
-        atomic_rename: bool = True,
         local: LineageKeeper | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
@@ -108,7 +105,6 @@ class GlobalCheckpointManager:
                 local_path(root),
                 session_id,
                 retention=chosen.retention,
-                atomic_rename=atomic_rename,
                 timeout_s=timeout,
             )
             allowed = tuple(chosen.safe_globals)

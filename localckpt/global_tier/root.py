@@ -87,7 +87,6 @@ class CheckpointRoot:
         session_id: str,
         *,
         retention: Retention,
-        atomic_rename: bool,
         timeout_s: float,
     ) -> None:
         self.path = session_root(root, session_id)
@@ -95,7 +94,6 @@ class CheckpointRoot:
         self.lock = RootLock(root, *below)
         self.session = SharedSession(self.path, session_id)
         self._retention = retention
-        self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
@@ -115,9 +113,6 @@ class CheckpointRoot:
                 epoch = _next_epoch(*folders_in(self.path))
             begun = self.begun(iteration, epoch, uuid.uuid4().hex)
             with storage_errors("make", begun.path):
-                if begun.path.exists() and not begun.folder.has_record:
-                    # What a save of this number has left that failed.
-                    try_to_remove(begun.path)
                 begun.path.mkdir(folder_mode(begun.path.parent))
                 try:
                     sync_folder(self.path)
@@ -141,9 +136,7 @@ class CheckpointRoot:
     ) -> BegunSave:
         """The save or drain that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
-        path = folder.path
-        if self._atomic_rename:
-            path = folder.drained(save_id) if is_drain else folder.partial(save_id)
+        path = folder.drained(save_id) if is_drain else folder.partial(save_id)
         return BegunSave(
             *(folder, path, save_id), None if is_drain else self._lineage, metrics or {}
         )
@@ -191,9 +184,6 @@ class CheckpointRoot:
             if mine and mine[0].path != drain.path:
                 mine[0].path.rename(drain.path)
             elif not mine:
-                if drain.path.exists():
-                    # Without renames: of a save that failed, or of a drain.
-                    try_to_remove(drain.path)
                 drain.path.mkdir(folder_mode(drain.path.parent))
             sync_folder(self.path)
 
@@ -236,19 +226,18 @@ class CheckpointRoot:
             lineage=save.lineage,
             metrics=save.metrics,
             retention=self._retention,
-            unequal=unequal,
+            unequal=[*unequal],
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())
-        if self._atomic_rename:
-            with storage_errors("commit", folder.path):
-                save.path.rename(folder.path)
-                try:
-                    sync_folder(self.path)
-                except BaseException:
-                    # It may be gone after a power cut, so it is none.
-                    folder.path.rename(save.path)
-                    raise
+        with storage_errors("commit", folder.path):
+            save.path.rename(folder.path)
+            try:
+                sync_folder(self.path)
+            except BaseException:
+                # It may be gone after a power cut, so it is none.
+                folder.path.rename(save.path)
+                raise
         logger.info(
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
@@ -281,8 +270,6 @@ class CheckpointRoot:
                 if not _is_put_back(leftover)
                 and not (leftover.is_drain and leftover.folder.iteration > newest)
             ]
-            if not self._atomic_rename:
-                paths += [folder.path for folder in folders if not folder.has_record]
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
@@ -324,8 +311,7 @@ class CheckpointRoot:
                 *(save.folder.version, self._loaded),
             )
             going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
-            by_rename = self._atomic_rename
-            removed.extend(f.iteration for f in going if remove(f, by_rename=by_rename))
+            removed.extend(folder.iteration for folder in going if remove(folder))
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
         return removed

@@ -355,9 +355,10 @@ def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
 def _why_foreign(value: Any, kind: type) -> str | None:
     if type(value) is not kind:
         return f"a {type(value).__name__} in place of a {kind.__name__}"
-    if kind is list and any(type(result) is not WriteResult for result in value):
+    parts: Any = value if isinstance(value, tuple | list) else [value]
+    if kind is list and any(type(result) is not WriteResult for result in parts):
         return "its results are none"
-    for part in value if isinstance(value, tuple) else [value]:
+    for part in parts:
         plan = part.plan if isinstance(part, RankPlan) else part
         if not isinstance(plan, SavePlan):
             continue

@@ -64,6 +64,7 @@ class PlanCache:
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
+        metadata: What the last checkpoint holds; on the coordinator.
         common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
@@ -72,7 +73,7 @@ class PlanCache:
         self.bytes_gathered = 0
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
-        self.coordinated: _Coordinated | None = None
+        self.metadata: Metadata | None = None
         self.common: dict[int, CommonItems] = {}
 
         # The metadata of the last checkpoint, its pickle, and its files.
@@ -82,7 +83,7 @@ class PlanCache:
 
     def clear(self) -> None:
         """Plan anew at the next save. All ranks do it after a save that failed on any."""
-        self.local = self.final = self.coordinated = self._pickled = None
+        self.local = self.final = self.metadata = self._pickled = None
         self._last_report = self._last_reports = None
 
     @contextmanager
@@ -130,16 +131,6 @@ class PlanCache:
 
 
 @dataclass(frozen=True)
-class _Coordinated:
-    """Plans of all ranks, on the coordinator."""
-
-    local: list[SavePlan]
-    final: list[SavePlan]
-    metadata: Metadata
-    common: list[dict[int, CommonItems]]
-
-
-@dataclass(frozen=True)
 class PlannedSave:
     """One save as all ranks have agreed on it.
 
@@ -177,7 +168,7 @@ def plan_save(
     all ranks, and what ``begin`` gives, of the shape ``begun``, all ranks return.
     """
     local: SavePlan | None = None
-    pending: _Coordinated | None = None
+    metadata: Metadata | None = None
 
     def local_step() -> Message:
         nonlocal local
@@ -201,31 +192,20 @@ def plan_save(
         return Message(tag, b"" if local == cache.local else pack(local))
 
     def global_step(reports: list[Message]) -> PerRank | None:
-        nonlocal pending
-        plans = [message.data for message in reports]
-        cache.bytes_gathered = sum(map(len, plans))
+        nonlocal metadata
+        sent = [message.data for message in reports]
+        cache.bytes_gathered = sum(map(len, sent))
         require_same([message.record for message in reports], ranks.global_ranks)
-        before = cache.coordinated
-        if before is None and not all(plans):
-            # A save that failed here alone has made the coordinator forget the plans.
-            return None
-        if before is not None and not any(plans):
-            pending = before
+        if cache.metadata is not None and not any(sent):
+            metadata = cache.metadata
             return PerRank(begin(), {})
-        pending = _coordinate(before, plans, planner, writer, cache.allowed)
-        # Who sent a plan may have forgotten what came of it, even if it is what it was.
-        parts = list(zip(pending.final, pending.common, strict=True))
-        parts_before = (
-            [None] * len(plans)
-            if before is None
-            else list(zip(before.final, before.common, strict=True))
-        )
-        changed = {
-            rank: Message(None, pack(part))
-            for rank, (part, last) in enumerate(zip(parts, parts_before, strict=True))
-            if part != last or plans[rank]
-        }
-        return PerRank(begin(), changed)
+        if not all(sent):
+            return None
+        plans = [unpack(plan, SavePlan, cache.allowed) for plan in sent]
+        final, metadata = planner.create_global_plan(plans)
+        parts = zip(writer.prepare_global_plan(final), common_items(plans), strict=True)
+        packed = {rank: Message(None, pack(part)) for rank, part in enumerate(parts)}
+        return PerRank(begin(), packed)
 
     def read(verdict: Any) -> Any:
         return verdict if verdict is None else shaped((begun, Message | None))(verdict)
@@ -238,12 +218,13 @@ def plan_save(
             read=read,
         )
         if planned is None:
+            # Some ranks have changed, or the coordinator has forgotten: all send their plans.
             cache.clear()
             planned = ranks.commit(
                 f"plan {what} anew", report, global_step, kind="plan anew", read=read
             )
         told, changed = planned
-    cache.local, cache.coordinated = local, pending
+    cache.local, cache.metadata = local, metadata
     if changed is not None:
         cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
     if cache.final is None:
@@ -251,7 +232,7 @@ def plan_save(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
             f"one. Does another program write to that store? Nothing was saved"
         )
-    return PlannedSave(cache.final, None if pending is None else pending.metadata, told)
+    return PlannedSave(cache.final, metadata, told)
 
 
 def _require_described(planner: SavePlanner) -> None:
@@ -270,21 +251,6 @@ def _require_described(planner: SavePlanner) -> None:
                 f"part than this rank has: {why}. Save what its redistribute() or full_tensor() "
                 f"gives. Nothing was saved, and older checkpoints stand"
             )
-
-
-def _coordinate(
-    before: _Coordinated | None,
-    plans: Sequence[bytes],
-    planner: SavePlanner,
-    writer: StorageWriter,
-    allowed: SafeGlobals,
-) -> _Coordinated:
-    local = [
-        unpack(plan, SavePlan, allowed) if plan else before.local[rank]  # type: ignore[union-attr]
-        for rank, plan in enumerate(plans)
-    ]
-    final, metadata = planner.create_global_plan(local)
-    return _Coordinated(local, writer.prepare_global_plan(final), metadata, common_items(local))
 
 
 def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:

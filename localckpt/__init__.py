@@ -49,16 +49,16 @@ if TYPE_CHECKING:
     from localckpt.errors import WorkerDiedError as WorkerDiedError
     from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
-    from localckpt.global_tier.save import (
-        save_state_dict_async_finalize as save_state_dict_async_finalize,
-    )
-    from localckpt.global_tier.save import (
-        save_state_dict_async_plan as save_state_dict_async_plan,
-    )
     from localckpt.global_tier.storage_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
     )
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync as FileSystemWriterAsync
+    from localckpt.global_tier.storage_writer import (
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+    )
+    from localckpt.global_tier.storage_writer import (
+        save_state_dict_async_plan as save_state_dict_async_plan,
+    )
     from localckpt.ids import CkptID as CkptID
     from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
@@ -140,8 +140,8 @@ _HOMES_BESIDE = {
     "ThreadAsyncCaller": "async_save.callers",
     "loss_of_groups": "replication.loss_chances",
     "parse_group_sequence": "replication.groups",
-    "save_state_dict_async_finalize": "global_tier.save",
-    "save_state_dict_async_plan": "global_tier.save",
+    "save_state_dict_async_finalize": "global_tier.storage_writer",
+    "save_state_dict_async_plan": "global_tier.storage_writer",
     "survivability": "cli.survival",
 }
 

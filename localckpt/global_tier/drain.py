@@ -33,13 +33,13 @@ from localckpt.errors import (
 )
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.background import BackgroundSave
 from localckpt.global_tier.data_files import gathered, is_written, write_data_file
 from localckpt.global_tier.drain_items import DrainedShard
 from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans, unsettled
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
+from localckpt.global_tier.save import BackgroundSave
 from localckpt.global_tier.save_plan import pack, require_same, unpack
 from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader

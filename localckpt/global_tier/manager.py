@@ -255,13 +255,12 @@ class GlobalCheckpointManager:
                 called=called,
                 events=self._events,
             )
-        save.stage(planner)
-        save.start()
+        save.begin(planner)
         try:
             if not is_async:
                 self.wait_until_finished()
         finally:
-            save.note_blocking()
+            save.record.note_blocking()
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.

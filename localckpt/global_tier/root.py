@@ -242,12 +242,10 @@ class CheckpointRoot:
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
 
-    def roll_back(self, save: BegunSave) -> None:
-        """Remove what there is of a save that failed."""
-        try_to_remove(save.path)
-
-    def end(self, save: BegunSave) -> None:
-        """Leave a save or a drain; what a drain has written stays for the next attempt."""
+    def end(self, save: BegunSave, *, is_failed: bool) -> None:
+        """Leave a save or a drain, and remove what there is of it if it failed."""
+        if is_failed:
+            try_to_remove(save.path)
         self._draining.discard(save.path)
 
     def sweep(self, save: BegunSave | None) -> None:

@@ -1,9 +1,8 @@
 """Comparison of values that several ranks save under one name: shared storage keeps one for all.
 
-Each rank hashes what it has in common with other ranks while it stages its part, and reports one
-digest for each set of ranks with the outcome of the save. Only if digests differ do ranks send
-those of single values. Parts of global tensors (DTensor, ShardedTensor) are compared where the
-ranks are not all of one mesh or group, which keeps its own replicas equal.
+Each rank hashes what it has in common with other ranks while it stages its part, and reports the
+digests with the outcome of the save. Parts of global tensors (DTensor, ShardedTensor) are compared
+where the ranks are not all of one mesh or group, which keeps its own replicas equal.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -34,12 +32,8 @@ class CommonItems(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
-    """Group the items of each rank's plan that other ranks plan, too.
-
-    Returns for each rank, by the number of a set of ranks, the items that these ranks have in
-    common. Sets have the same numbers on all ranks.
-    """
+def common_items(plans: Sequence[SavePlan]) -> list[tuple[CommonItems, ...]]:
+    """Group the items of each rank's plan that other ranks plan, too, by the ranks that do."""
     owners: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -50,94 +44,56 @@ def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
         for index, ranks in owners.items()
         if len(ranks) > 1
     }
-    of_set = dict(enumerate(sets))
-    found: list[dict[int, CommonItems]] = []
+    in_order = [*sets]
+    found: list[tuple[CommonItems, ...]] = []
     for plan in plans:
         items: dict[int, list[int]] = {}
         for number, item in enumerate(plan.items):
-            if (set_id := of_index.get(item.index)) is not None:
-                items.setdefault(set_id, []).append(number)
-        found.append({n: CommonItems(of_set[n], tuple(numbers)) for n, numbers in items.items()})
+            if (set_number := of_index.get(item.index)) is not None:
+                items.setdefault(set_number, []).append(number)
+        found.append(tuple(CommonItems(in_order[n], tuple(items[n])) for n in items))
     return found
 
 
-class CommonValues:
-    """Digests of the values that this rank saves and other ranks save, too.
+def common_digests(
+    plan: SavePlan | None,
+    common: Sequence[CommonItems],
+    global_ranks: Sequence[int],
+    planner: SavePlanner,
+) -> dict[str, str]:
+    """Digests of the values that this rank saves and other ranks save, too, by their places.
 
     ``plan`` is this rank's, before others were told to write some of its items.
     """
-
-    def __init__(
-        self,
-        plan: SavePlan | None,
-        common: Mapping[int, CommonItems],
-        global_ranks: Sequence[int],
-        planner: SavePlanner,
-    ) -> None:
-        assert plan is not None, "the save is planned"
-        assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
-        self._digests: dict[int, dict[str, str]] = {}
-        for set_id, (ranks, numbers) in common.items():
-            owners = {global_ranks[rank] for rank in ranks}
-            for number in numbers:
-                index = plan.items[number].index
-                part = planner.lookup_object(index)
-                if owners <= _kept_equal_on(planner.state_dict[index.fqn]):
-                    continue
-                digests = self._digests.setdefault(set_id, {})
-                # A rank may have several parts of one tensor.
-                digests[index.fqn] = digests.get(index.fqn, "") + _digest(part)
-
-    def folded(self) -> list[list[Any]]:
-        """Return pairs of the number of a set of ranks and the digest of all values in common."""
-        return [
-            [set_id, xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())]
-            for set_id, digests in self._digests.items()
-        ]
-
-    def told(self, asked: Mapping[str, Sequence[int]], rank: int) -> dict[str, dict[str, str]]:
-        """Return the digests of single values for sets in which this rank is asked for them."""
-        return {
-            set_id: self._digests[int(set_id)] for set_id, ranks in asked.items() if rank in ranks
-        }
+    assert plan is not None, "the save is planned"
+    assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
+    digests = {}
+    for ranks, numbers in common:
+        owners = {global_ranks[rank] for rank in ranks}
+        for number in numbers:
+            index = plan.items[number].index
+            if not owners <= _kept_equal_on(planner.state_dict[index.fqn]):
+                place = f"{[*(index.offset or ())]}{index.fqn}"
+                digests[place] = _digest(planner.lookup_object(index))
+    return digests
 
 
-def differing(reports: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[int]]]:
-    """Find the sets of ranks whose values differ.
-
-    Returns by the number of a set the ranks whose values are equal, in several lists.
-    """
-    by_digest: dict[int, dict[str, list[int]]] = {}
-    for rank, pairs in enumerate(reports):
-        for set_id, digest in pairs:
-            by_digest.setdefault(set_id, {}).setdefault(digest, []).append(rank)
-    return {
-        str(set_id): list(groups.values())
-        for set_id, groups in by_digest.items()
-        if len(groups) > 1
-    }
-
-
-def judge_differing(
-    iteration: int,
-    groups: Mapping[str, Sequence[Sequence[int]]],
-    told_by: Sequence[Mapping[str, Mapping[str, str]]],
-) -> None:
+def require_equal(iteration: int, digests_of: Sequence[Mapping[str, str]]) -> None:
     """Raise MismatchError that names the values that differ, and the ranks.
 
-    ``told_by`` has what :meth:`CommonValues.told` returned where the first rank of each group was
-    asked.
+    ``digests_of`` has what :func:`common_digests` returned, by rank.
     """
-    texts = []
-    for set_id, equal in groups.items():
-        firsts = [told_by[ranks[0]][set_id] for ranks in equal]
-        for name in sorted(firsts[0].keys()):
-            by_digest: dict[str | None, list[int]] = {}
-            for ranks, told in zip(equal, firsts, strict=True):
-                by_digest.setdefault(told.get(name), []).extend(ranks)
-            if len(by_digest) > 1:
-                of = " differs from ".join(ranks_named(ranks) for ranks in by_digest.values())
-                texts.append(f"{name} ({of})")
+    owners: dict[str, dict[str, list[int]]] = {}
+    for rank, digests in enumerate(digests_of):
+        for place, digest in digests.items():
+            owners.setdefault(place, {}).setdefault(digest, []).append(rank)
+    texts = sorted(
+        f"{place.partition(']')[2]} ({' differs from '.join(map(ranks_named, equal.values()))})"
+        for place, equal in owners.items()
+        if len(equal) > 1
+    )
+    if not texts:
+        return
     shown = "; ".join(texts[:_SHOWN]) + f"; and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
     raise MismatchError(
         f"iteration {iteration} is not saved: ranks have different values under one name, of which "

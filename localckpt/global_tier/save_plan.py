@@ -65,7 +65,7 @@ class PlanCache:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
         metadata: What the last checkpoint holds; on the coordinator.
-        common: This rank's items that other ranks plan, too, by the number of a set of ranks.
+        common: This rank's items that other ranks plan, too.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
@@ -74,7 +74,7 @@ class PlanCache:
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
         self.metadata: Metadata | None = None
-        self.common: dict[int, CommonItems] = {}
+        self.common: tuple[CommonItems, ...] = ()
 
         # The metadata of the last checkpoint, its pickle, and its files.
         self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None

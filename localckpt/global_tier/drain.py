@@ -10,7 +10,6 @@ off has written is not written again by the next attempt.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -34,7 +33,7 @@ from localckpt.errors import (
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import gathered, is_written, write_data_file
-from localckpt.global_tier.drain_items import DrainedShard
+from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans, unsettled
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
@@ -44,9 +43,11 @@ from localckpt.global_tier.save_plan import pack, require_same, unpack
 from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
+from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
+from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.buffers import PrivateBuffer
@@ -87,14 +88,15 @@ class Drain(BackgroundSave):
         super().__init__(shard.identity.iteration, None, ranks, root, events)
         self.unequal: list[str] = []
         self.written_nbytes = self.kept_nbytes = 0
-        self._identity = shard.identity
-        self._shard = DrainedShard(shard, ItemReader(safe_globals))
-        self._allowed = SafeGlobals(safe_globals)
+        self._shard, self._identity = shard, shard.identity
+        self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
+        self._items: ImageItems
         self._number = number
         self._rate_limit, self._metrics = rate_limit, metrics
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
         self._began = time.monotonic()
+        self._lineage: Lineage | None = None
         # On the first rank.
         self._plans: list[RankPlan] = []
         self._merged: Merged | None = None
@@ -214,7 +216,7 @@ class Drain(BackgroundSave):
             *(identity.world_size, self._rate_limit),
         ]
         try:
-            return Message(tag, pack(self._shard.plan(self._check)))
+            return Message(tag, pack(self._shard.use(self._list_items)))
         except StorageError as error:
             raise NoReplicasAvailableError(
                 f"this node cannot give the shard of rank {identity.rank} ({error}). Nothing was "
@@ -222,6 +224,11 @@ class Drain(BackgroundSave):
                 f"load() this checkpoint first, which puts them on their nodes again, or promote "
                 f"another"
             ) from error
+
+    def _list_items(self, image: ImageReader) -> RankPlan:
+        self._lineage = image.identity.lineage
+        self._items = ImageItems(image, self._objects)
+        return self._items.rank_plan(image, self._check)
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
@@ -234,7 +241,10 @@ class Drain(BackgroundSave):
         return self._divide()
 
     def _compare(self, asked: Sequence[MetadataIndex]) -> Message:
-        return Message(None, pack(self._shard.digests(asked, self._check)))
+        def digests(image: ImageReader) -> dict[MetadataIndex, str]:
+            return {index: self._items.digest(index, image, self._check) for index in asked}
+
+        return Message(None, pack(self._shard.use(digests)))
 
     def _merge_compared(self, reports: list[Message]) -> PerRank:
         """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
@@ -254,7 +264,7 @@ class Drain(BackgroundSave):
             )
         save_id = _save_id(self._identity, merged)
         begun, is_there = self._root.begin_drain(
-            self.iteration, save_id, self._shard.lineage, self._metrics
+            self.iteration, save_id, self._lineage, self._metrics
         )
         most = max(_nbytes(plan) for plan in merged.plans)
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
@@ -273,7 +283,9 @@ class Drain(BackgroundSave):
         self.written_nbytes = self.kept_nbytes = 0
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
             write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
-            places, nbytes = self._shard.write(plan, unequal, write)
+            places, nbytes = self._shard.use(
+                lambda image: self._items.write(image, plan, unequal, write)
+            )
         with storage_errors("make durable", path):
             sync_folder(path)
         seconds = time.monotonic() - began
@@ -355,7 +367,6 @@ class Drains:
         self._path = root.path
         self._new = partial(Drain, ranks=ranks, root=root, safe_globals=safe_globals, events=events)
         self._thread = SerialThread("localckpt-drain")
-        self._process = os.getpid()
         self._begun = 0
         self._under_way: list[Drain] = []
 
@@ -396,8 +407,6 @@ class Drains:
 
         With ``is_in_step`` the other ranks close theirs, too.
         """
-        if os.getpid() != self._process:
-            return
         for drain in self._under_way:
             if not drain.task.done():
                 logger.error("the drain of iteration %d is ended by close()", drain.iteration)

@@ -34,9 +34,8 @@ from localckpt.global_tier.data_files import file_nbytes
 from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
-from localckpt.global_tier.staging import FileLayout, FileSlot, lay_out_in_order
+from localckpt.global_tier.staging import FileLayout, lay_out_in_order
 from localckpt.global_tier.write_items import ItemReader, frame_of
-from localckpt.lineage import Lineage
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import is_number
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
@@ -46,7 +45,6 @@ from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
-from localckpt.storage.kept_shard import KeptShard
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MEGATRON = "megatron.core.dist_checkpointing.mapping"
@@ -57,125 +55,8 @@ _LEAVES = (int, float, bool, str, bytes, type(None))
 WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]]], None]
 
 
-class DrainedShard:
-    """One rank's shard, which is planned before it is written.
-
-    Attributes:
-        lineage: Lineage of the epoch that saved it; known once it is planned.
-    """
-
-    def __init__(self, shard: KeptShard, objects: ItemReader) -> None:
-        self.lineage: Lineage | None = None
-        self._shard = shard
-        self._owner = shard.identity.rank
-        self._objects = objects
-        self._items: ImageItems
-
-    # The items.
-
-    def plan(self, before_read: Callable[[], None]) -> RankPlan:
-        """List the items."""
-
-        def list_items(image: ImageReader) -> tuple[ImageItems, RankPlan]:
-            self.lineage = image.identity.lineage
-            with collection_paused():
-                items = ImageItems(image)
-            return items, items.rank_plan(image, before_read)
-
-        self._items, plan = self._shard.use(list_items)
-        return plan
-
-    def digests(
-        self, indices: Sequence[MetadataIndex], before_read: Callable[[], None]
-    ) -> dict[MetadataIndex, str]:
-        """Digests of the values of some items; errors are those of :meth:`plan`."""
-        items = self._items
-        return self._shard.use(
-            lambda image: {index: items.digest(index, image, before_read) for index in indices}
-        )
-
-    # Their values.
-
-    def write(
-        self, plan: SavePlan, unequal: Collection[str], write: WriteFile
-    ) -> tuple[list[WriteResult], int]:
-        """Write this shard's items and the envelope of its image; return their places and its size.
-
-        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
-        of a file that need not be written again; pickles of equal objects may differ.
-        """
-        return self._shard.use(lambda image: self._write(image, plan, unequal, write))
-
-    def _write(
-        self, image: ImageReader, plan: SavePlan, unequal: Collection[str], write: WriteFile
-    ) -> tuple[list[WriteResult], int]:
-        starts = {
-            number: image.start_of(place.number)
-            for number, item in enumerate(plan.items)
-            if (place := self._items.places.get(item.index)) is not None
-        }
-        results: list[WriteResult] = []
-        for file in lay_out_in_order(plan, starts, f"__{self._owner}_"):
-            others = [self._object(plan.items[number]) for number in file.others]
-            nbytes = None if others else file_nbytes(file.nbytes)
-            write(file.name, nbytes, partial(self._content, image, plan, file, others))
-            results += file.results(plan, others)
-        envelope = Envelope(image, self._places_in(plan, unequal))
-        nbytes = file_nbytes(envelope.nbytes)
-        write(envelope_name(self._owner), nbytes, envelope.content)
-        return results, nbytes
-
-    def _places_in(
-        self, plan: SavePlan, unequal: Collection[str]
-    ) -> dict[MetadataIndex, ItemPlace]:
-        """Places of the tensors that the checkpoint has as this image does, by its items."""
-        own = {item.index for item in plan.items}
-        return {
-            index: place
-            for index, place in self._items.places.items()
-            if index in own or index.fqn not in unequal
-        }
-
-    def _content(
-        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
-    ) -> Iterator[bytes | memoryview]:
-        at = 0
-        for slot in file.slots:
-            yield bytes(slot.offset - at)
-            yield slot.frame.head
-            yield from self._values(image, plan.items[slot.number], slot)
-            yield slot.frame.tail
-            at = slot.end
-        yield from others
-
-    def _object(self, item: WriteItem) -> memoryview:
-        """Bytes of an object, as a save of the state would write them."""
-        value = self._objects.read(item, self._items.planner)
-        if isinstance(value, torch.Tensor):
-            head, tail = frame_of(value.dtype, value.shape)
-            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
-        return value
-
-    def _values(self, image: ImageReader, item: WriteItem, slot: FileSlot) -> Iterator[memoryview]:
-        if not slot.nbytes:
-            return
-        place = self._items.places[item.index]
-        run = image.run_of(place.number)
-        if run is not None and place.part is None:
-            yield from image.pieces(*run)
-            return
-        tensor = place.of(image.tensor(place.number))
-        yield _memory_of(tensor)
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
-
-
 class ImageItems:
-    """Items of one rank's image, and their values.
-
-    The image is not used after the constructor, but for its digests.
+    """Items of one rank's image, and their values, which each method reads from it anew.
 
     Attributes:
         planner: Planner that knows the objects of the state by their keys; its tensors have no
@@ -184,8 +65,10 @@ class ImageItems:
             memory.
     """
 
-    def __init__(self, image: ImageReader) -> None:
+    @collection_paused()
+    def __init__(self, image: ImageReader, objects: ItemReader) -> None:
         self._saved_by = image.identity.rank
+        self._reader = objects
         self.planner = DefaultSavePlanner()
         self.places: dict[MetadataIndex, ItemPlace] = {}
         self._world_size = image.identity.world_size
@@ -338,7 +221,7 @@ class ImageItems:
                 if len(box.ranks) > 1:
                     self._own.add(index)
 
-    # What other ranks may have otherwise.
+    # Their values.
 
     def digest(
         self, index: MetadataIndex, image: ImageReader, before_read: Callable[[], None]
@@ -354,15 +237,73 @@ class ImageItems:
         if place.part is not None:
             shape = tuple(end - start for start, end in place.part)
         hasher = xxhash.xxh3_64(f"{entry.dtype} {shape}".encode())
-        if place.part is not None:
-            hasher.update(digest_of(place.of(image.tensor(place.number)), str).encode())
-        elif (run := image.run_of(place.number)) is None:
-            hasher.update(digest_of(image.tensor(place.number), str).encode())
-        else:
-            for part in image.pieces(*run):
-                hasher.update(part)
-                before_read()
+        for piece in _values(image, place):
+            hasher.update(piece)
+            before_read()
         return hasher.hexdigest()
+
+    def write(
+        self, image: ImageReader, plan: SavePlan, unequal: Collection[str], write: WriteFile
+    ) -> tuple[list[WriteResult], int]:
+        """Write items and the envelope of the image; return their places and its size.
+
+        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
+        of a file that need not be written again; pickles of equal objects may differ.
+        """
+        starts = {
+            number: image.start_of(place.number)
+            for number, item in enumerate(plan.items)
+            if (place := self.places.get(item.index)) is not None
+        }
+        results: list[WriteResult] = []
+        for file in lay_out_in_order(plan, starts, f"__{self._saved_by}_"):
+            others = [self._object(plan.items[number]) for number in file.others]
+            nbytes = None if others else file_nbytes(file.nbytes)
+            write(file.name, nbytes, partial(self._content, image, plan, file, others))
+            results += file.results(plan, others)
+        own = {item.index for item in plan.items}
+        there = {
+            index: place
+            for index, place in self.places.items()
+            if index in own or index.fqn not in unequal
+        }
+        envelope = Envelope(image, there)
+        nbytes = file_nbytes(envelope.nbytes)
+        write(envelope_name(self._saved_by), nbytes, envelope.content)
+        return results, nbytes
+
+    def _content(
+        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
+    ) -> Iterator[bytes | memoryview]:
+        at = 0
+        for slot in file.slots:
+            yield bytes(slot.offset - at)
+            yield slot.frame.head
+            yield from _values(image, self.places[plan.items[slot.number].index])
+            yield slot.frame.tail
+            at = slot.end
+        yield from others
+
+    def _object(self, item: WriteItem) -> memoryview:
+        """Bytes of an object, as a save of the state would write them."""
+        value = self._reader.read(item, self.planner)
+        if isinstance(value, torch.Tensor):
+            head, tail = frame_of(value.dtype, value.shape)
+            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
+        return value
+
+
+def _values(image: ImageReader, place: ItemPlace) -> Iterator[memoryview]:
+    run = image.run_of(place.number)
+    if run is not None and place.part is None:
+        yield from image.pieces(*run)
+    else:
+        tensor = place.of(image.tensor(place.number))
+        yield _memory_of(tensor)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
 def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:

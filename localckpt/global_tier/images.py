@@ -27,11 +27,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.global_tier.catalog import CommitFound
-from localckpt.global_tier.data_files import FileIdentity, require_trailer
+from localckpt.global_tier.data_files import require_trailer, verify_blocks
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BlockHasher
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.source import Filled, Places, ShardSource, handle_pieces, read_header
 from localckpt.storage.buffers import Buffer
@@ -181,17 +180,10 @@ class SharedImages(Store):
             file = OpenFile(path)
             opened.callback(file.close)
             with storage_errors("read", path):
-                content = _verified(file, self._save_id)
+                trailer = require_trailer(file, self._save_id, path)
+                content = memoryview(bytearray(trailer.covered_nbytes))
+                verify_blocks(file, trailer, content, lambda nbytes: None)
             return _Source(self._folder, path.name, content, self._places)
-
-
-def _verified(file: OpenFile, save_id: str) -> memoryview:
-    trailer = require_trailer(file, save_id, file.path)
-    content = memoryview(bytearray(trailer.covered_nbytes))
-    file.read_into(0, content)
-    hasher = BlockHasher(FileIdentity(file.path.name, save_id))
-    hasher.check(0, [content], memoryview(trailer.digests))
-    return content
 
 
 class _Segment(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,33 +33,30 @@ _SHOWN = 10
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class FillOptions:
-    """What may differ between a state and the checkpoint that fills it.
+class OpenCheckpoint:
+    """Checkpoint whose metadata all ranks have read.
 
-    Attributes:
-        is_partial: Whether values may be in one of them only; they are logged, and stay as they
-            are.
-        allow_dtype_change: Whether tensors may have other dtypes; their values are converted.
+    ``is_partial``: values may be in it or in the state only; they are logged, and stay as they are.
+    ``allow_dtype_change``: tensors may have other dtypes; their values are converted.
     """
 
-    is_partial: bool = False
-    allow_dtype_change: bool = False
-
-
-class OpenCheckpoint:
-    """Checkpoint whose metadata all ranks have read."""
-
     def __init__(
-        self, found: CommitFound, reader: CachedMetadataFileSystemReader, ranks: Ranks
+        self,
+        found: CommitFound,
+        reader: CachedMetadataFileSystemReader,
+        ranks: Ranks,
+        *,
+        is_partial: bool,
+        allow_dtype_change: bool,
     ) -> None:
         self.found = found
+        self._is_partial, self._allow_dtype_change = is_partial, allow_dtype_change
         self._reader = reader
         self._ranks = ranks
         # While all are here, since they share it.
         self.saved = reader.read_metadata().state_dict_metadata
 
-    def fill(self, state_dict: dict[str, Any], options: FillOptions) -> None:
+    def fill(self, state_dict: dict[str, Any]) -> None:
         """Fill a state in place; all ranks call it.
 
         After a MismatchError nothing is changed; after another error the state may be partly
@@ -72,13 +68,13 @@ class OpenCheckpoint:
         planned: list[_Planned] = []
 
         def plan() -> str | None:
-            planned.append(self._plan(state_dict, options))
+            planned.append(self._plan(state_dict))
             given = planned[0][1].state_dict
-            self._require_of_all_ranks(given, options)
-            self._require_apart(given, options)
+            self._require_of_all_ranks(given)
+            self._require_apart(given)
             return _packed_bits([name in given for name in names])
 
-        judge = partial(_judge_given, names, options.is_partial)
+        judge = partial(_judge_given, names, self._is_partial)
         unwanted = self._ranks.decide(
             f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
         )
@@ -96,23 +92,11 @@ class OpenCheckpoint:
             *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
         )
 
-    def _plan(self, state_dict: dict[str, Any], options: FillOptions) -> _Planned:
+    def _plan(self, state_dict: dict[str, Any]) -> _Planned:
         """Plan what ``dcp.load`` reads on one rank."""
-        state, planner = self._set_up(state_dict, options)
-        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
-        local = self._reader.prepare_local_plan(planner.create_local_plan())
-        return state, planner, planner.finish_plan(local)
-
-    def _read(self, planned: _Planned) -> None:
-        _, planner, plan = planned
-        self._reader.read_data(plan, planner).wait()
-
-    def _set_up(
-        self, state_dict: dict[str, Any], options: FillOptions
-    ) -> tuple[dict[str, Any], ReshardingLoadPlanner]:
         planner = ReshardingLoadPlanner(
-            allow_partial_load=options.is_partial,
-            allow_dtype_change=options.allow_dtype_change,
+            allow_partial_load=self._is_partial,
+            allow_dtype_change=self._allow_dtype_change,
             safe_globals=self._reader.safe_globals,
         )
         # In the same order on all ranks.
@@ -121,12 +105,18 @@ class OpenCheckpoint:
             for name in sorted(state_dict, key=str)
         }
         planner.set_up_planner(state, self._reader.read_metadata())
-        return state, planner
+        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
+        local = self._reader.prepare_local_plan(planner.create_local_plan())
+        return state, planner, planner.finish_plan(local)
 
-    def _require_of_all_ranks(self, given: Mapping[str, Any], options: FillOptions) -> None:
+    def _read(self, planned: _Planned) -> None:
+        _, planner, plan = planned
+        self._reader.read_data(plan, planner).wait()
+
+    def _require_of_all_ranks(self, given: Mapping[str, Any]) -> None:
         """Refuse to give every rank the first rank's values, unless the load is partial."""
         first_ranks = [name for name in self.found.record.unequal if name in given]
-        if first_ranks and not options.is_partial:
+        if first_ranks and not self._is_partial:
             raise MismatchError(
                 f"the ranks that saved {self.found.folder.path} had different values of "
                 f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
@@ -134,13 +124,13 @@ class OpenCheckpoint:
                 f"partial=True gives every rank the first rank's"
             )
 
-    def _require_apart(self, given: Mapping[str, Any], options: FillOptions) -> None:
+    def _require_apart(self, given: Mapping[str, Any]) -> None:
         """Refuse tensors that share memory, unless it can hold what was saved of both."""
         for one, other in _sharing_memory(given):
             if one not in self.saved or other not in self.saved:
                 continue
             values = {name: _empty_like(given[name]) for name in (one, other)}
-            self._read(self._plan(values, options))
+            self._read(self._plan(values))
             pairs = [(_local(given[name]), _local(values[name])) for name in (one, other)]
             if not _hold_both(*pairs):
                 raise MismatchError(

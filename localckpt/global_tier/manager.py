@@ -31,7 +31,7 @@ from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
 from localckpt.global_tier.images import SharedImages
-from localckpt.global_tier.load import FillOptions, OpenCheckpoint
+from localckpt.global_tier.load import OpenCheckpoint
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
@@ -479,11 +479,14 @@ class GlobalCheckpointManager:
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
         given = without_markers(given)
         self._prepare_load()
-        options = FillOptions(partial, allow_dtype_change)
         with self._events.timed("read"):
             found = self._committed.load_newest(
                 iteration,
-                lambda found: self._open(found).fill(given, options),
+                lambda found: OpenCheckpoint(
+                    *(found, self._reader_of(found), self._ranks),
+                    is_partial=partial,
+                    allow_dtype_change=allow_dtype_change,
+                ).fill(given),
                 # With a partial load, values of both would be left.
                 tries_others=iteration is None and not partial,
             )
@@ -523,9 +526,6 @@ class GlobalCheckpointManager:
             generation = Generation(epoch, sequence)
             yield images, ShardIdentity(session_id, generation, iteration, 0, world_size)
         self._go_on_from(found)
-
-    def _open(self, found: CommitFound) -> OpenCheckpoint:
-        return OpenCheckpoint(found, self._reader_of(found), self._ranks)
 
     def _reader_of(self, found: CommitFound) -> CachedMetadataFileSystemReader:
         return self._make_reader(

@@ -55,7 +55,7 @@ class SharedCheckpoint:
     record: CommitRecord | None
     problem: CheckpointingException | None
     saved_at: float
-    is_pinned: bool = False
+    is_pinned: bool
 
     @property
     def is_whole(self) -> bool:
@@ -91,7 +91,7 @@ class SharedSession:
 
     def checkpoints(self) -> list[SharedCheckpoint]:
         """Directories that were committed, the newest first; data is not read."""
-        found = [self._look(folder) for folder in folders_in(self.root)[0]]
+        found = [self.look(folder) for folder in folders_in(self.root)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def whole(self) -> list[CommitFound]:
@@ -104,20 +104,17 @@ class SharedSession:
 
         Unless it is ``asked_for``, damage is logged, and it is none.
         """
-        try:
-            record = CommitRecord.read(folder.path)
-            if record is None:
-                return None
-            record.check_identity(folder, self.session_id)
-            record.check_files(folder)
-        except CorruptShardError as error:
-            if asked_for:
-                raise
-            # A checkpoint that a job prunes meanwhile is not damaged.
-            if folder.has_record:
-                logger.error("%s is not counted: %s", folder.path, error)
+        known = self.look(folder)
+        if known is None:
             return None
-        return CommitFound(folder, record)
+        if known.problem is None and known.record is not None:
+            return CommitFound(folder, known.record)
+        if known.problem is not None and (asked_for or isinstance(known.problem, StorageError)):
+            raise known.problem
+        # A checkpoint that a job prunes meanwhile is not damaged.
+        if folder.has_record:
+            logger.error("%s is not counted: %s", folder.path, known.problem)
+        return None
 
     def noted_trusts(self) -> Trusts:
         """Everything noted of starts of the job in vain."""
@@ -125,31 +122,24 @@ class SharedSession:
 
     def leftovers(self) -> list[Path]:
         """Directories of saves under way, of saves that were cut off, and of what is removed."""
-        folders, leftovers = folders_in(self.root)
-        unfinished = [folder.path for folder in folders if not folder.has_record]
-        return [*(leftover.path for leftover in leftovers), *unfinished]
+        return [leftover.path for leftover in folders_in(self.root)[1]]
 
-    def _look(self, folder: Folder) -> SharedCheckpoint | None:
+    def look(self, folder: Folder) -> SharedCheckpoint | None:
+        """The checkpoint in a directory, whole or not; ``None`` if none is committed there."""
+        record, problem, saved_at, is_pinned = None, None, 0.0, False
         try:
-            with storage_errors("look at", folder.path):
-                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            return SharedCheckpoint(folder, None, error, 0.0)
-        record, is_pinned = None, False
-        try:
-            is_pinned = folder.is_pinned
             found = CommitRecord.read(folder.path)
             if found is None:
-                # A job has removed it meanwhile.
                 return None
+            is_pinned = folder.is_pinned
+            with storage_errors("look at", folder.path):
+                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
             found.check_identity(folder, self.session_id)
             record = found
             record.check_files(folder)
         except (CorruptShardError, StorageError) as error:
-            return SharedCheckpoint(folder, record, error, saved_at, is_pinned)
-        return SharedCheckpoint(folder, record, None, saved_at, is_pinned)
+            problem = error
+        return SharedCheckpoint(folder, record, problem, saved_at, is_pinned)
 
 
 def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Reason, ...]]:
@@ -157,17 +147,20 @@ def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Rea
 
     Those that are not in it go at that job's next save.
     """
-    good = [
-        (known.folder.version, known.record, known.is_pinned)
+    records = {
+        known.folder.version: known.record
         for known in checkpoints
         if known.is_whole and known.record is not None
-    ]
-    if not good:
+    }
+    if not records:
         return {}
-    records = {version: record for version, record, _ in good}
     saved = max(records)
     resumed_from = _resumed_from(records, records[saved].lineage)
-    candidates = [Candidate(version, record.metrics, pinned) for version, record, pinned in good]
+    candidates = [
+        Candidate(known.folder.version, records[known.folder.version].metrics, known.is_pinned)
+        for known in checkpoints
+        if known.folder.version in records
+    ]
     return reasons_to_keep(records[saved].retention, candidates, saved, resumed_from)
 
 
@@ -175,15 +168,14 @@ def _resumed_from(
     records: Mapping[Version, CommitRecord], lineage: Lineage | None
 ) -> Version | None:
     """The checkpoint that an epoch resumed from, if it is there."""
-    if lineage is None or lineage.origin != "shared":
+    if lineage is None or lineage.origin != "shared" or not lineage.ancestors:
         return None
+    parent = lineage.ancestors[0]
     parents = [
         version
-        for parent in lineage.ancestors[:1]
         for version, record in records.items()
-        if version[1] == parent.iteration
-        and record.lineage is not None
-        and record.lineage.epoch == parent.epoch
+        if record.lineage is not None
+        and (record.lineage.epoch, record.iteration) == (parent.epoch, parent.iteration)
     ]
     return max(parents, default=None)
 

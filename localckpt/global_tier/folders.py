@@ -72,13 +72,9 @@ class Folder:
         """Directory of the complete checkpoint."""
         return self.root / self._name
 
-    def partial(self, save_id: str) -> Path:
-        """Directory of a save until it is complete."""
-        return self._unfinished(save_id[:8])
-
-    def drained(self, save_id: str) -> Path:
-        """Directory of a drain until it is complete; the next attempt goes on in it."""
-        return self._unfinished(_DRAIN + save_id[:8])
+    def unfinished(self, save_id: str, *, is_drain: bool) -> Path:
+        """Directory of a save or drain until it is complete; a next drain goes on in it."""
+        return self.root / f".{self._name}.{_DRAIN * is_drain}{save_id[:8]}{_PARTIAL}"
 
     @property
     def removed(self) -> Path:
@@ -96,9 +92,6 @@ class Folder:
         """True if no job may remove it; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
             return _is_there(self.path / PIN_NAME)
-
-    def _unfinished(self, attempt: str) -> Path:
-        return self.root / f".{self._name}.{attempt}{_PARTIAL}"
 
     @property
     def _name(self) -> str:

@@ -169,24 +169,6 @@ class GlobalCheckpointManager:
 
     # Saving.
 
-    def warm_up(self, state_dict: dict[str, Any]) -> None:
-        """Make ready for saves of such a state; all ranks call it.
-
-        Plans them, and makes the staging buffer, which the first save would have to make. Tensors
-        are not looked at.
-
-        Raises:
-            CheckpointingException: The ranks cannot agree on a plan; the same on every rank.
-            PeerLostError: Some rank did not come in time.
-        """
-        self._require_writable()
-        self._require_usable()
-        planner, planned = self._plan(state_dict, "saves ahead", lambda: None)
-        try:
-            self._writer.warm_up(planner.finish_plan(planned.plan), planner)
-        except Exception as error:  # noqa: BLE001 - on this rank alone; the save itself tells all
-            logger.warning("such a state cannot be saved: %s", error)
-
     @closed_by_interrupts
     def save(
         self,
@@ -236,9 +218,7 @@ class GlobalCheckpointManager:
             self._require_usable()
             called = time.monotonic()
             lineage = None if self._local is None else self._local.lineage_of_save(iteration)
-            planner, planned = self._plan(
-                state_dict, iteration, lambda: self._begin(iteration, lineage)
-            )
+            planner, planned = self._plan(state_dict, iteration, lineage)
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
@@ -634,38 +614,35 @@ class GlobalCheckpointManager:
     # On every rank.
 
     def _plan(
-        self,
-        state_dict: dict[str, Any],
-        what: int | str,
-        begin: Callable[[], Any],
+        self, state_dict: dict[str, Any], iteration: int, lineage: Lineage | None
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
 
         def prepare(plan: SavePlan) -> SavePlan:
             # Here, where all ranks learn of it: each may have been told of the last save, or not.
             self._take_error()
-            if isinstance(what, int) and what <= self._newest_iteration:
+            if iteration <= self._newest_iteration:
                 raise CheckpointingException(
-                    f"iteration {what} cannot be saved after {self._newest_iteration}: numbers "
-                    f"must grow. To go back, load() the checkpoint to go on from"
+                    f"iteration {iteration} cannot be saved after {self._newest_iteration}: "
+                    f"numbers must grow. To go back, load() the checkpoint to go on from"
                 )
             if plan != self.plans.local:
                 # Before training goes on, with what could never be loaded.
                 self._writer.require_loadable(plan, planner)
             return plan
 
-        self._hint = f" Was save({what}) called on every rank?"
+        self._hint = f" Was save({iteration}) called on every rank?"
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
                 without_markers(state_dict),
                 planner,
                 *(self._writer, self.plans),
-                what=what if isinstance(what, str) else f"the save of iteration {what}",
-                order=what if isinstance(what, int) else None,
-                tag=[self.session_id, what],
-                begin=begin,
-                begun=(int, str, int) if isinstance(what, int) else object,
+                what=f"the save of iteration {iteration}",
+                order=iteration,
+                tag=[self.session_id, iteration],
+                begin=lambda: self._begin(iteration, lineage),
+                begun=(int, str, int),
                 prepare=prepare,
             )
         self._hint = ""

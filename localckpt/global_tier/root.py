@@ -136,10 +136,8 @@ class CheckpointRoot:
     ) -> BegunSave:
         """The save or drain that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
-        path = folder.drained(save_id) if is_drain else folder.partial(save_id)
-        return BegunSave(
-            *(folder, path, save_id), None if is_drain else self._lineage, metrics or {}
-        )
+        path = folder.unfinished(save_id, is_drain=is_drain)
+        return BegunSave(folder, path, save_id, None if is_drain else self._lineage, metrics or {})
 
     def begin_drain(
         self,
@@ -176,7 +174,11 @@ class CheckpointRoot:
             return begun, False
 
     def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
-        mine = [left for left in before if left.folder.drained(drain.save_id) == left.path]
+        mine = [
+            left
+            for left in before
+            if left.folder.unfinished(drain.save_id, is_drain=True) == left.path
+        ]
         for left in before:
             if left not in mine[:1] and left.path not in self._draining:
                 try_to_remove(left.path)

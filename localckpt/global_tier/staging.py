@@ -222,13 +222,6 @@ class Staging:
         # Frames are in the buffer from the save before, as long as nothing moves.
         self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
 
-    def prepare(self, data: WriteData) -> None:
-        """Make a buffer for such data, so that the first save finds it."""
-        if not data.files:
-            return
-        gpus = (tensor.device for tensor in data.tensors.values() if tensor.is_cuda)
-        self._pool.prepare(_PURPOSE, data.ranges()[-1][1], next(gpus, None))
-
     def stage(self, data: WriteData) -> Buffer:
         """Copy everything to its place in a buffer; returns when all values are there.
 

@@ -201,12 +201,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             plan, files, tensors, [[others[number] for number in file.others] for file in files]
         )
 
-    def warm_up(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Lay out a plan, and make the memory for it."""
-        self.prepare_write_data(plan, planner)
-        self._staging.prepare(self._require_prepared())
-        self._prepared = None
-
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], Callable[[], None]] | None, list[Any]]:

@@ -67,14 +67,14 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
 ) -> None:
     empty(tmp_path)
     folder = Folder(tmp_path, iteration, epoch)
-    folder.partial(save_id).mkdir()
+    folder.unfinished(save_id, is_drain=False).mkdir()
     folder.removed.mkdir()
 
     found, leftovers = folders_in(tmp_path)
 
     assert found == []
     assert {(path, of) for path, of in leftovers} == {
-        (folder.partial(save_id), folder),
+        (folder.unfinished(save_id, is_drain=False), folder),
         (folder.removed, folder),
     }
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from localckpt.errors import StorageError as StorageError
     from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
     from localckpt.errors import WorkerDiedError as WorkerDiedError
-    from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
+    from localckpt.global_tier.load import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
     from localckpt.global_tier.storage_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
@@ -132,7 +132,7 @@ _HOMES_BESIDE = {
     "FileSystemWriterAsync": "global_tier.storage_writer",
     "GroupWrapper": "replication.groups",
     "PersistentAsyncCaller": "async_save.callers",
-    "ReshardingLoadPlanner": "global_tier.load_planner",
+    "ReshardingLoadPlanner": "global_tier.load",
     "Scheme": "cli.survival",
     "Survival": "cli.survival",
     "TemporalAsyncCaller": "async_save.callers",

@@ -92,7 +92,7 @@ _BUDGETS = {
     "cli": (3175, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
-    "global_tier": (6605, 4900, 22),
+    "global_tier": (6578, 4900, 20),
     "integrations": (2821, 2900, 21),
     "managers": (5788, 3600, 22),
     "memory": (817, 700, 7),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (186, 150)
+_CORE_MODULES = (184, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

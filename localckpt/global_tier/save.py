@@ -22,9 +22,8 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import FileWrite, write_files
-from localckpt.global_tier.replicas import common_digests, require_equal
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave
+from localckpt.global_tier.save_plan import PlannedSave, common_digests, require_equal
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message

@@ -82,16 +82,10 @@ class CheckpointRoot:
     """
 
     def __init__(
-        self,
-        root: Path,
-        session_id: str,
-        *,
-        retention: Retention,
-        timeout_s: float,
+        self, root: Path, session_id: str, *, retention: Retention, timeout_s: float
     ) -> None:
         self.path = session_root(root, session_id)
-        below = self.path.relative_to(root).parts
-        self.lock = RootLock(root, *below)
+        self.lock = RootLock(root, *self.path.relative_to(root).parts)
         self.session = SharedSession(self.path, session_id)
         self._retention = retention
         self._timeout_s = timeout_s
@@ -105,15 +99,13 @@ class CheckpointRoot:
         self._loaded: tuple[int, int] | None = None
 
     def begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
-        """Make the directory of a save on the first rank, when no rank is busy with one before."""
+        """Make the directory of a save on the first rank."""
         with self._beginning:
             self.lock.take(self._timeout_s)
-            epoch = self._epoch
-            if epoch is None:
-                epoch = _next_epoch(*folders_in(self.path))
+            epoch = self._epoch or _next_epoch(*folders_in(self.path))
             begun = self.begun(iteration, epoch, uuid.uuid4().hex)
             with storage_errors("make", begun.path):
-                begun.path.mkdir(folder_mode(begun.path.parent))
+                begun.path.mkdir(folder_mode(self.path))
                 try:
                     sync_folder(self.path)
                 except BaseException:
@@ -158,35 +150,27 @@ class CheckpointRoot:
                 found = self.session.find(folder)
                 if found is not None and found.record.save_id == save_id:
                     return BegunSave(folder, folder.path, save_id), True
-            epoch = self._epoch
-            if epoch is None:
-                epoch = _next_epoch(folders, [left for left in leftovers if not left.is_drain])
+            epoch = self._epoch or _next_epoch(folders, [x for x in leftovers if not x.is_drain])
             begun = self.begun(iteration, epoch, save_id, is_drain=True, metrics=metrics)
             begun = replace(begun, lineage=lineage)
             self._require_newest(begun, folders)
+            self._make_drain(begun, [left for left in leftovers if left.is_drain])
             self._draining.add(begun.path)
-            try:
-                self._make_drain(begun, [left for left in leftovers if left.is_drain])
-            except BaseException:
-                self._draining.discard(begun.path)
-                raise
             self._epoch = epoch
             return begun, False
 
     def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
-        mine = [
-            left
-            for left in before
-            if left.folder.unfinished(drain.save_id, is_drain=True) == left.path
-        ]
-        for left in before:
-            if left not in mine[:1] and left.path not in self._draining:
-                try_to_remove(left.path)
+        mine: Path | None = None
+        for path, folder in before:
+            if mine is None and path == folder.unfinished(drain.save_id, is_drain=True):
+                mine = path
+            elif path not in self._draining:
+                try_to_remove(path)
         with storage_errors("make", drain.path):
-            if mine and mine[0].path != drain.path:
-                mine[0].path.rename(drain.path)
-            elif not mine:
-                drain.path.mkdir(folder_mode(drain.path.parent))
+            if mine is None:
+                drain.path.mkdir(folder_mode(self.path))
+            elif mine != drain.path:
+                mine.rename(drain.path)
             sync_folder(self.path)
 
     def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:
@@ -255,26 +239,22 @@ class CheckpointRoot:
 
         Checkpoints that were pinned while a job removed them get their names again. What a drain
         has left stays until something newer is there: the next attempt goes on from it.
-
-        Nobody is writing there: the root is locked, and saves follow one another.
         """
-        writing = {*self._draining, *(() if save is None else [save.path])}
         try:
             folders, leftovers = folders_in(self.path)
             newest = -1
             if any(leftover.is_drain for leftover in leftovers):
                 newest = max((f.iteration for f in folders if f.has_record), default=-1)
-            paths = [
-                leftover.path
-                for leftover in leftovers
-                if not _is_put_back(leftover)
-                and not (leftover.is_drain and leftover.folder.iteration > newest)
-            ]
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
-        for path in paths:
-            if path not in writing:
+        for leftover in leftovers:
+            path, folder = leftover
+            if path in self._draining or (save is not None and path == save.path):
+                continue
+            if leftover.is_drain and folder.iteration > newest:
+                continue
+            if not _is_put_back(leftover):
                 logger.info("removing %s, which is no checkpoint", path)
                 try_to_remove(path)
 
@@ -369,10 +349,22 @@ class RootLock:
         self.require_own()
         lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
         try:
+            if self._acquire(lock, min(timeout_s, _PATIENCE_S)):
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
+                    self._noted = text
+        except BaseException:
+            # Else it lives as long as the error does.
+            lock.release()
+            raise
+        self._lock, self._was_there = lock, True
+
+    def _acquire(self, lock: FileLock, patience_s: float) -> bool:
+        try:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                patience_s = min(timeout_s, _PATIENCE_S)
                 logger.warning(
                     "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
                 )
@@ -388,20 +380,10 @@ class RootLock:
                     raise
             logger.warning(
                 "%s has no locks, so nothing keeps two jobs from saving there: %s",
-                self._root,
-                error,
+                *(self._root, error),
             )
-        else:
-            try:
-                with storage_errors("write to", self._root):
-                    text = f"process {Owner.me()} on {socket.gethostname()}"
-                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
-                    self._noted = text
-            except BaseException:
-                # Else it lives as long as the error does.
-                lock.release()
-                raise
-        self._lock, self._was_there = lock, True
+            return False
+        return True
 
     def look(self) -> None:
         """Check the directories, if they are there; once they were, they must be there still.

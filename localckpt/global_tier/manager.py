@@ -325,43 +325,35 @@ class GlobalCheckpointManager:
     # Loading.
 
     @closed_by_interrupts
-    def find_latest(self) -> int:
+    def find_latest(self, *, on_nodes: int | None = None) -> int:
         """Iteration of the newest checkpoint, or ``-1``; all ranks call it.
 
-        Raises:
-            StorageError: The root cannot be read; the same on every rank.
-            PeerLostError: A rank did not come in time.
-        """
-        return self._find(None)
-
-    @closed_by_interrupts
-    def all_iterations(self) -> list[int]:
-        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
-
-        All ranks call it, and get the same.
+        Args:
+            on_nodes: Newest iteration on the nodes, -1 for none, of a program that has checkpoints
+                there, too. What the job went back from to begin its epoch is then left out.
 
         Raises:
             StorageError: The root cannot be read; the same on every rank.
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._committed.iterations()
-
-    # For a program that has checkpoints on the nodes, too.
+        with self._events.timed("find"):
+            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
+        return -1 if found is None else found.folder.iteration
 
     @closed_by_interrupts
-    def find_beside(self, on_nodes: int) -> int:
-        """Find the newest checkpoint as :meth:`find_latest`; all ranks call it.
+    def all_iterations(self, *, on_nodes: int | None = None) -> list[int]:
+        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
+
+        All ranks call it, and get the same.
 
         Args:
-            on_nodes: Newest iteration on the nodes, -1 for none. What the job went back from to
-                begin its epoch is left out.
-        """
-        return self._find(on_nodes)
+            on_nodes: As for :meth:`find_latest`.
 
-    @closed_by_interrupts
-    def iterations_beside(self, on_nodes: int) -> list[int]:
-        """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: A rank did not come in time.
+        """
         self._require_usable()
         return self._committed.iterations(self._lineage_on_nodes(on_nodes))
 
@@ -386,12 +378,6 @@ class GlobalCheckpointManager:
         )
         if self._local is not None:
             self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])
-
-    def _find(self, on_nodes: int | None) -> int:
-        self._require_usable()
-        with self._events.timed("find"):
-            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
-        return -1 if found is None else found.folder.iteration
 
     def _lineage_on_nodes(self, iteration: int | None) -> Lineage | None:
         if self._local is None or iteration is None:

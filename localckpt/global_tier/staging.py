@@ -219,8 +219,6 @@ class Staging:
         # One at a time: saves to shared storage are far between.
         self._pool = BufferPool(PrivateBuffer, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
-        # Frames are in the buffer from the save before, as long as nothing moves.
-        self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
 
     def stage(self, data: WriteData) -> Buffer:
         """Copy everything to its place in a buffer; returns when all values are there.
@@ -242,18 +240,14 @@ class Staging:
     def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
         files, tensors = data.files, data.tensors
         view, base = buffer.view, address_of(buffer.view)
-        starts = [start for start, _ in ranges]
-        last, self._framed = self._framed, None
-        framed = last is not None and last[0] is buffer and last[1] is files and last[2] == starts
         jobs: list[tuple[int, int, int]] = []
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
         for file, (first, stop), others in zip(files, ranges, data.others, strict=True):
             for slot in file.slots:
                 begin = first + slot.data
                 end = begin + slot.nbytes
-                if not framed:
-                    view[begin - len(slot.frame.head) : begin] = slot.frame.head
-                    view[end : end + len(slot.frame.tail)] = slot.frame.tail
+                view[begin - len(slot.frame.head) : begin] = slot.frame.head
+                view[end : end + len(slot.frame.tail)] = slot.frame.tail
                 tensor = tensors[slot.number]
                 if not slot.nbytes:
                     continue
@@ -281,7 +275,6 @@ class Staging:
                 self._pool.forget(buffer)
                 self._stuck.append((buffer, under_way))
                 raise
-        self._framed = (buffer, files, starts)
 
     def release(self, owner: object) -> None:
         """Take out a buffer that its owner is not going to give back."""
@@ -290,6 +283,5 @@ class Staging:
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
-        self._framed = None
         self._copier.stop()
         self._pool.close()

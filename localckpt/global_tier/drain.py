@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.profiler import record_function
@@ -34,7 +33,7 @@ from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import gathered, is_written, write_data_file
 from localckpt.global_tier.drain_items import ImageItems
-from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans, unsettled
+from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -58,8 +57,8 @@ from localckpt.threads import Latch, SerialThread
 
 logger = logging.getLogger(__name__)
 
-# Decisions of a drain at most: the plan, whether parts of one name are equal, and the commit.
-_DECISIONS = 3
+# Decisions of a drain: the plan, and the commit.
+_DECISIONS = 2
 # Shared storage may be slower than the rate that is asked for.
 _SLOWER = 2.0
 # Whole digest blocks. The rate is kept from piece to piece.
@@ -98,7 +97,6 @@ class Drain(BackgroundSave):
         self._began = time.monotonic()
         self._lineage: Lineage | None = None
         # On the first rank.
-        self._plans: list[RankPlan] = []
         self._merged: Merged | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -124,7 +122,7 @@ class Drain(BackgroundSave):
 
     def _note_end(self) -> None:
         # The plans of all ranks.
-        self._merged, self._plans = None, []
+        self._merged = None
         details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
         if self._rate_limit is not None:
             details["rate_limit"] = self._rate_limit
@@ -160,51 +158,30 @@ class Drain(BackgroundSave):
         return ""
 
     def _drain(self) -> None:
-        common, part = self._act(
-            *("plan a drain", f"plan the drain of {self._what}"),
-            *(self._plan, self._merge),
-            shaped((list | None, Message | None)),
+        verdict: Any = self._ranks.commit(
+            *(f"plan the drain of {self._what}", self._plan, self._merge),
+            kind="plan a drain",
+            on_failure=self._pacer.stop,
+            read=shaped(((int, str, bool, int, [str]), Message | None)),
         )
-        if common is None:
-            asked = () if part is None else unpack(part.data, tuple, self._allowed)
-            common, part = self._act(
-                *("compare parts", f"compare parts of one name in {self._what}"),
-                *(lambda: self._compare(asked), self._merge_compared),
-                shaped(((int, str, bool, int, [str]), Message | None)),
-            )
-        epoch, save_id, is_there, nbytes, unequal = common
-        if not is_there:
-            if not self._ranks.is_root:
-                self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
-            plan = unpack(part.data, SavePlan, self._allowed)
-            # Ranks write different numbers of bytes, at one rate.
-            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
-            self._act(
-                *("drain", f"drain {self._what}"),
-                *(lambda: self._write(plan, unequal), self._commit),
-                timeout_s=self._ranks.timeout_s + slower_s,
-            )
+        (epoch, save_id, is_there, nbytes, unequal), part = verdict
+        if is_there:
+            return
+        if not self._ranks.is_root:
+            self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
+        plan = unpack(part.data, SavePlan, self._allowed)
+        # Ranks write different numbers of bytes, at one rate.
+        slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+        self._ranks.commit(
+            *(f"drain {self._what}", lambda: self._write(plan, unequal), self._commit),
+            kind="drain",
+            timeout_s=self._ranks.timeout_s + slower_s,
+            on_failure=self._pacer.stop,
+        )
 
     @property
     def _what(self) -> str:
         return f"iteration {self.iteration}"
-
-    def _act(
-        self,
-        kind: str,
-        what: str,
-        work: Callable[[], Any],
-        act: Callable[[list[Any]], Any],
-        read: Callable[[Any], Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        return self._ranks.commit(
-            *(what, work, act),
-            kind=kind,
-            timeout_s=timeout_s,
-            on_failure=self._pacer.stop,
-            read=read,
-        )
 
     # Planned.
 
@@ -232,29 +209,9 @@ class Drain(BackgroundSave):
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
-        """On the first rank: ask for what must be compared, or divide what is to be written."""
+        """On the first rank: divide what is to be written, and begin or go on."""
         require_same([report.record for report in reports], self._ranks.global_ranks)
-        self._plans = [unpack(report.data, RankPlan, self._allowed) for report in reports]
-        if asked := unsettled(self._plans):
-            parts = {rank: Message(None, pack((*indices,))) for rank, indices in asked.items()}
-            return PerRank(None, parts)
-        return self._divide()
-
-    def _compare(self, asked: Sequence[MetadataIndex]) -> Message:
-        def digests(image: ImageReader) -> dict[MetadataIndex, str]:
-            return {index: self._items.digest(index, image, self._check) for index in asked}
-
-        return Message(None, pack(self._shard.use(digests)))
-
-    def _merge_compared(self, reports: list[Message]) -> PerRank:
-        """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
-        for plan, report in zip(self._plans, reports, strict=True):
-            plan.digests.update(unpack(report.data, dict, self._allowed))
-        return self._divide()
-
-    def _divide(self) -> PerRank:
-        """Divide what is to be written, and begin or go on."""
-        merged, self._plans = merge_plans(self._plans), []
+        merged = merge_plans([unpack(report.data, RankPlan, self._allowed) for report in reports])
         if merged.unequal:
             self.unequal = merged.unequal
             logger.info(

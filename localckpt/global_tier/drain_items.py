@@ -91,7 +91,7 @@ class ImageItems:
         """
         own = {}
         if self._world_size > 1:
-            own = {index: self.digest(index, image, before_read) for index in self._own}
+            own = {index: self._digest(index, image, before_read) for index in self._own}
         return RankPlan(self.plan, own, self._ranks)
 
     # The state, with values for what is saved as an object.
@@ -182,10 +182,10 @@ class ImageItems:
         for item, number in zip(items, numbers, strict=True):
             self.places[item.index] = ItemPlace(number)
             if isinstance(value, ShardedTensor):
-                # What other ranks have of the same name and place is compared.
                 self._ranks[item.index] = RankSet.of([self._saved_by])
-            else:
-                self._own.add(item.index)
+                if len(value.metadata().shards_metadata) == self._world_size:
+                    continue
+            self._own.add(item.index)
 
     def _box_of(self, key: str, value: DTensor, box: Box | None) -> Box | None:
         """The part that an image has of a DTensor; ``None`` if its rank is not in the mesh."""
@@ -218,15 +218,15 @@ class ImageItems:
             # A part without items has the same place on all ranks that have none.
             if 0 not in sizes and box.ranks is not None:
                 self._ranks[index] = box.ranks
-                if len(box.ranks) > 1:
+                # Ranks that are not of this mesh may have the same part, too.
+                if len(box.ranks) > 1 or value.device_mesh.size() < self._world_size:
                     self._own.add(index)
 
     # Their values.
 
-    def digest(
+    def _digest(
         self, index: MetadataIndex, image: ImageReader, before_read: Callable[[], None]
     ) -> str:
-        """Digest of an item's values, read from the image."""
         before_read()
         place = self.places.get(index)
         if place is None:

@@ -50,26 +50,9 @@ class Merged(NamedTuple):
     unequal: list[str]
 
 
-def unsettled(parts: Sequence[RankPlan]) -> dict[int, list[MetadataIndex]]:
-    """Find parts of global tensors that ranks have which do not say that theirs are equal.
-
-    Ranks that shard a tensor over meshes of their own have such parts, as those of tensor
-    parallelism where a layer is left out of it.
-
-    Returns the parts whose digests are lacking, for one rank of each set that says it is equal.
-    """
-    lacking: dict[int, list[MetadataIndex]] = {}
-    for index, ranks in _tellers(parts).items():
-        for rank in ranks:
-            if index not in parts[rank].digests:
-                lacking.setdefault(rank, []).append(index)
-    return lacking
-
-
 def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     """Merge the plans of all ranks, in rank order; a pure function."""
-    _require_one_value(parts)
-    firsts = _firsts_of_unequal(parts)
+    firsts, diverged = _firsts_of_unequal(parts), _diverged(parts)
     plans = [
         dataclasses.replace(
             part.plan,
@@ -88,31 +71,7 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
             f"the parts that ranks have of a tensor overlap, or do not make it up: {error}. "
             f"Nothing was drained"
         ) from error
-    return Merged(finals, metadata, sorted({*firsts, *_diverged(parts)}))
-
-
-def _tellers(parts: Sequence[RankPlan]) -> dict[MetadataIndex, list[int]]:
-    """For each part that is in several sets of ranks, the first rank of each."""
-    sets: dict[MetadataIndex, list[tuple[int, RankSet]]] = {}
-    for rank, part in enumerate(parts):
-        for index, ranks in part.ranks.items():
-            known = sets.setdefault(index, [])
-            if not any(rank in owners for _, owners in known):
-                known.append((rank, ranks))
-    return {index: [rank for rank, _ in known] for index, known in sets.items() if len(known) > 1}
-
-
-def _require_one_value(parts: Sequence[RankPlan]) -> None:
-    """Check that parts which are not said to be equal are so."""
-    for index, (first, *others) in _tellers(parts).items():
-        digest = parts[first].digests.get(index)
-        for rank in others:
-            if digest is None or parts[rank].digests.get(index) != digest:
-                raise MismatchError(
-                    f"{index.fqn} at {list(index.offset or ())} is on ranks {first} and {rank}, "
-                    f"and their values differ: two global tensors have one name. Give one of them "
-                    f"another key. Nothing was drained"
-                )
+    return Merged(finals, metadata, sorted({*firsts, *diverged}))
 
 
 def _firsts_of_unequal(parts: Sequence[RankPlan]) -> dict[str, int | None]:
@@ -137,14 +96,32 @@ def _firsts_of_unequal(parts: Sequence[RankPlan]) -> dict[str, int | None]:
 
 
 def _diverged(parts: Sequence[RankPlan]) -> set[str]:
-    """Keys of global tensors that ranks have otherwise where the image says they are equal."""
-    seen: dict[MetadataIndex, str | None] = {}
-    return {
-        index.fqn
-        for part in parts
-        for index in part.ranks
-        if seen.setdefault(index, part.digests.get(index)) != part.digests.get(index)
-    }
+    """Find keys of global tensors of which ranks differ that the image says are equal.
+
+    Ranks that shard a tensor over meshes of their own do not say that their parts are equal, as
+    those of tensor parallelism where a layer is left out of it. If these differ they are of two
+    tensors, which is a MismatchError.
+    """
+    sets: dict[MetadataIndex, list[tuple[int, RankSet]]] = {}
+    diverged: set[str] = set()
+    for rank, part in enumerate(parts):
+        for index, ranks in part.ranks.items():
+            digest = part.digests.get(index)
+            known = sets.setdefault(index, [])
+            first = next((first for first, owners in known if rank in owners), None)
+            if first is not None:
+                if digest != parts[first].digests.get(index):
+                    diverged.add(index.fqn)
+                continue
+            known.append((rank, ranks))
+            first = known[0][0]
+            if first != rank and (digest is None or digest != parts[first].digests.get(index)):
+                raise MismatchError(
+                    f"{index.fqn} at {list(index.offset or ())} is on ranks {first} and {rank}, "
+                    f"and their values differ: two global tensors have one name. Give one of them "
+                    f"another key. Nothing was drained"
+                )
+    return diverged
 
 
 def fingerprint(merged: Merged) -> str:

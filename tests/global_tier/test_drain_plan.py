@@ -27,7 +27,6 @@ from localckpt.global_tier.drain_plan import (
     RankPlan,
     fingerprint,
     merge_plans,
-    unsettled,
 )
 from localckpt.global_tier.staging import FILE_NBYTES, lay_out_in_order
 from localckpt.state_dict.boxes import Box, RankSet, Run
@@ -151,8 +150,6 @@ def test_parts_of_one_name_that_are_not_said_to_be_equal_are_compared_between_th
             for r in range(4)
         ]
 
-    assert unsettled(parts()) == {0: [item.index], 1: [item.index]}
-    assert unsettled(parts(*"1111")) == {}
     assert len(merge_plans(parts(*"1111")).metadata.state_dict_metadata) == 1
     for those in (parts(), parts(*"1212")):
         with pytest.raises(MismatchError, match=r"w at \[0\] is on ranks 0 and 1"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import xxhash
 
 from localckpt.availability.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
-from localckpt.global_tier.data_files import require_trailer, verify_blocks
+from localckpt.global_tier.data_files import verify_data_file
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
@@ -30,7 +29,6 @@ from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.notes import NotesFile
-from localckpt.storage.open_file import OpenFile
 from localckpt.trust import Trusts
 
 logger = logging.getLogger(__name__)
@@ -214,15 +212,12 @@ def verify_file(
     """
     if not path.exists() and path.parent.exists():
         raise CorruptShardError(f"{path} is gone")
-    with closing(OpenFile(path)) as file, storage_errors("read", path):
-        if nbytes is None:
-            data = bytearray(file.nbytes)
-            file.read_into(0, memoryview(data))
-            if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
-                raise CorruptShardError("it is damaged, or belongs to another save")
-        elif file.nbytes != nbytes:
-            raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
-        else:
-            trailer = require_trailer(file, record.save_id, "it")
-            verify_blocks(file, trailer, memoryview(bytearray(_READ_NBYTES)), on_read)
-        return file.nbytes
+    if nbytes is not None:
+        memory = memoryview(bytearray(_READ_NBYTES))
+        verify_data_file(path, record.save_id, nbytes, memory, on_read)
+        return nbytes
+    with storage_errors("read", path):
+        data = path.read_bytes()
+    if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
+        raise CorruptShardError("it is damaged, or belongs to another save")
+    return len(data)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,13 +25,14 @@ from torch.profiler import record_function
 
 from localckpt.errors import (
     CheckpointingException,
+    CorruptShardError,
     NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.data_files import gathered, is_written, write_data_file
+from localckpt.global_tier.data_files import gathered, verify_data_file, write_data_file
 from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans
 from localckpt.global_tier.images import envelope_name
@@ -262,11 +263,11 @@ class Drain(BackgroundSave):
     ) -> None:
         """Write a file by way of ``memory``, unless an attempt before has, where it has a size."""
         path, save_id = begun.path / name, begun.save_id
-        if nbytes is not None and is_written(
-            path, save_id, nbytes, memory, lambda _: self._before_write(0)
-        ):
-            self.kept_nbytes += nbytes
-            return
+        if nbytes is not None and path.exists():
+            with suppress(CorruptShardError):
+                verify_data_file(path, save_id, nbytes, memory, lambda _: self._before_write(0))
+                self.kept_nbytes += nbytes
+                return
         self.written_nbytes += write_data_file(
             *(path, save_id, lambda: gathered(content(), memory)), before_write=self._before_write
         )

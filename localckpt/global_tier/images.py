@@ -60,20 +60,6 @@ class ItemPlace(NamedTuple):
         return tensor.contiguous()
 
 
-class _Range(NamedTuple):
-    """Range of an image that an item of a data file has."""
-
-    start: int
-    stop: int
-    item: MetadataIndex
-    skipped: int
-
-    def to_json(self) -> list[Any]:
-        offset = self.item.offset
-        offsets = None if offset is None else list(offset)
-        return [self.start, self.stop, self.item.fqn, offsets, self.skipped]
-
-
 def envelope_name(rank: int) -> str:
     """Name of the file with the envelope of a rank's image."""
     return f"__{rank}.envelope"
@@ -86,14 +72,15 @@ class Envelope:
         self._image = image
         self._rest: list[tuple[int, int]] = []
         ranges, end = [], 0
-        for one in sorted(_ranges(image, places), key=lambda one: one[:2]):
+        for found in sorted(_ranges(image, places), key=lambda found: found[:2]):
+            start, stop, *_ = found
             # Tensors may share bytes: the first that has them is enough.
-            if one.start >= end:
-                self._add_rest(end, one.start)
-                ranges.append(one)
-                end = one.stop
+            if start >= end:
+                self._add_rest(end, start)
+                ranges.append(found)
+                end = stop
         self._add_rest(end, image.header.nbytes)
-        about = [image.header.nbytes, [one.to_json() for one in ranges]]
+        about = [image.header.nbytes, ranges]
         text = json.dumps(about, separators=(",", ":")).encode()
         self._head = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self._head) + sum(stop - start for start, stop in self._rest)
@@ -112,7 +99,8 @@ class Envelope:
             self._rest.append((start, stop))
 
 
-def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[_Range]:
+def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[list[Any]]:
+    """Yield the ranges of an image that items of data files have, as an envelope lists them."""
     for index, (number, part) in places.items():
         entry = image.entries[number]
         rows, *others = entry.shape or (1,)
@@ -126,7 +114,9 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
         if first < last and row_nbytes:
             shape = entry.shape if part is None else (last - first, *others)
             begin, end = (run[0] + row * row_nbytes for row in (first, last))
-            yield _Range(begin, end, index, len(frame_of(dtype, torch.Size(shape)).head))
+            skipped = len(frame_of(dtype, torch.Size(shape)).head)
+            offsets = None if index.offset is None else [*index.offset]
+            yield [begin, end, index.fqn, offsets, skipped]
 
 
 class SharedImages(Store):

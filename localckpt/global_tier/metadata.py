@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -39,22 +38,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.unpickler import Unpickler, check_skeleton
 
-__all__ = [
-    "DATA_SUFFIX",
-    "FORMAT_VERSION",
-    "METADATA_NAME",
-    "Fields",
-    "StorageInfo",
-    "StoragePrefix",
-    "create_read_items",
-    "create_write_items",
-    "format_version",
-    "pickled_metadata",
-    "read_metadata",
-    "read_pickled",
-    "require_fields",
-    "set_element",
-]
+__all__ = ["StorageInfo", "StoragePrefix", "create_read_items", "create_write_items"]
 
 DATA_SUFFIX = DEFAULT_SUFFIX
 METADATA_NAME = _metadata_fn

@@ -311,31 +311,24 @@ def _saved_part(
 
 
 def add_runs(reads: FileReads, runs: list[tuple[ItemRead, FileRange]]) -> None:
-    """Add runs of items to the reads of files, and join those within one ``READ_NBYTES``."""
+    """Add runs of items to the reads of files; those that begin within ``READ_NBYTES`` are one."""
     by_file: dict[str, list[FileRange]] = {}
     for item, run in runs:
         by_file.setdefault(item.info.relative_path, []).append(run)
     for name, of_file in by_file.items():
         of_file.sort(key=lambda run: run.start)
-        groups = groupby(of_file, lambda run: (run.start // READ_NBYTES, run.stop > _end_of(run)))
-        reads.add(name, [joined for (_, alone), group in groups for joined in _join(group, alone)])
+        groups = groupby(of_file, lambda run: run.start // READ_NBYTES)
+        reads.add(name, [_joined([*group]) for _, group in groups])
 
 
-def _end_of(run: FileRange) -> int:
-    return (run.start // READ_NBYTES + 1) * READ_NBYTES
-
-
-def _join(group: Iterable[FileRange], alone: bool) -> list[FileRange]:
-    runs = list(group)
-    if alone or len(runs) == 1:
-        return runs
+def _joined(runs: list[FileRange]) -> FileRange:
     start = runs[0].start
 
     def use(data: memoryview) -> None:
         for run in runs:
             run.use(data[run.start - start : run.stop - start])
 
-    return [FileRange(start, max(run.stop for run in runs), use)]
+    return FileRange(start, max(run.stop for run in runs), use)
 
 
 class _Values:

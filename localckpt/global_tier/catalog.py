@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
-from localckpt.lineage import Lineage
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
@@ -153,29 +152,12 @@ def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Rea
     if not records:
         return {}
     saved = max(records)
-    resumed_from = _resumed_from(records, records[saved].lineage)
     candidates = [
         Candidate(known.folder.version, records[known.folder.version].metrics, known.is_pinned)
         for known in checkpoints
         if known.folder.version in records
     ]
-    return reasons_to_keep(records[saved].retention, candidates, saved, resumed_from)
-
-
-def _resumed_from(
-    records: Mapping[Version, CommitRecord], lineage: Lineage | None
-) -> Version | None:
-    """The checkpoint that an epoch resumed from, if it is there."""
-    if lineage is None or lineage.origin != "shared" or not lineage.ancestors:
-        return None
-    parent = lineage.ancestors[0]
-    parents = [
-        version
-        for version, record in records.items()
-        if record.lineage is not None
-        and (record.lineage.epoch, record.iteration) == (parent.epoch, parent.iteration)
-    ]
-    return max(parents, default=None)
+    return reasons_to_keep(records[saved].retention, candidates, saved, records[saved].resumed_from)
 
 
 def find_shared_sessions(root: Path) -> list[SharedSession]:

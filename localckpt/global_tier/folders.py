@@ -107,6 +107,7 @@ class CommitRecord:
         files: The bytes of each data file.
         lineage: Lineage of the epoch that saved it; ``None`` if its manager had none.
         retention: Rules by which the job that saved it keeps checkpoints.
+        resumed_from: Version of the checkpoint here that the job goes back to if newer ones fail.
         unequal: Names of values that differed between ranks; the files have the first rank's.
     """
 
@@ -121,6 +122,7 @@ class CommitRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = Retention()  # noqa: RUF009 - a frozen value
     unequal: list[str] = field(default_factory=list)
+    resumed_from: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -172,8 +174,11 @@ class CommitRecord:
                 fields["lineage"] = Lineage.from_json(fields["lineage"])
             fields["retention"] = Retention.from_json(fields["retention"])
             fields["metrics"] = metrics_from_json(fields["metrics"])
+            if fields["resumed_from"] is not None:
+                epoch, iteration = map(int, fields["resumed_from"])
+                fields["resumed_from"] = epoch, iteration
             record = cls(**fields)
-        except (CheckpointingException, KeyError, TypeError) as error:
+        except (CheckpointingException, KeyError, TypeError, ValueError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
         if not record._is_plain():
             raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")

@@ -213,6 +213,7 @@ class CheckpointRoot:
             metrics=save.metrics,
             retention=self._retention,
             unequal=[*unequal],
+            resumed_from=self._loaded,
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
@@ -24,7 +27,6 @@ from torch.profiler import record_function
 from localckpt.errors import MismatchError
 from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.metadata import create_read_items, format_version
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.write_items import load_object
 from localckpt.memory.tensor_bytes import (
@@ -89,36 +91,26 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None, "set_up_planner comes first"
         saved = self.metadata.state_dict_metadata
-        if format_version(self.metadata) is None and saved.keys() - self.state_dict.keys():
+        # A release of torch before 2.9 tells no version.
+        is_old = getattr(self.metadata, "version", None) is None
+        if is_old and saved.keys() - self.state_dict.keys():
             # Maybe saved before torch 2.4, with other names for what is nested.
             return super().create_local_plan()
-        if wrong := self.differences():
-            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
-            raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read"
-            ).advised("fit", FIT)
-        items = []
-        for name, value in self.state_dict.items():
-            described = saved.get(name)
-            if described is None:
-                continue
-            if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-                # This rank has no part in it.
-                continue
-            items += create_read_items(name, described, value)
-        return LoadPlan(items)
-
-    def differences(self) -> list[str]:
-        """Say of each value of the state that cannot be filled why that is so."""
-        assert self.metadata is not None, "set_up_planner comes first"
-        saved, wrong = self.metadata.state_dict_metadata, []
+        wrong = []
         for name, value in self.state_dict.items():
             if (described := saved.get(name)) is not None:
                 if (why := self._why_unfit(value, described)) is not None:
                     wrong.append(f"{name} {why}")
             elif not self.allow_partial_load:
                 wrong.append(f"{name} is not in the checkpoint")
-        return wrong
+        if wrong:
+            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
+            raise MismatchError(
+                f"the state does not fit the checkpoint: {shown}. Nothing was read"
+            ).advised("fit", FIT)
+        return create_default_local_load_plan(
+            self.state_dict, self.metadata, strict=not self.allow_partial_load
+        )
 
     def _why_unfit(self, value: Any, described: Any) -> str | None:
         """Say why a value cannot be filled with what was saved; ``None`` if it can."""

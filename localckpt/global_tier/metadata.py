@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
 from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -38,18 +37,13 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.unpickler import Unpickler, check_skeleton
 
-__all__ = ["StorageInfo", "StoragePrefix", "create_read_items", "create_write_items"]
+__all__ = ["StorageInfo", "StoragePrefix", "create_write_items"]
 
 DATA_SUFFIX = DEFAULT_SUFFIX
 METADATA_NAME = _metadata_fn
 
 FORMAT_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 """Version of the format. torch writes one since 2.9, and wrote the same format before."""
-
-
-def format_version(metadata: Metadata) -> str | None:
-    """Version of the format of a checkpoint; ``None`` if the release that wrote it had none."""
-    return getattr(metadata, "version", None)
 
 
 def pickled_metadata(

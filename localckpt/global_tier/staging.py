@@ -181,14 +181,12 @@ class WriteData:
         files: Where each of them lies.
         tensors: Those that are tensors, by number; none once they are staged.
         others: For each file the bytes of those whose sizes are not part of its layout.
-        is_staged: Everything is in a buffer, or has begun to be copied there.
     """
 
     plan: SavePlan
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     others: list[list[memoryview]]
-    is_staged: bool = False
     owner: object = field(default_factory=object)
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -227,7 +225,6 @@ class Staging:
         """
         ranges = data.ranges()
         buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, data.owner)
-        data.is_staged = True
         try:
             self._fill(buffer, data, ranges)
         except BaseException:

@@ -422,8 +422,9 @@ class GlobalCheckpointManager:
         Args:
             into: The state to fill. Tensors on the meta device are made; objects are replaced.
             iteration: The checkpoint; ``None`` for the newest.
-            partial: Leave values that the checkpoint has not as they are, and leave out saved
-                values that no rank gives; both are logged.
+            partial: Leave values that the checkpoint has not as they are, leave out saved values
+                that no rank gives, and fill those of which a drain found different ones with the
+                first rank's; all of it is logged.
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
             state_dict: Older name of ``into``, with which only the iteration is returned.
 
@@ -436,7 +437,8 @@ class GlobalCheckpointManager:
             CheckpointingException: There is no state to fill.
             MismatchError: The state does not fit: values are in the checkpoint and not in the state
                 of any rank, or the reverse, or have another shape or dtype; or tensors that share
-                memory were saved with different values. Nothing was changed.
+                memory were saved with different values; or a drain found different values on the
+                ranks. Nothing was changed.
             CorruptShardError, StorageError: It is damaged, or cannot be read. As every error it is
                 raised on every rank, and the state may be partly filled.
         """

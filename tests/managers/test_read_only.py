@@ -166,7 +166,7 @@ def _load_what_is_pruned_meanwhile(
     """Load while every checkpoint that is chosen, up to a number, is pruned before it is read."""
     root = node_store() if root is None else root
     owner: Any = GlobalCheckpointManager if tier == "shared" else Load
-    name = "_open" if tier == "shared" else "load"
+    name = "_reader_of" if tier == "shared" else "load"
     with (
         _make(tier, root, keep_last=1) as writer,
         _make(tier, root, read_only=True, timeout=timeout) as reader,

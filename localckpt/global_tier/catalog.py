@@ -135,6 +135,9 @@ class SharedSession:
             record = found
             record.check_files(folder)
         except (CorruptShardError, StorageError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                # A job has pruned it meanwhile.
+                return None
             problem = error
         return SharedCheckpoint(folder, record, problem, saved_at, is_pinned)
 
@@ -188,10 +191,7 @@ def _is_root(folder: Path) -> bool:
 def verify_file(
     path: Path, nbytes: int | None, record: CommitRecord, on_read: Callable[[int], None]
 ) -> int:
-    """Read a file of a checkpoint whole, and check every block.
-
-    ``nbytes`` is ``None`` for the metadata. Returns how many bytes it has.
-    """
+    """Check all of a data file, or the metadata (``nbytes`` is ``None``); return its size."""
     if not path.exists() and path.parent.exists():
         raise CorruptShardError(f"{path} is gone")
     if nbytes is not None:

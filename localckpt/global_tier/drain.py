@@ -119,7 +119,7 @@ class Drain(BackgroundSave):
 
     @property
     def _not_done(self) -> str:
-        return f"{self._what} was not drained"
+        return f"iteration {self.iteration} was not drained"
 
     def _note_end(self) -> None:
         # The plans of all ranks.
@@ -160,7 +160,7 @@ class Drain(BackgroundSave):
 
     def _drain(self) -> None:
         verdict: Any = self._ranks.commit(
-            *(f"plan the drain of {self._what}", self._plan, self._merge),
+            *(f"plan the drain of iteration {self.iteration}", self._plan, self._merge),
             kind="plan a drain",
             on_failure=self._pacer.stop,
             read=shaped(((int, str, bool, int, [str]), Message | None)),
@@ -174,15 +174,13 @@ class Drain(BackgroundSave):
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
         self._ranks.commit(
-            *(f"drain {self._what}", lambda: self._write(plan, unequal), self._commit),
+            f"drain iteration {self.iteration}",
+            lambda: self._write(plan, unequal),
+            self._commit,
             kind="drain",
             timeout_s=self._ranks.timeout_s + slower_s,
             on_failure=self._pacer.stop,
         )
-
-    @property
-    def _what(self) -> str:
-        return f"iteration {self.iteration}"
 
     # Planned.
 
@@ -224,7 +222,10 @@ class Drain(BackgroundSave):
         begun, is_there = self._root.begin_drain(
             self.iteration, save_id, self._lineage, self._metrics
         )
-        most = max(_nbytes(plan) for plan in merged.plans)
+        most = max(
+            sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
+            for plan in merged.plans
+        )
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
@@ -296,10 +297,6 @@ class Drain(BackgroundSave):
         for rank, report in enumerate(reports):
             files[envelope_name(rank)] = shaped(int)(report.record)
         self._commit_files(metadata, files, self._merged.unequal)
-
-
-def _nbytes(plan: SavePlan) -> int:
-    return sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
 
 
 def _save_id(identity: ShardIdentity, merged: Merged) -> str:

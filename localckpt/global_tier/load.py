@@ -253,8 +253,7 @@ class OpenCheckpoint:
         }
         planner.set_up_planner(state, self._reader.read_metadata())
         self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
-        local = self._reader.prepare_local_plan(planner.create_local_plan())
-        return state, planner, planner.finish_plan(local)
+        return state, planner, planner.create_local_plan()
 
     def _read(self, planned: _Planned) -> None:
         _, planner, plan = planned

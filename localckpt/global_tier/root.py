@@ -315,11 +315,10 @@ def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int
 def _is_put_back(leftover: Leftover) -> bool:
     """Give a checkpoint its name again that was pinned when a job that ended was removing it."""
     try:
-        if leftover.path != leftover.folder.removed or not put_back_if_pinned(leftover.folder):
-            return False
+        return leftover.path == leftover.folder.removed and put_back_if_pinned(leftover.folder)
     except OSError as error:
         logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
-    return True
+        return True
 
 
 class RootLock:
@@ -338,12 +337,7 @@ class RootLock:
         self._noted = ""
 
     def take(self, timeout_s: float) -> None:
-        """Take it, if this process has not.
-
-        Where the file system has no locks there is none to take, which is logged.
-
-        The error names the process that has it.
-        """
+        """Take it, if this process has not; where the file system has no locks, that is logged."""
         self.look()
         if self._lock is not None:
             return

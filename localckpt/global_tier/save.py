@@ -23,7 +23,7 @@ from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import FileWrite, write_files
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave, common_digests, require_equal
+from localckpt.global_tier.save_plan import PlannedSave, require_equal, value_digests
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
@@ -196,9 +196,7 @@ class SharedSave(BackgroundSave):
         writer.reset(self._begun.path)
         writer.save_id = self._begun.save_id
         writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
-        self._digests = common_digests(
-            *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
-        )
+        self._digests = value_digests(writer.plans.local, self._ranks.global_ranks, planner)
         self._writes = writer.preload_tensors()
 
     def _start(self) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,6 @@ class PlanCache:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
         metadata: What the last checkpoint holds; on the coordinator.
-        common: This rank's items that other ranks plan, too.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
@@ -77,7 +76,6 @@ class PlanCache:
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
         self.metadata: Metadata | None = None
-        self.common: tuple[CommonItems, ...] = ()
 
         # The metadata of the last checkpoint, its pickle, and its files.
         self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None
@@ -206,9 +204,8 @@ def plan_save(
             return None
         plans = [unpack(plan, SavePlan, cache.allowed) for plan in sent]
         final, metadata = planner.create_global_plan(plans)
-        parts = zip(writer.prepare_global_plan(final), common_items(plans), strict=True)
-        packed = {rank: Message(None, pack(part)) for rank, part in enumerate(parts)}
-        return PerRank(begin(), packed)
+        parts = enumerate(writer.prepare_global_plan(final))
+        return PerRank(begin(), {rank: Message(None, pack(plan)) for rank, plan in parts})
 
     def read(verdict: Any) -> Any:
         return verdict if verdict is None else shaped((begun, Message | None))(verdict)
@@ -229,7 +226,7 @@ def plan_save(
         told, changed = planned
     cache.local, cache.metadata = local, metadata
     if changed is not None:
-        cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
+        cache.final = unpack(changed.data, SavePlan, cache.allowed)
     if cache.final is None:
         raise MismatchError(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
@@ -273,63 +270,27 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
 _SHOWN = 8
 
 
-class CommonItems(NamedTuple):
-    """Items of one rank's plan that a set of ranks has in common."""
-
-    ranks: tuple[int, ...]
-    numbers: tuple[int, ...]
-
-
-def common_items(plans: Sequence[SavePlan]) -> list[tuple[CommonItems, ...]]:
-    """Group the items of each rank's plan that other ranks plan, too, by the ranks that do."""
-    owners: dict[MetadataIndex, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            owners.setdefault(item.index, []).append(rank)
-    sets: dict[tuple[int, ...], int] = {}
-    of_index = {
-        index: sets.setdefault(tuple(ranks), len(sets))
-        for index, ranks in owners.items()
-        if len(ranks) > 1
-    }
-    in_order = [*sets]
-    found: list[tuple[CommonItems, ...]] = []
-    for plan in plans:
-        items: dict[int, list[int]] = {}
-        for number, item in enumerate(plan.items):
-            if (set_number := of_index.get(item.index)) is not None:
-                items.setdefault(set_number, []).append(number)
-        found.append(tuple(CommonItems(in_order[n], tuple(items[n])) for n in items))
-    return found
-
-
-def common_digests(
-    plan: SavePlan | None,
-    common: Sequence[CommonItems],
-    global_ranks: Sequence[int],
-    planner: SavePlanner,
+def value_digests(
+    plan: SavePlan | None, job: Collection[int], planner: SavePlanner
 ) -> dict[str, str]:
-    """Digests of the values that this rank saves and other ranks save, too, by their places.
+    """Digests of the values of this rank that others of the job may have, too, by their places.
 
     ``plan`` is this rank's, before others were told to write some of its items.
     """
     assert plan is not None, "the save is planned"
     assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
-    digests = {}
-    for ranks, numbers in common:
-        owners = {global_ranks[rank] for rank in ranks}
-        for number in numbers:
-            index = plan.items[number].index
-            if not owners <= _kept_equal_on(planner.state_dict[index.fqn]):
-                place = f"{[*(index.offset or ())]}{index.fqn}"
-                digests[place] = _digest(planner.lookup_object(index))
+    digests: dict[str, str] = {}
+    for index in (item.index for item in plan.items if len(job) > 1):
+        if not _kept_equal_on(planner.state_dict[index.fqn]).issuperset(job):
+            place = f"{[*(index.offset or ())]}{index.fqn}"
+            digests[place] = _digest(planner.lookup_object(index))
     return digests
 
 
 def require_equal(iteration: int, digests_of: Sequence[Mapping[str, str]]) -> None:
     """Raise MismatchError that names the values that differ, and the ranks.
 
-    ``digests_of`` has what :func:`common_digests` returned, by rank.
+    ``digests_of`` has what :func:`value_digests` returned, by rank.
     """
     owners: dict[str, dict[str, list[int]]] = {}
     for rank, digests in enumerate(digests_of):
@@ -417,7 +378,6 @@ _FIELDS: Fields = {
     },
     RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
     RankSet: {"runs": (tuple,)},
-    CommonItems: {"ranks": (tuple,), "numbers": (tuple,)},
 }
 
 
@@ -447,20 +407,15 @@ def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
 def _why_foreign(value: Any, kind: type) -> str | None:
     if type(value) is not kind:
         return f"a {type(value).__name__} in place of a {kind.__name__}"
-    parts: Any = value if isinstance(value, tuple | list) else [value]
-    if kind is list and any(type(result) is not WriteResult for result in parts):
-        return "its results are none"
-    for part in parts:
-        plan = part.plan if isinstance(part, RankPlan) else part
-        if not isinstance(plan, SavePlan):
-            continue
-        if any(type(item) is not WriteItem for item in plan.items):
-            return "its items are none"
-        # Each rank writes the files that its plan names.
-        prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
-        if "/" in prefix or "\0" in prefix:
-            return f"files named {prefix!r:.100}"
-    return None
+    if isinstance(value, list):
+        are_results = all(type(result) is WriteResult for result in value)
+        return None if are_results else "its results are none"
+    plan: Any = value.plan if isinstance(value, RankPlan) else value
+    if any(type(item) is not WriteItem for item in plan.items):
+        return "its items are none"
+    # Each rank writes the files that its plan names.
+    prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
+    return f"files named {prefix!r:.100}" if "/" in prefix or "\0" in prefix else None
 
 
 def _foreign(why: str) -> MismatchError:

@@ -268,7 +268,7 @@ class SharedTier:
 
     def go_on(self, up_to: int) -> None:
         """Go on with drains that an earlier start had begun, up to a step; all ranks do so."""
-        for step in self.manager.unfinished_drains(self._nodes.manager.store):
+        for step in self.manager.unfinished_drains():
             if step > up_to:
                 continue
             try:

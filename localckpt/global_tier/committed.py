@@ -17,7 +17,6 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.resuming import Resuming
 from localckpt.storage.notes import NotesFile
-from localckpt.storage.store import Store
 from localckpt.trust import choose
 
 logger = logging.getLogger(__name__)
@@ -102,22 +101,15 @@ class Committed:
         iterations: list[int] = self._ask("find all checkpoints", "all", look, shaped([int]))
         return iterations
 
-    def unfinished_drains(self, store: Store) -> list[int]:
-        """Iterations whose drains were cut off, and of which each rank's store has its shard."""
+    def unfinished_drains(self) -> list[int]:
+        """Iterations whose drains were begun, and are not committed, in their order."""
 
-        def list_own() -> list[int]:
-            records = (stored.record for stored in store.list_stored())
-            found = (record.identity for record in records if record is not None)
-            return [i.iteration for i in found if i.is_shard and i.rank == self._ranks.rank]
+        def look() -> list[int]:
+            _, leftovers = folders_in(self.path)
+            return sorted({left.folder.iteration for left in leftovers if left.is_drain})
 
-        def look(on_nodes: list[list[int]]) -> list[int]:
-            begun = {left.folder.iteration for left in folders_in(self.path)[1] if left.is_drain}
-            there = begun.intersection(*on_nodes)
-            if lost := sorted(begun - there):
-                logger.warning("drains that nodes lack the shards for stay cut off: %s", lost)
-            return sorted(there)
-
-        return self._ranks.commit("find unfinished drains", list_own, look, read=shaped([int]))
+        found: list[int] = self._ask("find unfinished drains", "all", look, shaped([int]))
+        return found
 
     def change_pin(self, what: str, iteration: int) -> None:
         """``"pin"`` the newest checkpoint of an iteration, or ``"unpin"`` all of it."""

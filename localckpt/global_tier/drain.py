@@ -1,9 +1,10 @@
 """Drains: shards that the nodes keep become a shared checkpoint.
 
-    begun -> planned -> written -> committed | failed
+    chosen -> planned -> written -> committed | failed
 
-All of it is done behind training, from the images on the nodes, by a thread of each rank, which
-drains its own shard. The methods of :class:`Drain` stand in this order. What a drain that was cut
+All of it is done behind training, from the images on the nodes, by a thread of each rank. Each rank
+drains its own shard. One that its node lacks, or whose copy there is damaged, is drained by a rank
+whose node has a copy. The methods of :class:`Drain` stand in this order. What a drain that was cut
 off has written is not written again by the next attempt.
 """
 
@@ -13,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,9 +34,16 @@ from localckpt.errors import (
 )
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
+from localckpt.failure_texts import ranks_named, said_by
 from localckpt.global_tier.data_files import gathered, verify_data_file, write_data_file
 from localckpt.global_tier.drain_items import ImageItems
-from localckpt.global_tier.drain_plan import Merged, RankPlan, fingerprint, merge_plans
+from localckpt.global_tier.drain_plan import (
+    Merged,
+    RankPlan,
+    choose_readers,
+    fingerprint,
+    merge_plans,
+)
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -58,8 +67,11 @@ from localckpt.threads import Latch, SerialThread
 
 logger = logging.getLogger(__name__)
 
-# Decisions of a drain: the plan, and the commit.
-_DECISIONS = 2
+# Decisions of an attempt at most: whose shards are where, who reads those that are not on their own
+# nodes, the plan, and the commit.
+_DECISIONS = 4
+# After each attempt but the last one a damaged copy is in quarantine.
+_ATTEMPTS = 4
 # Shared storage may be slower than the rate that is asked for.
 _SLOWER = 2.0
 # Whole digest blocks. The rate is kept from piece to piece.
@@ -90,14 +102,17 @@ class Drain(BackgroundSave):
         self.written_nbytes = self.kept_nbytes = 0
         self._shard, self._identity = shard, shard.identity
         self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
-        self._items: ImageItems
+        # Those that this rank drains, by the ranks that saved them.
+        self._items: dict[int, ImageItems] = {}
         self._number = number
         self._rate_limit, self._metrics = rate_limit, metrics
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
         self._began = time.monotonic()
-        self._lineage: Lineage | None = None
-        # On the first rank.
+        # On the first rank: why nodes cannot give the shards of their ranks, and which ranks read
+        # whose shards.
+        self._lacking: dict[int, str] = {}
+        self._owners: list[list[int]] = []
         self._merged: Merged | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -152,15 +167,102 @@ class Drain(BackgroundSave):
         self._ranks.wait_again()
         if self._stopped.is_set():
             self._ranks.abort()
-        self._ranks.rounds = _DECISIONS * self._number
-        with record_function("localckpt.global.drain"):
-            self._drain()
+        self._ranks.rounds = _ATTEMPTS * _DECISIONS * self._number
+        damage = ""
+        for left in reversed(range(_ATTEMPTS)):
+            self._pacer = Pacer(self._rate_limit)
+            # In this order: stop() in another thread stops this pacer, or was called before.
+            if self._stopped.is_set():
+                self._pacer.stop()
+            try:
+                with record_function("localckpt.global.drain"):
+                    self._drain(self._choose_shards())
+                break
+            except CorruptShardError as error:
+                # That copy is in quarantine now.
+                if not left:
+                    raise
+                damage = str(error)
+                logger.warning("iteration %d: looking for another copy", self.iteration)
+            except NoReplicasAvailableError as error:
+                if not damage:
+                    raise
+                raise CorruptShardError(f"{damage} Also: {error}") from error
         self.committed = True
         return ""
 
-    def _drain(self) -> None:
+    # Chosen.
+
+    def _choose_shards(self) -> list[int]:
+        """The ranks whose shards this rank drains."""
+        own = self._ranks.rank
+        lacking: list[int] = self._ranks.commit(
+            *(f"look for the shards of iteration {self.iteration}", self._look, self._find_lacking),
+            kind="look for shards",
+            on_failure=self._pacer.stop,
+            read=shaped([int]),
+        )
+        if not lacking:
+            return [own]
         verdict: Any = self._ranks.commit(
-            *(f"plan the drain of iteration {self.iteration}", self._plan, self._merge),
+            f"find copies of the shards of iteration {self.iteration}",
+            lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
+            lambda readable: self._choose_readers(lacking, readable),
+            kind="find copies of shards",
+            on_failure=self._pacer.stop,
+            read=shaped((object, list | None)),
+        )
+        return [*([] if own in lacking else [own]), *(verdict[1] or [])]
+
+    def _look(self) -> list[Any]:
+        self._check()
+        identity = self._identity
+        tag = [
+            *(identity.session_id, identity.iteration, list(identity.generation)),
+            *(identity.world_size, self._rate_limit),
+        ]
+        return [tag, self._why_unreadable(self._ranks.rank)]
+
+    def _why_unreadable(self, owner: int) -> str | None:
+        """Why this node cannot give a shard, with those that hold parts of its tensors."""
+        try:
+            self._shard_of(owner).use(lambda image: None)
+        except StorageError as error:
+            return str(error)
+        except CorruptShardError as error:
+            if owner == self._ranks.rank:
+                raise
+            return str(error)
+        return None
+
+    def _shard_of(self, owner: int) -> KeptShard:
+        identity = self._identity.checkpoint.shard(owner, self._identity.session_id)
+        return replace(self._shard, identity=identity)
+
+    def _find_lacking(self, reports: list[Any]) -> list[int]:
+        """On the first rank: the ranks whose nodes cannot give their shards."""
+        require_same([tag for tag, _ in reports], self._ranks.global_ranks)
+        self._lacking = {rank: why for rank, (_, why) in enumerate(reports) if why is not None}
+        return list(self._lacking)
+
+    def _choose_readers(self, lacking: list[int], readable: list[list[int]]) -> PerRank:
+        readers = choose_readers(lacking, readable)
+        if gone := sorted(set(lacking).difference(*readers.values())):
+            why = said_by({self._ranks.global_ranks[rank]: self._lacking[rank] for rank in gone})
+            raise NoReplicasAvailableError(
+                f"no node can give the shards of "
+                f"{ranks_named(self._ranks.global_ranks[rank] for rank in gone)} ({why}). Nothing "
+                f"was drained. A drain computes no shards from other pieces: load() this "
+                f"checkpoint first, which puts them on their nodes again, or promote another"
+            )
+        for reader, owners in readers.items():
+            logger.info("rank %d drains the shards of %s, whose nodes lack them", reader, owners)
+        return PerRank(None, readers)
+
+    def _drain(self, owners: list[int]) -> None:
+        verdict: Any = self._ranks.commit(
+            f"plan the drain of iteration {self.iteration}",
+            *(lambda: self._plan(owners), self._merge),
             kind="plan a drain",
             on_failure=self._pacer.stop,
             read=shaped(((int, str, bool, int, [str]), Message | None)),
@@ -170,13 +272,12 @@ class Drain(BackgroundSave):
             return
         if not self._ranks.is_root:
             self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
-        plan = unpack(part.data, SavePlan, self._allowed)
+        plans = {} if part is None else unpack(part.data, dict, self._allowed)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
         self._ranks.commit(
             f"drain iteration {self.iteration}",
-            lambda: self._write(plan, unequal),
-            self._commit,
+            *(lambda: self._write(plans, unequal), self._commit),
             kind="drain",
             timeout_s=self._ranks.timeout_s + slower_s,
             on_failure=self._pacer.stop,
@@ -184,33 +285,26 @@ class Drain(BackgroundSave):
 
     # Planned.
 
-    def _plan(self) -> Message:
-        self._check()
-        identity = self._identity
-        tag = [
-            *(identity.session_id, identity.iteration, list(identity.generation)),
-            *(identity.world_size, self._rate_limit),
-        ]
-        try:
-            return Message(tag, pack(self._shard.use(self._list_items)))
-        except StorageError as error:
-            raise NoReplicasAvailableError(
-                f"this node cannot give the shard of rank {identity.rank} ({error}). Nothing was "
-                f"drained. A drain computes no shards from other pieces, nor does it fetch any: "
-                f"load() this checkpoint first, which puts them on their nodes again, or promote "
-                f"another"
-            ) from error
+    def _plan(self, owners: list[int]) -> Message:
+        self._items = {}
+        plans = {owner: self._shard_of(owner).use(self._list_items) for owner in owners}
+        lineages = (items.lineage for items in self._items.values())
+        lineage = next((found for found in lineages if found is not None), None)
+        return Message(None if lineage is None else lineage.to_json(), pack(plans))
 
     def _list_items(self, image: ImageReader) -> RankPlan:
-        self._lineage = image.identity.lineage
-        self._items = ImageItems(image, self._objects)
-        return self._items.rank_plan(image, self._check)
+        items = self._items[image.identity.rank] = ImageItems(image, self._objects)
+        return items.rank_plan(image, self._check)
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: divide what is to be written, and begin or go on."""
-        require_same([report.record for report in reports], self._ranks.global_ranks)
-        merged = merge_plans([unpack(report.data, RankPlan, self._allowed) for report in reports])
+        told = [unpack(report.data, dict, self._allowed) for report in reports]
+        self._owners = [list(plans) for plans in told]
+        by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
+        merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
+        lineages = (report.record for report in reports if report.record is not None)
+        lineage = next(map(Lineage.from_json, lineages), None)
         if merged.unequal:
             self.unequal = merged.unequal
             logger.info(
@@ -219,32 +313,40 @@ class Drain(BackgroundSave):
                 *(self.iteration, ", ".join(merged.unequal[:10])),
             )
         save_id = _save_id(self._identity, merged)
-        begun, is_there = self._root.begin_drain(
-            self.iteration, save_id, self._lineage, self._metrics
-        )
-        most = max(
+        begun, is_there = self._root.begin_drain(self.iteration, save_id, lineage, self._metrics)
+        sizes = [
             sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
             for plan in merged.plans
-        )
+        ]
+        most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
         self._begun, self._merged = begun, merged
-        parts = {rank: Message(None, pack(plan)) for rank, plan in enumerate(merged.plans)}
+        parts = {
+            rank: Message(None, pack({owner: merged.plans[owner] for owner in owners}))
+            for rank, owners in enumerate(self._owners)
+            if owners
+        }
         return PerRank(common, parts)
 
     # Written.
 
-    def _write(self, plan: SavePlan, unequal: Sequence[str]) -> Message:
+    def _write(self, plans: dict[int, SavePlan], unequal: Sequence[str]) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.path
         self.written_nbytes = self.kept_nbytes = 0
+        results: list[WriteResult] = []
+        envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
             write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
-            places, nbytes = self._shard.use(
-                lambda image: self._items.write(image, plan, unequal, write)
-            )
+            for owner, plan in plans.items():
+                items = self._items[owner]
+                put = partial(items.write, plan=plan, unequal=unequal, write=write)
+                placed, nbytes = self._shard_of(owner).use(put)
+                results += placed
+                envelopes.append([owner, nbytes])
         with storage_errors("make durable", path):
             sync_folder(path)
         seconds = time.monotonic() - began
@@ -252,7 +354,7 @@ class Drain(BackgroundSave):
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
             *(path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
-        return Message(nbytes, pack(places))
+        return Message(envelopes, pack(results))
 
     def _write_file(
         self,
@@ -294,8 +396,9 @@ class Drain(BackgroundSave):
             unpack(report.data, list, self._allowed) for report in reports
         )
         metadata, files = pickled_metadata(self._merged.metadata, places)
-        for rank, report in enumerate(reports):
-            files[envelope_name(rank)] = shaped(int)(report.record)
+        for report in reports:
+            envelopes = shaped([(int, int)])(report.record)
+            files |= {envelope_name(owner): nbytes for owner, nbytes in envelopes}
         self._commit_files(metadata, files, self._merged.unequal)
 
 

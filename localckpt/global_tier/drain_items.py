@@ -59,6 +59,7 @@ class ImageItems:
     """Items of one rank's image, and their values, which each method reads from it anew.
 
     Attributes:
+        lineage: Lineage of the epoch that saved the image.
         planner: Planner that knows the objects of the state by their keys; its tensors have no
             data.
         places: Places of the tensors in the image; other items are objects, whose values are in
@@ -68,6 +69,7 @@ class ImageItems:
     @collection_paused()
     def __init__(self, image: ImageReader, objects: ItemReader) -> None:
         self._saved_by = image.identity.rank
+        self.lineage = image.identity.lineage
         self._reader = objects
         self.planner = DefaultSavePlanner()
         self.places: dict[MetadataIndex, ItemPlace] = {}
@@ -250,6 +252,7 @@ class ImageItems:
         ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
         of a file that need not be written again; pickles of equal objects may differ.
         """
+        # By its owner, so that an attempt on another rank goes on with the same files.
         starts = {
             number: image.start_of(place.number)
             for number, item in enumerate(plan.items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,6 +48,25 @@ class Merged(NamedTuple):
     plans: list[SavePlan]
     metadata: Metadata
     unequal: list[str]
+
+
+def choose_readers(
+    lacking: Sequence[int], readable: Sequence[Collection[int]]
+) -> dict[int, list[int]]:
+    """Choose ranks to read the shards that the nodes of their own ranks lack.
+
+    Those that nobody can read are left out.
+    """
+    # The others have a shard of their own to read.
+    loads = [int(rank not in lacking) for rank in range(len(readable))]
+    chosen: dict[int, list[int]] = {}
+    for owner in lacking:
+        able = [rank for rank, shards in enumerate(readable) if owner in shards]
+        if able:
+            reader = min(able, key=lambda rank: (loads[rank], rank))
+            loads[reader] += 1
+            chosen.setdefault(reader, []).append(owner)
+    return chosen
 
 
 def merge_plans(parts: Sequence[RankPlan]) -> Merged:

@@ -47,7 +47,6 @@ from localckpt.ranks.refusals import refused_together
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path
-from localckpt.storage.store import Store
 from localckpt.trust import is_orderly
 
 logger = logging.getLogger(__name__)
@@ -284,13 +283,10 @@ class GlobalCheckpointManager:
         return self._drains.begin(shard, rate_limit, plain_metrics(metrics))
 
     @closed_by_interrupts
-    def unfinished_drains(self, store: Store) -> list[int]:
-        """List iterations whose drains were cut off, oldest first; all ranks call it.
-
-        Left out are those of which the ``store`` of some rank's node lacks that rank's shard.
-        """
+    def unfinished_drains(self) -> list[int]:
+        """List iterations whose drains were begun and cut off, oldest first; all ranks call it."""
         self._require_usable()
-        return self._committed.unfinished_drains(store)
+        return self._committed.unfinished_drains()
 
     def note_drained(self, iteration: int) -> None:
         """Note on every rank that a drain is committed: what is saved next is newer."""

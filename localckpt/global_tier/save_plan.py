@@ -410,12 +410,15 @@ def _why_foreign(value: Any, kind: type) -> str | None:
     if isinstance(value, list):
         are_results = all(type(result) is WriteResult for result in value)
         return None if are_results else "its results are none"
-    plan: Any = value.plan if isinstance(value, RankPlan) else value
-    if any(type(item) is not WriteItem for item in plan.items):
-        return "its items are none"
-    # Each rank writes the files that its plan names.
-    prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
-    return f"files named {prefix!r:.100}" if "/" in prefix or "\0" in prefix else None
+    for part in value.values() if isinstance(value, dict) else [value]:
+        plan: Any = part.plan if isinstance(part, RankPlan) else part
+        if not isinstance(plan, SavePlan) or any(type(i) is not WriteItem for i in plan.items):
+            return "its items are none"
+        # Each rank writes the files that its plan names.
+        prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
+        if "/" in prefix or "\0" in prefix:
+            return f"files named {prefix!r:.100}"
+    return None
 
 
 def _foreign(why: str) -> MismatchError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -844,9 +843,7 @@ def test_what_a_drain_left_goes_once_something_newer_is_there(tmp_path: Path) ->
             assert time.monotonic() < deadline
             time.sleep(0.02)
         job.queue.close(abort=True)
-        assert job.shared.unfinished_drains(job.nodes.store) == [5]
-        shutil.rmtree(next(tmp_path.rglob("*.safetensors")).parent)
-        assert job.shared.unfinished_drains(job.nodes.store) == []
+        assert job.shared.unfinished_drains() == [5]
     with manager_on(root) as manager:
         manager.save({"a": torch.ones(2)}, 4)
         assert len(leftovers_in(root)) == 1

@@ -1,8 +1,11 @@
-"""Shards that a drain refuses, and shards that a load repairs for it."""
+"""A shard that its own node lacks is drained from a copy that another node holds."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +26,22 @@ from localckpt import (
     NoReplicasAvailableError,
     ParityReplicationStrategy,
     RestoreError,
+    replicated,
 )
+from localckpt.global_tier import staging
+from localckpt.global_tier.drain_plan import choose_readers
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.global_tier.models import (
     MISDESCRIBED,
     checkpoints_in,
     kept_in_image,
+    leftovers_in,
     misdescribed,
     run_sharded,
 )
-from tests.managers.jobs import MAX_S, assert_same, error_of
-from tests.ranks import run_ranks
+from tests.managers.jobs import MAX_S, assert_same, damage, error_of
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -104,8 +111,174 @@ def _assert_drained(root: Path, iteration: int, world_size: int, numel: int = 30
         assert_same(kept_in_image(folder, rank), state)
 
 
+def _save(rank: int, world_size: int, root: Path, numel: int = 300_000) -> None:
+    with _Job(root) as job:
+        for iteration in (5, 6):
+            job.nodes.save(_state_of(rank, iteration, numel), iteration)
+
+
+def _drain_older(rank: int, world_size: int, root: Path, lost: int) -> None:
+    """A rank that came back on an empty node has the newest one from a peer, and no older one."""
+    with _Job(root) as job:
+        state, ckpt_id = job.nodes.load()
+        assert ckpt_id.iteration == 6
+        assert_same(state, _state_of(rank, 6))
+        assert bool(_shards(root / f"node{rank}", 5, rank)) == (rank != lost)
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+        job.promote(6)
+        assert job.shared.all_iterations() == [6, 5]
+
+
 def _shards(node: Path, iteration: int, rank: int) -> list[Path]:
     return list(node.rglob(f"{iteration:012d}.{rank}.*.safetensors"))
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_checkpoint_is_drained_though_a_node_was_replaced_by_an_empty_one(
+    lost: int, tmp_path: Path
+) -> None:
+    run_ranks(_save, 3, tmp_path)
+    shutil.rmtree(tmp_path / f"node{lost}")
+
+    run_ranks(_drain_older, 3, tmp_path, lost)
+
+    for iteration in (5, 6):
+        _assert_drained(tmp_path / "shared", iteration, 3)
+    assert leftovers_in(tmp_path / "shared") == []
+
+
+def _drain_with_nothing_loaded(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.promote(6)
+        assert not _shards(root / "node1", 6, 1)
+
+
+def test_what_nobody_has_loaded_is_drained_and_the_empty_node_stays_empty(tmp_path: Path) -> None:
+    run_ranks(_save, 3, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+
+    run_ranks(_drain_with_nothing_loaded, 3, tmp_path)
+
+    _assert_drained(tmp_path / "shared", 6, 3)
+
+
+# Killed, and gone on with.
+
+
+@contextmanager
+def _small_files() -> Iterator[None]:
+    before = staging.FILE_NBYTES
+    staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        staging.FILE_NBYTES = before  # type: ignore[misc]
+
+
+def _large_state(rank: int, count: int = 6) -> dict[str, Any]:
+    return {f"{n} of {rank}": torch.full((250_000,), 10.0 * n + rank) for n in range(count)}
+
+
+def _save_large(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.nodes.save(_large_state(rank), 5)
+
+
+def _drain_until_killed(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
+        announce(f"begun {rank}")
+        await_announced("never", _WAIT_S)
+
+
+def _drain_again(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.promote(5)
+        found = {key: torch.zeros(250_000) for r in range(world_size) for key in _large_state(r)}
+        job.shared.load(into=found)
+        assert_same(found, {k: v for r in range(world_size) for k, v in _large_state(r).items()})
+
+
+@pytest.mark.fault("kill-save")
+def test_a_killed_drain_of_copies_goes_on_whichever_nodes_have_them_then(tmp_path: Path) -> None:
+    run_ranks(_save_large, 3, tmp_path)
+    lost = tmp_path / "lost"
+    (tmp_path / "node1").rename(lost)
+    with start_ranks(_drain_until_killed, 3, tmp_path) as group:
+        deadline = time.monotonic() + _WAIT_S
+        # Of the shard that its own node lacks, too.
+        while len(list((tmp_path / "shared").glob(".iteration*/__1_*.distcp"))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for rank in range(3):
+            group.kill(rank)
+        group.join(_WAIT_S, expect_dead=range(3))
+    (half,) = leftovers_in(tmp_path / "shared")
+    first = tmp_path / "shared" / half / "__1_0.distcp"
+    stamp = first.stat().st_ino
+    # The node comes back, and its rank goes on with what a peer has written.
+    shutil.rmtree(tmp_path / "node1")
+    lost.rename(tmp_path / "node1")
+
+    run_ranks(_drain_again, 3, tmp_path)
+
+    (folder,) = checkpoints_in(tmp_path / "shared")
+    assert (tmp_path / "shared" / folder / first.name).stat().st_ino == stamp
+
+
+# Damage.
+
+
+def _damage_own(rank: int, world_size: int, root: Path, at: float) -> None:
+    with _Job(root) as job:
+        job.nodes.save(_state_of(rank, 5), 5)
+        if rank == 1:
+            (path,) = _shards(root / "node1", 5, 1)
+            damage(path, at)
+        dist.barrier()
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+
+
+# In the header, and in a tensor, which is read for the plan.
+@pytest.mark.parametrize("at", [0.0001, 0.3])
+def test_a_damaged_image_is_drained_from_a_copy_on_another_node(at: float, tmp_path: Path) -> None:
+    run_ranks(_damage_own, 3, tmp_path, at)
+
+    _assert_drained(tmp_path / "shared", 5, 3)
+    (bad,) = tmp_path.rglob("*.corrupt")
+    assert bad.is_relative_to(tmp_path / "node1")
+
+
+def _damage_while_drained(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.nodes.save({k: replicated(v) for k, v in _large_state(0, 30).items()}, 5)
+        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
+        await_announced("written", _WAIT_S)
+        if rank == 1:
+            for path in _shards(root / "node1", 5, 1):
+                for tenth in range(2, 9):
+                    damage(path, tenth / 10)
+        job.queue.wait_until_finished()
+        found = {key: torch.zeros(250_000) for key in _large_state(0, 30)}
+        job.shared.load(into=found)
+        assert_same(found, _large_state(0, 30))
+
+
+def test_damage_that_is_found_while_a_drain_writes_makes_it_go_on_with_another_copy(
+    tmp_path: Path,
+) -> None:
+    with start_ranks(_damage_while_drained, 3, tmp_path) as group:
+        deadline = time.monotonic() + _WAIT_S
+        while not list((tmp_path / "shared").glob(".iteration*/__1_*.distcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        group.announce("written")
+        group.join(2 * _WAIT_S)
+
+    assert len(list(tmp_path.rglob("*.corrupt"))) == 1
+    assert leftovers_in(tmp_path / "shared") == []
 
 
 # Tensors of meshes.
@@ -134,6 +307,30 @@ def _sharded() -> dict[str, Any]:
 def _drain_sharded(rank: int, world_size: int, root: Path) -> None:
     with _Job(root) as job:
         job.promote(5)
+
+
+def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_them(
+    tmp_path: Path,
+) -> None:
+    run_sharded(_save_sharded, 3, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+
+    run_sharded(_drain_sharded, 3, tmp_path)
+
+    (folder,) = checkpoints_in(tmp_path / "shared")
+    torch.manual_seed(5)
+    linear = dict(torch.nn.Linear(6, 10).state_dict())
+    found: dict[str, Any] = {
+        "rows": torch.zeros(8, 5),
+        "short": torch.zeros(2),
+        "same": torch.zeros(4),
+        "fsdp1": {key: torch.zeros_like(value) for key, value in linear.items()},
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "shared" / folder, no_dist=True)
+    assert_same(found["rows"], torch.arange(40.0).reshape(8, 5))
+    assert_same(found["short"], torch.arange(2.0))
+    assert_same(found["same"], torch.ones(4))
+    assert_same(found["fsdp1"], linear)
 
 
 # What cannot be had.
@@ -168,25 +365,30 @@ def test_a_table_that_contradicts_the_state_is_refused_by_a_drain(tmp_path: Path
     assert not (tmp_path / "shared").exists()
 
 
-def _refused(rank: int, world_size: int, root: Path) -> str:
+def _refused(rank: int, world_size: int, root: Path) -> list[str]:
     with _Job(root) as job:
-        text = error_of(lambda: job.promote(5), MismatchError)
+        texts = [error_of(lambda: job.promote(5), MismatchError)]
+        # Once it is on its own node.
+        job.nodes.load()
+        texts.append(error_of(lambda: job.promote(5), MismatchError))
         assert job.shared.find_latest() == -1
         assert not list((root / "shared").rglob("*.partial"))
-    return text
+    return texts
 
 
 # Several runs have chunks of their own in a drain.
 @pytest.mark.parametrize("kind", sorted(MISDESCRIBED.keys() - {"runs"}))
-def test_a_dtensor_that_torch_would_describe_as_another_part_is_refused(
+def test_a_dtensor_that_torch_would_describe_as_another_part_is_refused_whoever_reads_it(
     kind: str, tmp_path: Path
 ) -> None:
     run_sharded(_save_misdescribed, 4, tmp_path, kind)
+    shutil.rmtree(tmp_path / "node1")
 
-    for text in run_sharded(_refused, 4, tmp_path):
-        assert "model.w of rank " in text
-        assert MISDESCRIBED[kind] in text
-        assert "full_tensor() gives. Nothing was drained" in text
+    for texts in run_sharded(_refused, 4, tmp_path):
+        for text in texts:
+            assert "model.w of rank " in text
+            assert MISDESCRIBED[kind] in text
+            assert "full_tensor() gives. Nothing was drained" in text
 
 
 def _drain_of_parity(rank: int, world_size: int, root: Path) -> str:
@@ -209,12 +411,24 @@ def _drain_of_parity(rank: int, world_size: int, root: Path) -> str:
     return text
 
 
-def test_a_shard_that_its_node_lacks_is_named_and_a_load_computes_it_for_the_next_drain(
+def test_a_shard_that_no_node_holds_is_named_and_a_load_computes_it_for_the_next_drain(
     tmp_path: Path,
 ) -> None:
     first, *others = run_ranks(_drain_of_parity, 3, tmp_path, timeout_s=120.0)
 
     assert others == [first] * 2
-    assert "rank 1: this node cannot give the shard of rank 1 (" in first
+    assert "no node can give the shards of rank 1 (rank 1: " in first
     assert "load() this checkpoint first" in first
     _assert_drained(tmp_path / "shared", 5, 3)
+
+
+# Who reads what.
+
+
+def test_shards_are_divided_evenly_among_ranks_that_can_read_them() -> None:
+    # Two nodes of four ranks, the first of them empty: each of the others reads one more.
+    copies = [[]] * 4 + [[0, 1, 2, 3]] * 4
+    assert choose_readers([0, 1, 2, 3], copies) == {4: [0], 5: [1], 6: [2], 7: [3]}
+    # A rank without a shard of its own reads before others.
+    assert choose_readers([0, 1], [[1], [], [0, 1]]) == {2: [0], 0: [1]}
+    assert choose_readers([1], [[], [], []]) == {}

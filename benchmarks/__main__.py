@@ -38,7 +38,6 @@ _SECTIONS = {
     "poll": "benchmarks.poll",
     "training-loop": "benchmarks.training_loop",
     "control": "benchmarks.control",
-    "overlaps": "benchmarks.overlaps",
     "large-worlds": "benchmarks.large_worlds",
     "peers": "benchmarks.peers.section",
     "beside-nvrx": "benchmarks.beside_nvrx",

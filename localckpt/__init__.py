@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from localckpt.errors import StorageError as StorageError
     from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
     from localckpt.errors import WorkerDiedError as WorkerDiedError
-    from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
+    from localckpt.global_tier.load import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
-    from localckpt.global_tier.save import (
-        save_state_dict_async_finalize as save_state_dict_async_finalize,
-    )
-    from localckpt.global_tier.save import (
-        save_state_dict_async_plan as save_state_dict_async_plan,
-    )
     from localckpt.global_tier.storage_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
     )
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync as FileSystemWriterAsync
+    from localckpt.global_tier.storage_writer import (
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+    )
+    from localckpt.global_tier.storage_writer import (
+        save_state_dict_async_plan as save_state_dict_async_plan,
+    )
     from localckpt.ids import CkptID as CkptID
     from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
@@ -131,15 +131,15 @@ _HOMES_BESIDE = {
     "FileSystemWriterAsync": "global_tier.storage_writer",
     "GroupWrapper": "replication.groups",
     "PersistentAsyncCaller": "async_save.callers",
-    "ReshardingLoadPlanner": "global_tier.load_planner",
+    "ReshardingLoadPlanner": "global_tier.load",
     "Scheme": "cli.survival",
     "Survival": "cli.survival",
     "TemporalAsyncCaller": "async_save.callers",
     "TensorAwareStateDict": "state_dict.basic",
     "ThreadAsyncCaller": "async_save.callers",
     "parse_group_sequence": "replication.groups",
-    "save_state_dict_async_finalize": "global_tier.save",
-    "save_state_dict_async_plan": "global_tier.save",
+    "save_state_dict_async_finalize": "global_tier.storage_writer",
+    "save_state_dict_async_plan": "global_tier.storage_writer",
     "survivability": "cli.survival",
 }
 

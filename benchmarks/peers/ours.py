@@ -91,7 +91,7 @@ class OursGlobal(Peer):
 
     def retire(self) -> None:
         for folder in folders_in(self.directory)[0][1:]:
-            remove(folder, by_rename=True)
+            remove(folder)
 
     def close(self) -> None:
         self._manager.close()
@@ -137,7 +137,7 @@ class OursDrain(Peer):
 
     def retire(self) -> None:
         for folder in folders_in(self.directory / "shared")[0][1:]:
-            remove(folder, by_rename=True)
+            remove(folder)
         self._save_on_node()
 
     def close(self) -> None:

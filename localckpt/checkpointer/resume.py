@@ -190,7 +190,7 @@ class Resumption:
         beside, given_up = -1, None
         try:
             if self._shared is not None:
-                beside = self._shared.manager.find_beside(newest)
+                beside = self._shared.manager.find_latest(on_nodes=newest)
         except NoReplicasAvailableError as error:
             given_up = error
         is_elsewhere = elsewhere is not None and elsewhere.step > beside
@@ -228,12 +228,12 @@ class Resumption:
             raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
-        steps = self._shared.manager.iterations_beside(newest.on_nodes)
+        steps = self._shared.manager.all_iterations(on_nodes=newest.on_nodes)
         try:
             return self._shared.load(load, steps), _SHARED_SOURCE
         except (CorruptShardError, NoReplicasAvailableError, StorageError):
             # A job that goes on there, and has a newer one now, may have pruned what was read.
-            if self._shared.manager.find_beside(newest.on_nodes) <= newest.beside:
+            if self._shared.manager.find_latest(on_nodes=newest.on_nodes) <= newest.beside:
                 raise
         return self._load(load, elsewhere)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import xxhash
 
 from localckpt.availability.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
-from localckpt.global_tier.data_files import require_trailer, verify_blocks
+from localckpt.global_tier.data_files import verify_data_file
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
@@ -25,12 +24,10 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
-from localckpt.lineage import Lineage
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.notes import NotesFile
-from localckpt.storage.open_file import OpenFile
 from localckpt.trust import Trusts
 
 logger = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ class SharedCheckpoint:
     record: CommitRecord | None
     problem: CheckpointingException | None
     saved_at: float
-    is_pinned: bool = False
+    is_pinned: bool
 
     @property
     def is_whole(self) -> bool:
@@ -91,7 +88,7 @@ class SharedSession:
 
     def checkpoints(self) -> list[SharedCheckpoint]:
         """Directories that were committed, the newest first; data is not read."""
-        found = [self._look(folder) for folder in folders_in(self.root)[0]]
+        found = [self.look(folder) for folder in folders_in(self.root)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def whole(self) -> list[CommitFound]:
@@ -104,20 +101,17 @@ class SharedSession:
 
         Unless it is ``asked_for``, damage is logged, and it is none.
         """
-        try:
-            record = CommitRecord.read(folder.path)
-            if record is None:
-                return None
-            record.check_identity(folder, self.session_id)
-            record.check_files(folder)
-        except CorruptShardError as error:
-            if asked_for:
-                raise
-            # A checkpoint that a job prunes meanwhile is not damaged.
-            if folder.has_record:
-                logger.error("%s is not counted: %s", folder.path, error)
+        known = self.look(folder)
+        if known is None:
             return None
-        return CommitFound(folder, record)
+        if known.problem is None and known.record is not None:
+            return CommitFound(folder, known.record)
+        if known.problem is not None and (asked_for or isinstance(known.problem, StorageError)):
+            raise known.problem
+        # A checkpoint that a job prunes meanwhile is not damaged.
+        if folder.has_record:
+            logger.error("%s is not counted: %s", folder.path, known.problem)
+        return None
 
     def noted_trusts(self) -> Trusts:
         """Everything noted of starts of the job in vain."""
@@ -125,31 +119,27 @@ class SharedSession:
 
     def leftovers(self) -> list[Path]:
         """Directories of saves under way, of saves that were cut off, and of what is removed."""
-        folders, leftovers = folders_in(self.root)
-        unfinished = [folder.path for folder in folders if not folder.has_record]
-        return [*(leftover.path for leftover in leftovers), *unfinished]
+        return [leftover.path for leftover in folders_in(self.root)[1]]
 
-    def _look(self, folder: Folder) -> SharedCheckpoint | None:
+    def look(self, folder: Folder) -> SharedCheckpoint | None:
+        """The checkpoint in a directory, whole or not; ``None`` if none is committed there."""
+        record, problem, saved_at, is_pinned = None, None, 0.0, False
         try:
-            with storage_errors("look at", folder.path):
-                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            return SharedCheckpoint(folder, None, error, 0.0)
-        record, is_pinned = None, False
-        try:
-            is_pinned = folder.is_pinned
             found = CommitRecord.read(folder.path)
             if found is None:
-                # A job has removed it meanwhile.
                 return None
+            is_pinned = folder.is_pinned
+            with storage_errors("look at", folder.path):
+                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
             found.check_identity(folder, self.session_id)
             record = found
             record.check_files(folder)
         except (CorruptShardError, StorageError) as error:
-            return SharedCheckpoint(folder, record, error, saved_at, is_pinned)
-        return SharedCheckpoint(folder, record, None, saved_at, is_pinned)
+            if isinstance(error.__cause__, FileNotFoundError):
+                # A job has pruned it meanwhile.
+                return None
+            problem = error
+        return SharedCheckpoint(folder, record, problem, saved_at, is_pinned)
 
 
 def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Reason, ...]]:
@@ -157,35 +147,20 @@ def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Rea
 
     Those that are not in it go at that job's next save.
     """
-    good = [
-        (known.folder.version, known.record, known.is_pinned)
+    records = {
+        known.folder.version: known.record
         for known in checkpoints
         if known.is_whole and known.record is not None
-    ]
-    if not good:
+    }
+    if not records:
         return {}
-    records = {version: record for version, record, _ in good}
     saved = max(records)
-    resumed_from = _resumed_from(records, records[saved].lineage)
-    candidates = [Candidate(version, record.metrics, pinned) for version, record, pinned in good]
-    return reasons_to_keep(records[saved].retention, candidates, saved, resumed_from)
-
-
-def _resumed_from(
-    records: Mapping[Version, CommitRecord], lineage: Lineage | None
-) -> Version | None:
-    """The checkpoint that an epoch resumed from, if it is there."""
-    if lineage is None or lineage.origin != "shared":
-        return None
-    parents = [
-        version
-        for parent in lineage.ancestors[:1]
-        for version, record in records.items()
-        if version[1] == parent.iteration
-        and record.lineage is not None
-        and record.lineage.epoch == parent.epoch
+    candidates = [
+        Candidate(known.folder.version, records[known.folder.version].metrics, known.is_pinned)
+        for known in checkpoints
+        if known.folder.version in records
     ]
-    return max(parents, default=None)
+    return reasons_to_keep(records[saved].retention, candidates, saved, records[saved].resumed_from)
 
 
 def find_shared_sessions(root: Path) -> list[SharedSession]:
@@ -216,21 +191,15 @@ def _is_root(folder: Path) -> bool:
 def verify_file(
     path: Path, nbytes: int | None, record: CommitRecord, on_read: Callable[[int], None]
 ) -> int:
-    """Read a file of a checkpoint whole, and check every block.
-
-    ``nbytes`` is ``None`` for the metadata. Returns how many bytes it has.
-    """
+    """Check all of a data file, or the metadata (``nbytes`` is ``None``); return its size."""
     if not path.exists() and path.parent.exists():
         raise CorruptShardError(f"{path} is gone")
-    with closing(OpenFile(path)) as file, storage_errors("read", path):
-        if nbytes is None:
-            data = bytearray(file.nbytes)
-            file.read_into(0, memoryview(data))
-            if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
-                raise CorruptShardError("it is damaged, or belongs to another save")
-        elif file.nbytes != nbytes:
-            raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
-        else:
-            trailer = require_trailer(file, record.save_id, "it")
-            verify_blocks(file, trailer, memoryview(bytearray(_READ_NBYTES)), on_read)
-        return file.nbytes
+    if nbytes is not None:
+        memory = memoryview(bytearray(_READ_NBYTES))
+        verify_data_file(path, record.save_id, nbytes, memory, on_read)
+        return nbytes
+    with storage_errors("read", path):
+        data = path.read_bytes()
+    if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
+        raise CorruptShardError("it is damaged, or belongs to another save")
+    return len(data)

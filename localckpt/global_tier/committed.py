@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+from localckpt.availability.retention import Version
 from localckpt.errors import CorruptShardError, NoReplicasAvailableError, StorageError
 from localckpt.global_tier.catalog import CommitFound, SharedSession
 from localckpt.global_tier.folders import CommitRecord, Folder, folders_in, pin, unpin
@@ -67,9 +67,8 @@ class Committed:
         prunes meanwhile for the newest that is there then.
         """
         deadline = Deadline.after(self._ranks.timeout_s)
-        found = newest = self.find(iteration)
-        while found is not None and newest is not None:
-            newest = max(newest, found, key=lambda tried: tried.folder.version)
+        tried: list[Version] = []
+        while found := self._find(iteration, lambda: self._next(iteration, tried, deadline)):
             try:
                 load(found)
             except (CorruptShardError, StorageError) as error:
@@ -81,9 +80,9 @@ class Committed:
                 )
             else:
                 return found
-            found = self._find(None, partial(self._other, found, newest, deadline))
+            tried.append(found.folder.version)
         where, what = f"under {self.path}", "there is no checkpoint"
-        if newest is not None:
+        if tried:
             raise NoReplicasAvailableError(
                 f"no checkpoint {where} can be loaded; see the errors above"
             )
@@ -162,18 +161,17 @@ class Committed:
 
     # On the first rank.
 
-    def _other(
-        self, failed: CommitFound, newest: CommitFound, deadline: Deadline
+    def _next(
+        self, iteration: int | None, tried: Sequence[Version], deadline: Deadline
     ) -> CommitFound | None:
-        """The checkpoint to try after one that could not be loaded; ``newest`` was tried, too."""
-        found = self._newest()
-        if found is None or found.folder.version <= newest.folder.version:
-            return self._newest(older_than=failed.folder.version)
+        """The newest checkpoint that was not tried yet."""
+        found = self._newest(iteration, tried)
         # A job goes on there, and pruned what was being read.
-        if deadline.left_s == 0:
+        is_newer = found is not None and found.folder.version > max(tried, default=(0, 0))
+        if found is not None and tried and is_newer and deadline.left_s == 0:
             raise NoReplicasAvailableError(
                 f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
-                f"before it was read, the last one iteration {failed.folder.iteration}, and "
+                f"before it was read, the last one iteration {tried[-1][1]}, and "
                 f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
                 f"let the load take longer"
             )
@@ -182,7 +180,7 @@ class Committed:
     def _newest(
         self,
         iteration: int | None = None,
-        older_than: tuple[int, int] | None = None,
+        tried: Sequence[Version] = (),
         left_by: Lineage | None = None,
     ) -> CommitFound | None:
         self._check()
@@ -193,9 +191,7 @@ class Committed:
                 return None
             # Else a job has committed one and pruned those that were listed, so look again.
             for folder in self._usable(listed) if iteration is None else listed:
-                if iteration not in (None, folder.iteration):
-                    continue
-                if older_than is not None and folder.version >= older_than:
+                if iteration not in (None, folder.iteration) or folder.version in tried:
                     continue
                 found = self._session.find(folder, asked_for=iteration is not None)
                 if found is not None and not found.record.is_left_by(left_by):

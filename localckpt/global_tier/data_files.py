@@ -131,19 +131,14 @@ def verify_blocks(
         on_read(len(piece))
 
 
-def is_written(
+def verify_data_file(
     path: Path, save_id: str, nbytes: int, memory: memoryview, on_read: Callable[[int], None]
-) -> bool:
-    """Return whether a save has written all of a file of some size; see :func:`verify_blocks`."""
-    if not os.path.lexists(path):
-        return False
-    try:
-        with closing(OpenFile(path)) as file, storage_errors("read", path):
-            if file.nbytes == nbytes:
-                verify_blocks(file, require_trailer(file, save_id, path), memory, on_read)
-            return file.nbytes == nbytes
-    except CorruptShardError:
-        return False
+) -> None:
+    """Check that a save has written all of a file of some size; see :func:`verify_blocks`."""
+    with closing(OpenFile(path)) as file, storage_errors("read", path):
+        if file.nbytes != nbytes:
+            raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
+        verify_blocks(file, require_trailer(file, save_id, "it"), memory, on_read)
 
 
 # Writing.

@@ -11,10 +11,9 @@ off has written is not written again by the next attempt.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -36,21 +35,19 @@ from localckpt.errors import (
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranks_named, said_by
-from localckpt.global_tier.background import BackgroundSave
-from localckpt.global_tier.data_files import gathered, is_written, write_data_file
-from localckpt.global_tier.drain_items import DrainedShard
+from localckpt.global_tier.data_files import gathered, verify_data_file, write_data_file
+from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.drain_plan import (
     Merged,
     RankPlan,
     choose_readers,
     fingerprint,
     merge_plans,
-    own_key,
-    unsettled,
 )
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
+from localckpt.global_tier.save import BackgroundSave
 from localckpt.global_tier.save_plan import pack, require_same, unpack
 from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader
@@ -59,6 +56,7 @@ from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
+from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.buffers import PrivateBuffer
@@ -69,9 +67,9 @@ from localckpt.threads import Latch, SerialThread
 
 logger = logging.getLogger(__name__)
 
-# Each attempt takes five decisions at most: whose shards are where, who reads those that are not on
-# their own nodes, the plan, whether parts of one name are equal, and the commit.
-_DECISIONS = 5
+# Decisions of an attempt at most: whose shards are where, who reads those that are not on their own
+# nodes, the plan, and the commit.
+_DECISIONS = 4
 # After each attempt but the last one a damaged copy is in quarantine.
 _ATTEMPTS = 4
 # Shared storage may be slower than the rate that is asked for.
@@ -102,19 +100,19 @@ class Drain(BackgroundSave):
         super().__init__(shard.identity.iteration, None, ranks, root, events)
         self.unequal: list[str] = []
         self.written_nbytes = self.kept_nbytes = 0
-        self._shard = shard
+        self._shard, self._identity = shard, shard.identity
+        self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
+        # Those that this rank drains, by the ranks that saved them.
+        self._items: dict[int, ImageItems] = {}
         self._number = number
         self._rate_limit, self._metrics = rate_limit, metrics
-        self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
         self._began = time.monotonic()
-        # On the first rank: why nodes cannot give the shards of their ranks, which ranks read whose
-        # shards, and the plans of those that saved them.
+        # On the first rank: why nodes cannot give the shards of their ranks, and which ranks read
+        # whose shards.
         self._lacking: dict[int, str] = {}
         self._owners: list[list[int]] = []
-        self._plans: list[RankPlan] = []
-        self._lineage: Lineage | None = None
         self._merged: Merged | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -136,11 +134,11 @@ class Drain(BackgroundSave):
 
     @property
     def _not_done(self) -> str:
-        return f"{self._what} was not drained"
+        return f"iteration {self.iteration} was not drained"
 
     def _note_end(self) -> None:
         # The plans of all ranks.
-        self._merged, self._plans = None, []
+        self._merged = None
         details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
         if self._rate_limit is not None:
             details["rate_limit"] = self._rate_limit
@@ -165,7 +163,6 @@ class Drain(BackgroundSave):
         return isinstance(error, PeerLostError) or self._stopped.is_set()
 
     def _save(self) -> str:
-        """Drain from the copies that are good; all ranks begin the same attempts."""
         self._began = time.monotonic()
         self._ranks.wait_again()
         if self._stopped.is_set():
@@ -179,7 +176,7 @@ class Drain(BackgroundSave):
                 self._pacer.stop()
             try:
                 with record_function("localckpt.global.drain"):
-                    self._drain_shards(self._choose_shards())
+                    self._drain(self._choose_shards())
                 break
             except CorruptShardError as error:
                 # That copy is in quarantine now.
@@ -191,54 +188,35 @@ class Drain(BackgroundSave):
                 if not damage:
                     raise
                 raise CorruptShardError(f"{damage} Also: {error}") from error
+        self.committed = True
         return ""
-
-    @property
-    def _what(self) -> str:
-        return f"iteration {self.iteration}"
-
-    def _act(
-        self,
-        kind: str,
-        what: str,
-        work: Callable[[], Any],
-        act: Callable[[list[Any]], Any],
-        read: Callable[[Any], Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        return self._ranks.commit(
-            *(what, work, act),
-            kind=kind,
-            timeout_s=timeout_s,
-            on_failure=self._pacer.stop,
-            read=read,
-        )
 
     # Chosen.
 
-    def _choose_shards(self) -> dict[int, DrainedShard]:
-        """The shards that this rank drains, by the ranks that saved them."""
+    def _choose_shards(self) -> list[int]:
+        """The ranks whose shards this rank drains."""
         own = self._ranks.rank
-        lacking: list[int] = self._act(
-            *("look for shards", f"look for the shards of {self._what}"),
-            self._look,
-            self._find_lacking,
-            shaped([int]),
+        lacking: list[int] = self._ranks.commit(
+            *(f"look for the shards of iteration {self.iteration}", self._look, self._find_lacking),
+            kind="look for shards",
+            on_failure=self._pacer.stop,
+            read=shaped([int]),
         )
-        mine = [] if own in lacking else [own]
-        if lacking:
-            _, found = self._act(
-                *("find copies of shards", f"find copies of the shards of {self._what}"),
-                lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
-                lambda readable: self._choose_readers(lacking, readable),
-                shaped((object, list | None)),
-            )
-            mine += found or []
-        return {owner: DrainedShard(self._shard_of(owner), self._objects) for owner in mine}
+        if not lacking:
+            return [own]
+        verdict: Any = self._ranks.commit(
+            f"find copies of the shards of iteration {self.iteration}",
+            lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
+            lambda readable: self._choose_readers(lacking, readable),
+            kind="find copies of shards",
+            on_failure=self._pacer.stop,
+            read=shaped((object, list | None)),
+        )
+        return [*([] if own in lacking else [own]), *(verdict[1] or [])]
 
     def _look(self) -> list[Any]:
         self._check()
-        identity = self._shard.identity
+        identity = self._identity
         tag = [
             *(identity.session_id, identity.iteration, list(identity.generation)),
             *(identity.world_size, self._rate_limit),
@@ -258,8 +236,8 @@ class Drain(BackgroundSave):
         return None
 
     def _shard_of(self, owner: int) -> KeptShard:
-        identity = self._shard.identity
-        return replace(self._shard, identity=identity.checkpoint.shard(owner, identity.session_id))
+        identity = self._identity.checkpoint.shard(owner, self._identity.session_id)
+        return replace(self._shard, identity=identity)
 
     def _find_lacking(self, reports: list[Any]) -> list[int]:
         """On the first rank: the ranks whose nodes cannot give their shards."""
@@ -281,114 +259,81 @@ class Drain(BackgroundSave):
             logger.info("rank %d drains the shards of %s, whose nodes lack them", reader, owners)
         return PerRank(None, readers)
 
-    def _drain_shards(self, shards: dict[int, DrainedShard]) -> None:
-        common, part = self._act(
-            *("plan a drain", f"plan the drain of {self._what}"),
-            *(lambda: self._plan(shards), self._merge),
-            shaped((list | None, Message | None)),
+    def _drain(self, owners: list[int]) -> None:
+        verdict: Any = self._ranks.commit(
+            f"plan the drain of iteration {self.iteration}",
+            *(lambda: self._plan(owners), self._merge),
+            kind="plan a drain",
+            on_failure=self._pacer.stop,
+            read=shaped(((int, str, bool, int, [str]), Message | None)),
         )
-        if common is None:
-            asked = self._read_part(part)
-            common, part = self._act(
-                *("compare parts", f"compare parts of one name in {self._what}"),
-                lambda: Message(
-                    None, pack({o: shards[o].digests(asked[o], self._check) for o in asked})
-                ),
-                self._merge_compared,
-                shaped(((int, str, bool, int, [str]), Message | None)),
-            )
-        epoch, save_id, is_there, nbytes, unequal = common
-        if not is_there:
-            if not self._ranks.is_root:
-                self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
-            plans = self._read_part(part)
-            # Ranks write different numbers of bytes, at one rate.
-            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
-            self._act(
-                *("drain", f"drain {self._what}"),
-                *(lambda: self._write(shards, plans, unequal), self._commit),
-                timeout_s=self._ranks.timeout_s + slower_s,
-            )
-        self.committed = True
-
-    def _read_part(self, part: Message | None) -> dict[int, Any]:
-        """What this rank is told of the shards that it reads."""
-        return {} if part is None else unpack(part.data, dict, self._allowed)
+        (epoch, save_id, is_there, nbytes, unequal), part = verdict
+        if is_there:
+            return
+        if not self._ranks.is_root:
+            self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
+        plans = {} if part is None else unpack(part.data, dict, self._allowed)
+        # Ranks write different numbers of bytes, at one rate.
+        slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+        self._ranks.commit(
+            f"drain iteration {self.iteration}",
+            *(lambda: self._write(plans, unequal), self._commit),
+            kind="drain",
+            timeout_s=self._ranks.timeout_s + slower_s,
+            on_failure=self._pacer.stop,
+        )
 
     # Planned.
 
-    def _plan(self, shards: dict[int, DrainedShard]) -> Message:
-        plans = {owner: shard.plan(self._check) for owner, shard in shards.items()}
-        lineage = shards[0].lineage if 0 in shards else None
+    def _plan(self, owners: list[int]) -> Message:
+        self._items = {}
+        plans = {owner: self._shard_of(owner).use(self._list_items) for owner in owners}
+        lineages = (items.lineage for items in self._items.values())
+        lineage = next((found for found in lineages if found is not None), None)
         return Message(None if lineage is None else lineage.to_json(), pack(plans))
+
+    def _list_items(self, image: ImageReader) -> RankPlan:
+        items = self._items[image.identity.rank] = ImageItems(image, self._objects)
+        return items.rank_plan(image, self._check)
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
-        """On the first rank: ask for what must be compared, or divide what is to be written."""
-        told: list[dict[int, RankPlan]] = [
-            unpack(report.data, dict, self._allowed) for report in reports
-        ]
+        """On the first rank: divide what is to be written, and begin or go on."""
+        told = [unpack(report.data, dict, self._allowed) for report in reports]
         self._owners = [list(plans) for plans in told]
         by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
-        self._plans = [by_owner[owner] for owner in range(len(by_owner))]
+        merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
         lineages = (report.record for report in reports if report.record is not None)
-        self._lineage = next(map(Lineage.from_json, lineages), None)
-        if lacking := unsettled(self._plans):
-            return self._for_readers(lacking)
-        return self._divide()
-
-    def _for_readers(self, by_owner: Mapping[int, Any], common: Any = None) -> PerRank:
-        """Verdict with a part for each rank: what is known of the shards that it reads."""
-        parts = {
-            rank: Message(None, pack({o: by_owner[o] for o in owners if o in by_owner}))
-            for rank, owners in enumerate(self._owners)
-            if not by_owner.keys().isdisjoint(owners)
-        }
-        return PerRank(common, parts)
-
-    def _merge_compared(self, reports: list[Message]) -> PerRank:
-        """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
-        for report in reports:
-            for owner, digests in unpack(report.data, dict, self._allowed).items():
-                self._plans[owner].digests.update(digests)
-        return self._divide()
-
-    def _divide(self) -> PerRank:
-        """Divide what is to be written, and begin or go on."""
-        names_ranks = any(plan.names_ranks for plan in self._plans)
-        merged, self._plans = merge_plans(self._plans), []
+        lineage = next(map(Lineage.from_json, lineages), None)
         if merged.unequal:
             self.unequal = merged.unequal
-            how = "in the image of each rank"
-            if names_ranks:
-                how = f"under a key for each rank (as {own_key(merged.unequal[0], 1)})"
-            logger.log(
-                logging.WARNING if names_ranks else logging.INFO,
-                "iteration %d: values that differ between ranks are drained %s, and as the first "
-                "rank has them: %s",
-                *(self.iteration, how, ", ".join(merged.unequal[:10])),
+            logger.info(
+                "iteration %d: values that differ between ranks are drained in the image of each "
+                "rank, and as the first rank has them: %s",
+                *(self.iteration, ", ".join(merged.unequal[:10])),
             )
-        save_id = _save_id(self._shard.identity, merged)
-        begun, is_there = self._root.begin_drain(
-            self.iteration, save_id, self._lineage, self._metrics
-        )
-        sizes = [_nbytes(plan) for plan in merged.plans]
+        save_id = _save_id(self._identity, merged)
+        begun, is_there = self._root.begin_drain(self.iteration, save_id, lineage, self._metrics)
+        sizes = [
+            sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
+            for plan in merged.plans
+        ]
         most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
         self._begun, self._merged = begun, merged
-        return self._for_readers(dict(enumerate(merged.plans)), common)
+        parts = {
+            rank: Message(None, pack({owner: merged.plans[owner] for owner in owners}))
+            for rank, owners in enumerate(self._owners)
+            if owners
+        }
+        return PerRank(common, parts)
 
     # Written.
 
-    def _write(
-        self,
-        shards: dict[int, DrainedShard],
-        plans: dict[int, SavePlan],
-        unequal: Sequence[str],
-    ) -> Message:
+    def _write(self, plans: dict[int, SavePlan], unequal: Sequence[str]) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.path
         self.written_nbytes = self.kept_nbytes = 0
@@ -396,8 +341,10 @@ class Drain(BackgroundSave):
         envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
             write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
-            for owner, shard in shards.items():
-                placed, nbytes = shard.write(plans[owner], unequal, write)
+            for owner, plan in plans.items():
+                items = self._items[owner]
+                put = partial(items.write, plan=plan, unequal=unequal, write=write)
+                placed, nbytes = self._shard_of(owner).use(put)
                 results += placed
                 envelopes.append([owner, nbytes])
         with storage_errors("make durable", path):
@@ -419,11 +366,11 @@ class Drain(BackgroundSave):
     ) -> None:
         """Write a file by way of ``memory``, unless an attempt before has, where it has a size."""
         path, save_id = begun.path / name, begun.save_id
-        if nbytes is not None and is_written(
-            path, save_id, nbytes, memory, lambda _: self._before_write(0)
-        ):
-            self.kept_nbytes += nbytes
-            return
+        if nbytes is not None and path.exists():
+            with suppress(CorruptShardError):
+                verify_data_file(path, save_id, nbytes, memory, lambda _: self._before_write(0))
+                self.kept_nbytes += nbytes
+                return
         self.written_nbytes += write_data_file(
             *(path, save_id, lambda: gathered(content(), memory)), before_write=self._before_write
         )
@@ -445,17 +392,14 @@ class Drain(BackgroundSave):
     @collection_paused()
     def _commit(self, reports: list[Message]) -> None:
         assert self._merged is not None, "it is planned"
-        written = (unpack(report.data, list, self._allowed) for report in reports)
-        places = chain.from_iterable(written)
+        places: Iterable[WriteResult] = chain.from_iterable(
+            unpack(report.data, list, self._allowed) for report in reports
+        )
         metadata, files = pickled_metadata(self._merged.metadata, places)
         for report in reports:
             envelopes = shaped([(int, int)])(report.record)
             files |= {envelope_name(owner): nbytes for owner, nbytes in envelopes}
-        self._commit_files(metadata, files)
-
-
-def _nbytes(plan: SavePlan) -> int:
-    return sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
+        self._commit_files(metadata, files, self._merged.unequal)
 
 
 def _save_id(identity: ShardIdentity, merged: Merged) -> str:
@@ -481,7 +425,6 @@ class Drains:
         self._path = root.path
         self._new = partial(Drain, ranks=ranks, root=root, safe_globals=safe_globals, events=events)
         self._thread = SerialThread("localckpt-drain")
-        self._process = os.getpid()
         self._begun = 0
         self._under_way: list[Drain] = []
 
@@ -522,17 +465,12 @@ class Drains:
 
         With ``is_in_step`` the other ranks close theirs, too.
         """
-        if os.getpid() != self._process:
-            return
         for drain in self._under_way:
             if not drain.task.done():
                 logger.error("the drain of iteration %d is ended by close()", drain.iteration)
                 drain.stop()
         # Whatever ends a drain is looked at before each piece that it writes.
-        until = time.monotonic() + self._ranks.timeout_s
-        if all(drain.task.wait(until - time.monotonic()) for drain in self._under_way):
-            self._thread.close()
-        else:
+        if not self._thread.close(self._ranks.timeout_s):
             logger.error("a drain does not end: is %s stuck?", self._path)
         self._under_way = []
         if is_in_step:

@@ -7,7 +7,6 @@ table of boxes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,12 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
 from localckpt.global_tier.data_files import file_nbytes
-from localckpt.global_tier.drain_plan import RankPlan, own_key
+from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
-from localckpt.global_tier.staging import FileLayout, FileSlot, lay_out_in_order
+from localckpt.global_tier.staging import FileLayout, lay_out_in_order
 from localckpt.global_tier.write_items import ItemReader, frame_of
-from localckpt.lineage import Lineage
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import is_number
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
@@ -47,7 +45,6 @@ from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
-from localckpt.storage.kept_shard import KeptShard
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MEGATRON = "megatron.core.dist_checkpointing.mapping"
@@ -58,152 +55,22 @@ _LEAVES = (int, float, bool, str, bytes, type(None))
 WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]]], None]
 
 
-class DrainedShard:
-    """One shard, maybe of another rank whose node lacks it; it is planned before it is written.
-
-    Attributes:
-        lineage: Lineage of the epoch that saved it; known once it is planned.
-    """
-
-    def __init__(self, shard: KeptShard, objects: ItemReader) -> None:
-        self.lineage: Lineage | None = None
-        self._shard = shard
-        self._owner = shard.identity.rank
-        self._objects = objects
-        self._suffix = own_key("", self._owner)
-        self._items: ImageItems
-
-    # The items.
-
-    def plan(self, before_read: Callable[[], None]) -> RankPlan:
-        """List the items."""
-
-        def list_items(image: ImageReader) -> tuple[ImageItems, RankPlan]:
-            self.lineage = image.identity.lineage
-            with collection_paused():
-                items = ImageItems(image)
-            return items, items.rank_plan(image, before_read)
-
-        self._items, plan = self._shard.use(list_items)
-        return plan
-
-    def digests(
-        self, indices: Sequence[MetadataIndex], before_read: Callable[[], None]
-    ) -> dict[MetadataIndex, str]:
-        """Digests of the values of some items; errors are those of :meth:`plan`."""
-        items = self._items
-        return self._shard.use(
-            lambda image: {index: items.digest(index, image, before_read) for index in indices}
-        )
-
-    # Their values.
-
-    def write(
-        self, plan: SavePlan, unequal: Collection[str], write: WriteFile
-    ) -> tuple[list[WriteResult], int]:
-        """Write this shard's items and the envelope of its image; return their places and its size.
-
-        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
-        of a file that need not be written again; pickles of equal objects may differ.
-        """
-        return self._shard.use(lambda image: self._write(image, plan, unequal, write))
-
-    def _write(
-        self, image: ImageReader, plan: SavePlan, unequal: Collection[str], write: WriteFile
-    ) -> tuple[list[WriteResult], int]:
-        starts = {
-            number: image.start_of(place.number)
-            for number, item in enumerate(plan.items)
-            if (place := self._place(item)) is not None
-        }
-        results: list[WriteResult] = []
-        # By its owner, so that an attempt on another rank goes on with the same files.
-        for file in lay_out_in_order(plan, starts, f"__{self._owner}_"):
-            others = [self._object(plan.items[number]) for number in file.others]
-            nbytes = None if others else file_nbytes(file.nbytes)
-            write(file.name, nbytes, partial(self._content, image, plan, file, others))
-            results += file.results(plan, others)
-        envelope = Envelope(image, self._places_in(plan, unequal))
-        nbytes = file_nbytes(envelope.nbytes)
-        write(envelope_name(self._owner), nbytes, envelope.content)
-        return results, nbytes
-
-    def _places_in(
-        self, plan: SavePlan, unequal: Collection[str]
-    ) -> dict[MetadataIndex, ItemPlace]:
-        """Places of the tensors that the checkpoint has as this image does, by its items."""
-        own = {item.index for item in plan.items}
-        places = {}
-        for index, place in self._items.places.items():
-            renamed = replace(index, fqn=f"{index.fqn}{self._suffix}")
-            if renamed in own:
-                places[renamed] = place
-            elif index in own or index.fqn not in unequal:
-                places[index] = place
-        return places
-
-    def _content(
-        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
-    ) -> Iterator[bytes | memoryview]:
-        at = 0
-        for slot in file.slots:
-            yield bytes(slot.offset - at)
-            yield slot.frame.head
-            yield from self._values(image, plan.items[slot.number], slot)
-            yield slot.frame.tail
-            at = slot.end
-        yield from others
-
-    def _object(self, item: WriteItem) -> memoryview:
-        """Bytes of an object, as a save of the state would write them."""
-        planner, key = self._items.planner, item.index.fqn
-        plain = key.removesuffix(self._suffix)
-        if key not in planner.state_dict and plain in planner.state_dict:
-            planner.state_dict[key] = planner.state_dict[plain]
-        value = self._objects.read(item, planner)
-        if isinstance(value, torch.Tensor):
-            head, tail = frame_of(value.dtype, value.shape)
-            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
-        return value
-
-    def _values(self, image: ImageReader, item: WriteItem, slot: FileSlot) -> Iterator[memoryview]:
-        place = self._place(item)
-        assert place is not None, "it is a tensor"
-        if not slot.nbytes:
-            return
-        run = image.run_of(place.number)
-        if run is not None and place.part is None:
-            yield from image.pieces(*run)
-            return
-        tensor = place.of(image.tensor(place.number))
-        yield _memory_of(tensor)
-
-    def _place(self, item: WriteItem) -> ItemPlace | None:
-        """Place of an item's tensor, also under a key of this rank; ``None`` for an object."""
-        places, index = self._items.places, item.index
-        if index in places or not index.fqn.endswith(self._suffix):
-            return places.get(index)
-        return places.get(MetadataIndex(index.fqn.removesuffix(self._suffix), index.offset))
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
-
-
 class ImageItems:
-    """Items of one rank's image, and their values.
-
-    The image is not used after the constructor, but for its digests.
+    """Items of one rank's image, and their values, which each method reads from it anew.
 
     Attributes:
+        lineage: Lineage of the epoch that saved the image.
         planner: Planner that knows the objects of the state by their keys; its tensors have no
             data.
         places: Places of the tensors in the image; other items are objects, whose values are in
             memory.
     """
 
-    def __init__(self, image: ImageReader) -> None:
+    @collection_paused()
+    def __init__(self, image: ImageReader, objects: ItemReader) -> None:
         self._saved_by = image.identity.rank
+        self.lineage = image.identity.lineage
+        self._reader = objects
         self.planner = DefaultSavePlanner()
         self.places: dict[MetadataIndex, ItemPlace] = {}
         self._world_size = image.identity.world_size
@@ -226,8 +93,8 @@ class ImageItems:
         """
         own = {}
         if self._world_size > 1:
-            own = {index: self.digest(index, image, before_read) for index in self._own}
-        return RankPlan(self.plan, own, self._ranks, names_ranks=not self._is_of_loop)
+            own = {index: self._digest(index, image, before_read) for index in self._own}
+        return RankPlan(self.plan, own, self._ranks)
 
     # The state, with values for what is saved as an object.
 
@@ -317,10 +184,10 @@ class ImageItems:
         for item, number in zip(items, numbers, strict=True):
             self.places[item.index] = ItemPlace(number)
             if isinstance(value, ShardedTensor):
-                # What other ranks have of the same name and place is compared.
                 self._ranks[item.index] = RankSet.of([self._saved_by])
-            else:
-                self._own.add(item.index)
+                if len(value.metadata().shards_metadata) == self._world_size:
+                    continue
+            self._own.add(item.index)
 
     def _box_of(self, key: str, value: DTensor, box: Box | None) -> Box | None:
         """The part that an image has of a DTensor; ``None`` if its rank is not in the mesh."""
@@ -353,15 +220,15 @@ class ImageItems:
             # A part without items has the same place on all ranks that have none.
             if 0 not in sizes and box.ranks is not None:
                 self._ranks[index] = box.ranks
-                if len(box.ranks) > 1:
+                # Ranks that are not of this mesh may have the same part, too.
+                if len(box.ranks) > 1 or value.device_mesh.size() < self._world_size:
                     self._own.add(index)
 
-    # What other ranks may have otherwise.
+    # Their values.
 
-    def digest(
+    def _digest(
         self, index: MetadataIndex, image: ImageReader, before_read: Callable[[], None]
     ) -> str:
-        """Digest of an item's values, read from the image."""
         before_read()
         place = self.places.get(index)
         if place is None:
@@ -372,15 +239,74 @@ class ImageItems:
         if place.part is not None:
             shape = tuple(end - start for start, end in place.part)
         hasher = xxhash.xxh3_64(f"{entry.dtype} {shape}".encode())
-        if place.part is not None:
-            hasher.update(digest_of(place.of(image.tensor(place.number)), str).encode())
-        elif (run := image.run_of(place.number)) is None:
-            hasher.update(digest_of(image.tensor(place.number), str).encode())
-        else:
-            for part in image.pieces(*run):
-                hasher.update(part)
-                before_read()
+        for piece in _values(image, place):
+            hasher.update(piece)
+            before_read()
         return hasher.hexdigest()
+
+    def write(
+        self, image: ImageReader, plan: SavePlan, unequal: Collection[str], write: WriteFile
+    ) -> tuple[list[WriteResult], int]:
+        """Write items and the envelope of the image; return their places and its size.
+
+        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
+        of a file that need not be written again; pickles of equal objects may differ.
+        """
+        # By its owner, so that an attempt on another rank goes on with the same files.
+        starts = {
+            number: image.start_of(place.number)
+            for number, item in enumerate(plan.items)
+            if (place := self.places.get(item.index)) is not None
+        }
+        results: list[WriteResult] = []
+        for file in lay_out_in_order(plan, starts, f"__{self._saved_by}_"):
+            others = [self._object(plan.items[number]) for number in file.others]
+            nbytes = None if others else file_nbytes(file.nbytes)
+            write(file.name, nbytes, partial(self._content, image, plan, file, others))
+            results += file.results(plan, others)
+        own = {item.index for item in plan.items}
+        there = {
+            index: place
+            for index, place in self.places.items()
+            if index in own or index.fqn not in unequal
+        }
+        envelope = Envelope(image, there)
+        nbytes = file_nbytes(envelope.nbytes)
+        write(envelope_name(self._saved_by), nbytes, envelope.content)
+        return results, nbytes
+
+    def _content(
+        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
+    ) -> Iterator[bytes | memoryview]:
+        at = 0
+        for slot in file.slots:
+            yield bytes(slot.offset - at)
+            yield slot.frame.head
+            yield from _values(image, self.places[plan.items[slot.number].index])
+            yield slot.frame.tail
+            at = slot.end
+        yield from others
+
+    def _object(self, item: WriteItem) -> memoryview:
+        """Bytes of an object, as a save of the state would write them."""
+        value = self._reader.read(item, self.planner)
+        if isinstance(value, torch.Tensor):
+            head, tail = frame_of(value.dtype, value.shape)
+            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
+        return value
+
+
+def _values(image: ImageReader, place: ItemPlace) -> Iterator[memoryview]:
+    run = image.run_of(place.number)
+    if run is not None and place.part is None:
+        yield from image.pieces(*run)
+    else:
+        tensor = place.of(image.tensor(place.number))
+        yield _memory_of(tensor)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
 def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,13 +72,9 @@ class Folder:
         """Directory of the complete checkpoint."""
         return self.root / self._name
 
-    def partial(self, save_id: str) -> Path:
-        """Directory of a save until it is complete, if directories can be renamed."""
-        return self._unfinished(save_id[:8])
-
-    def drained(self, save_id: str) -> Path:
-        """Directory of a drain until it is complete; the next attempt goes on in it."""
-        return self._unfinished(_DRAIN + save_id[:8])
+    def unfinished(self, save_id: str, *, is_drain: bool) -> Path:
+        """Directory of a save or drain until it is complete; a next drain goes on in it."""
+        return self.root / f".{self._name}.{_DRAIN * is_drain}{save_id[:8]}{_PARTIAL}"
 
     @property
     def removed(self) -> Path:
@@ -97,9 +93,6 @@ class Folder:
         with storage_errors("look at", self.path):
             return _is_there(self.path / PIN_NAME)
 
-    def _unfinished(self, attempt: str) -> Path:
-        return self.root / f".{self._name}.{attempt}{_PARTIAL}"
-
     @property
     def _name(self) -> str:
         return f"iteration_{self.iteration:08d}.{self.epoch:04d}"
@@ -114,6 +107,8 @@ class CommitRecord:
         files: The bytes of each data file.
         lineage: Lineage of the epoch that saved it; ``None`` if its manager had none.
         retention: Rules by which the job that saved it keeps checkpoints.
+        resumed_from: Version of the checkpoint here that the job goes back to if newer ones fail.
+        unequal: Names of values that differed between ranks; the files have the first rank's.
     """
 
     session_id: str
@@ -126,6 +121,8 @@ class CommitRecord:
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = Retention()  # noqa: RUF009 - a frozen value
+    unequal: list[str] = field(default_factory=list)
+    resumed_from: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -177,8 +174,11 @@ class CommitRecord:
                 fields["lineage"] = Lineage.from_json(fields["lineage"])
             fields["retention"] = Retention.from_json(fields["retention"])
             fields["metrics"] = metrics_from_json(fields["metrics"])
+            if fields["resumed_from"] is not None:
+                epoch, iteration = map(int, fields["resumed_from"])
+                fields["resumed_from"] = epoch, iteration
             record = cls(**fields)
-        except (CheckpointingException, KeyError, TypeError) as error:
+        except (CheckpointingException, KeyError, TypeError, ValueError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
         if not record._is_plain():
             raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
@@ -197,6 +197,7 @@ class CommitRecord:
             name not in ("", ".", "..") and "/" not in name and "\0" not in name
             for name in self.files
         )
+        named = named and all(type(name) is str for name in self.unequal)
         return named and all(type(nbytes) is int and nbytes >= 0 for nbytes in self.files.values())
 
     def check_identity(self, folder: Folder, session_id: str) -> None:
@@ -278,21 +279,18 @@ def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
 # Removing.
 
 
-def remove(folder: Folder, *, by_rename: bool) -> bool:
+def remove(folder: Folder) -> bool:
     """Remove a checkpoint, unless it is pinned; what is half removed is never found.
 
-    Without ``by_rename`` its record goes first. Returns whether it is gone: it may have been pinned
-    since it was decided on.
+    Returns whether it is gone: it may have been pinned since it was decided on.
     """
     with storage_errors("remove", folder.path):
         if folder.is_pinned:
             return False
-        path = folder.path
-        if by_rename:
-            path = path.rename(folder.removed)
-            if put_back_if_pinned(folder):
-                return False
-        _remove_folder(path)
+        folder.path.rename(folder.removed)
+        if put_back_if_pinned(folder):
+            return False
+        _remove_folder(folder.removed)
         return True
 
 

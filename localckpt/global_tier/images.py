@@ -27,11 +27,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.global_tier.catalog import CommitFound
-from localckpt.global_tier.data_files import FileIdentity, require_trailer
+from localckpt.global_tier.data_files import require_trailer, verify_blocks
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BlockHasher
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.source import Filled, Places, ShardSource, handle_pieces, read_header
 from localckpt.storage.buffers import Buffer
@@ -61,20 +60,6 @@ class ItemPlace(NamedTuple):
         return tensor.contiguous()
 
 
-class _Range(NamedTuple):
-    """Range of an image that an item of a data file has."""
-
-    start: int
-    stop: int
-    item: MetadataIndex
-    skipped: int
-
-    def to_json(self) -> list[Any]:
-        offset = self.item.offset
-        offsets = None if offset is None else list(offset)
-        return [self.start, self.stop, self.item.fqn, offsets, self.skipped]
-
-
 def envelope_name(rank: int) -> str:
     """Name of the file with the envelope of a rank's image."""
     return f"__{rank}.envelope"
@@ -87,14 +72,15 @@ class Envelope:
         self._image = image
         self._rest: list[tuple[int, int]] = []
         ranges, end = [], 0
-        for one in sorted(_ranges(image, places), key=lambda one: one[:2]):
+        for found in sorted(_ranges(image, places), key=lambda found: found[:2]):
+            start, stop, *_ = found
             # Tensors may share bytes: the first that has them is enough.
-            if one.start >= end:
-                self._add_rest(end, one.start)
-                ranges.append(one)
-                end = one.stop
+            if start >= end:
+                self._add_rest(end, start)
+                ranges.append(found)
+                end = stop
         self._add_rest(end, image.header.nbytes)
-        about = [image.header.nbytes, [one.to_json() for one in ranges]]
+        about = [image.header.nbytes, ranges]
         text = json.dumps(about, separators=(",", ":")).encode()
         self._head = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self._head) + sum(stop - start for start, stop in self._rest)
@@ -113,7 +99,8 @@ class Envelope:
             self._rest.append((start, stop))
 
 
-def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[_Range]:
+def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[list[Any]]:
+    """Yield the ranges of an image that items of data files have, as an envelope lists them."""
     for index, (number, part) in places.items():
         entry = image.entries[number]
         rows, *others = entry.shape or (1,)
@@ -127,7 +114,9 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
         if first < last and row_nbytes:
             shape = entry.shape if part is None else (last - first, *others)
             begin, end = (run[0] + row * row_nbytes for row in (first, last))
-            yield _Range(begin, end, index, len(frame_of(dtype, torch.Size(shape)).head))
+            skipped = len(frame_of(dtype, torch.Size(shape)).head)
+            offsets = None if index.offset is None else [*index.offset]
+            yield [begin, end, index.fqn, offsets, skipped]
 
 
 class SharedImages(Store):
@@ -181,17 +170,10 @@ class SharedImages(Store):
             file = OpenFile(path)
             opened.callback(file.close)
             with storage_errors("read", path):
-                content = _verified(file, self._save_id)
+                trailer = require_trailer(file, self._save_id, path)
+                content = memoryview(bytearray(trailer.covered_nbytes))
+                verify_blocks(file, trailer, content, lambda nbytes: None)
             return _Source(self._folder, path.name, content, self._places)
-
-
-def _verified(file: OpenFile, save_id: str) -> memoryview:
-    trailer = require_trailer(file, save_id, file.path)
-    content = memoryview(bytearray(trailer.covered_nbytes))
-    file.read_into(0, content)
-    hasher = BlockHasher(FileIdentity(file.path.name, save_id))
-    hasher.check(0, [content], memoryview(trailer.digests))
-    return content
 
 
 class _Segment(NamedTuple):

@@ -1,29 +1,176 @@
-"""Loads: all ranks compare a checkpoint with their states, and read it together."""
+"""Loads: all ranks compare a checkpoint with their states, and read it together.
+
+The planner is torch's, which says all that does not fit, and runs no code from files.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from localckpt.errors import (
-    MismatchError,
-)
+from localckpt.errors import MismatchError
 from localckpt.global_tier.catalog import CommitFound
-from localckpt.global_tier.load_planner import FIT, ReshardingLoadPlanner
+from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
+from localckpt.global_tier.write_items import load_object
+from localckpt.memory.tensor_bytes import (
+    byte_span,
+    integer_view,
+    is_lazy,
+    same_view,
+    storage_address,
+)
 from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.state_dict.resharded import is_expanded
 from localckpt.state_dict.targets import overlapping_spans
+
+FIT = (
+    "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
+    "which leaves out what only one side has; allow_dtype_change=True converts values"
+)
+"""Advice on the topic ``fit``, on a state that is not as it was saved."""
+
+
+class ReshardingLoadPlanner(DefaultLoadPlanner):
+    """Planner of loads of a state with any sharding from a checkpoint with any other.
+
+    Args:
+        allow_partial_load: Leave values of the state that the checkpoint has not as they are; else
+            they are an error.
+        allow_dtype_change: Convert values to the dtypes of the state's tensors; else another dtype
+            is an error.
+        safe_globals: Classes and functions that objects may name, beyond torch's own.
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_partial_load: bool = False,
+        allow_dtype_change: bool = False,
+        safe_globals: Iterable[Any] = (),
+    ) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._allow_dtype_change = allow_dtype_change
+        self._safe_globals = tuple(safe_globals)
+        # Keys of dicts of the state by their text.
+        self._keys: dict[int, dict[str, Any]] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state that is to be filled; tensors on the meta device are made."""
+        if not (dist.is_available() and dist.is_initialized()):
+            # torch makes them on the device of the default group.
+            _make_meta_tensors(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan the reads of this rank.
+
+        Raises:
+            MismatchError: The checkpoint does not fit; it lists everything that does not.
+        """
+        assert self.metadata is not None, "set_up_planner comes first"
+        saved = self.metadata.state_dict_metadata
+        # A release of torch before 2.9 tells no version.
+        is_old = getattr(self.metadata, "version", None) is None
+        if is_old and saved.keys() - self.state_dict.keys():
+            # Maybe saved before torch 2.4, with other names for what is nested.
+            return super().create_local_plan()
+        wrong = []
+        for name, value in self.state_dict.items():
+            if (described := saved.get(name)) is not None:
+                if (why := self._why_unfit(value, described)) is not None:
+                    wrong.append(f"{name} {why}")
+            elif not self.allow_partial_load:
+                wrong.append(f"{name} is not in the checkpoint")
+        if wrong:
+            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
+            raise MismatchError(
+                f"the state does not fit the checkpoint: {shown}. Nothing was read"
+            ).advised("fit", FIT)
+        return create_default_local_load_plan(
+            self.state_dict, self.metadata, strict=not self.allow_partial_load
+        )
+
+    def _why_unfit(self, value: Any, described: Any) -> str | None:
+        """Say why a value cannot be filled with what was saved; ``None`` if it can."""
+        is_tensor = isinstance(described, TensorStorageMetadata)
+        if isinstance(value, torch.Tensor) != is_tensor:
+            kinds = ("an object", "a tensor")
+            return f"is {kinds[not is_tensor]}, and was saved as {kinds[is_tensor]}"
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.size() != described.size:
+            return f"has shape {tuple(value.size())}, not {tuple(described.size)}"
+        saved_dtype = described.properties.dtype
+        if value.dtype is not saved_dtype and not self._allow_dtype_change:
+            return f"is {value.dtype}, and was saved as {saved_dtype}"
+        if isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is None:
+                return None
+            why = why_misdescribed(value)
+            return None if why is None else f"is a DTensor that cannot be filled: {why}"
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and is_expanded(value):
+            return "is expanded: several of its elements are one, and cannot be filled"
+        return None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state; nothing but values is made from a file.
+
+        Raises:
+            UnsafeGlobalError: It names a class that is not allowed.
+        """
+        name = read_item.dest_index.fqn
+        loaded = load_object(name, value, self._safe_globals)
+        if self.flatten_state_dict:
+            self._put(self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    def _put(self, path: tuple[str | int, ...], value: Any) -> None:
+        """Replace a value of the state that is filled."""
+        container: Any = self.original_state_dict
+        for key in path[:-1]:
+            container = container[self._key_in(container, key)]
+        container[self._key_in(container, path[-1])] = value
+
+    def _key_in(self, container: Any, key: str | int) -> Any:
+        """The key that torch names so: its names know the text of keys only."""
+        if not isinstance(container, Mapping) or key in container:
+            return key
+        known = self._keys.get(id(container))
+        if known is None:
+            known = self._keys[id(container)] = {str(real): real for real in container}
+        return known[str(key)]
+
+
+def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            values[key] = torch.empty_like(value, device="cpu")
+        elif isinstance(value, dict | list):
+            _make_meta_tensors(value)
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,36 +178,32 @@ logger = logging.getLogger(__name__)
 _Planned = tuple[dict[str, Any], ReshardingLoadPlanner, LoadPlan]
 
 _SHOWN = 10
-_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class FillOptions:
-    """What may differ between a state and the checkpoint that fills it.
-
-    Attributes:
-        is_partial: Whether values may be in one of them only; they are logged, and stay as they
-            are.
-        allow_dtype_change: Whether tensors may have other dtypes; their values are converted.
-    """
-
-    is_partial: bool = False
-    allow_dtype_change: bool = False
 
 
 class OpenCheckpoint:
-    """Checkpoint whose metadata all ranks have read."""
+    """Checkpoint whose metadata all ranks have read.
+
+    ``is_partial``: values may be in it or in the state only; they are logged, and stay as they are.
+    ``allow_dtype_change``: tensors may have other dtypes; their values are converted.
+    """
 
     def __init__(
-        self, found: CommitFound, reader: CachedMetadataFileSystemReader, ranks: Ranks
+        self,
+        found: CommitFound,
+        reader: CachedMetadataFileSystemReader,
+        ranks: Ranks,
+        *,
+        is_partial: bool,
+        allow_dtype_change: bool,
     ) -> None:
         self.found = found
+        self._is_partial, self._allow_dtype_change = is_partial, allow_dtype_change
         self._reader = reader
         self._ranks = ranks
         # While all are here, since they share it.
         self.saved = reader.read_metadata().state_dict_metadata
 
-    def fill(self, state_dict: dict[str, Any], options: FillOptions) -> None:
+    def fill(self, state_dict: dict[str, Any]) -> None:
         """Fill a state in place; all ranks call it.
 
         After a MismatchError nothing is changed; after another error the state may be partly
@@ -72,12 +215,13 @@ class OpenCheckpoint:
         planned: list[_Planned] = []
 
         def plan() -> str | None:
-            planned.append(self._plan(state_dict, options))
+            planned.append(self._plan(state_dict))
             given = planned[0][1].state_dict
-            self._require_apart(given, options)
+            self._require_of_all_ranks(given)
+            self._require_apart(given)
             return _packed_bits([name in given for name in names])
 
-        judge = partial(_judge_given, names, options.is_partial)
+        judge = partial(_judge_given, names, self._is_partial)
         unwanted = self._ranks.decide(
             f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
         )
@@ -95,23 +239,11 @@ class OpenCheckpoint:
             *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
         )
 
-    def _plan(self, state_dict: dict[str, Any], options: FillOptions) -> _Planned:
+    def _plan(self, state_dict: dict[str, Any]) -> _Planned:
         """Plan what ``dcp.load`` reads on one rank."""
-        state, planner = self._set_up(state_dict, options)
-        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
-        local = self._reader.prepare_local_plan(planner.create_local_plan())
-        return state, planner, planner.finish_plan(local)
-
-    def _read(self, planned: _Planned) -> None:
-        _, planner, plan = planned
-        self._reader.read_data(plan, planner).wait()
-
-    def _set_up(
-        self, state_dict: dict[str, Any], options: FillOptions
-    ) -> tuple[dict[str, Any], ReshardingLoadPlanner]:
         planner = ReshardingLoadPlanner(
-            allow_partial_load=options.is_partial,
-            allow_dtype_change=options.allow_dtype_change,
+            allow_partial_load=self._is_partial,
+            allow_dtype_change=self._allow_dtype_change,
             safe_globals=self._reader.safe_globals,
         )
         # In the same order on all ranks.
@@ -120,17 +252,33 @@ class OpenCheckpoint:
             for name in sorted(state_dict, key=str)
         }
         planner.set_up_planner(state, self._reader.read_metadata())
-        return state, planner
+        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
+        return state, planner, planner.create_local_plan()
 
-    def _require_apart(self, given: Mapping[str, Any], options: FillOptions) -> None:
-        """Refuse tensors that share memory, unless it can hold what was saved of both."""
+    def _read(self, planned: _Planned) -> None:
+        _, planner, plan = planned
+        self._reader.read_data(plan, planner).wait()
+
+    def _require_of_all_ranks(self, given: Mapping[str, Any]) -> None:
+        """Refuse to give every rank the first rank's values, unless the load is partial."""
+        first_ranks = [name for name in self.found.record.unequal if name in given]
+        if first_ranks and not self._is_partial:
+            raise MismatchError(
+                f"the ranks that saved {self.found.folder.path} had different values of "
+                f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
+                f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
+                f"partial=True gives every rank the first rank's"
+            )
+
+    def _require_apart(self, given: Mapping[str, Any]) -> None:
+        """Refuse tensors that share memory, unless they are one, and one value was saved of it."""
         for one, other in _sharing_memory(given):
             if one not in self.saved or other not in self.saved:
                 continue
             values = {name: _empty_like(given[name]) for name in (one, other)}
-            self._read(self._plan(values, options))
-            pairs = [(_local(given[name]), _local(values[name])) for name in (one, other)]
-            if not _hold_both(*pairs):
+            self._read(self._plan(values))
+            are_one = _are_one(_local(given[one]), _local(given[other]))
+            if not are_one or not _are_equal(_local(values[one]), _local(values[other])):
                 raise MismatchError(
                     f"{one} and {other} share memory now, as tied weights do, and were saved with "
                     f"different values, of which one would overwrite the other. Nothing was "
@@ -139,10 +287,13 @@ class OpenCheckpoint:
 
     def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
         absent = sorted(given.keys() - self.saved.keys())
-        if self._ranks.is_root and (unwanted or absent):
+        first_ranks = [name for name in self.found.record.unequal if name in given]
+        if self._ranks.is_root and (unwanted or absent or first_ranks):
             logger.warning(
-                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
+                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s; as "
+                "the first rank had them: %s",
                 *(self.found.folder.iteration, _listed(unwanted), _listed(absent)),
+                _listed(first_ranks),
             )
 
 
@@ -176,7 +327,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of tensors that share memory, in pairs that connect all of them."""
-    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
+    spans: list[tuple[int, int, str]] = []
     for name, value in state.items():
         tensor = _local(value) if isinstance(value, torch.Tensor) else None
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -185,34 +336,14 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             first, last = byte_span(tensor)
             start = storage_address(tensor)
-            spans.setdefault(tensor.device, []).append((start + first, start + last, name))
-    return [pair for on_device in spans.values() for pair in overlapping_spans(on_device)]
+            spans.append((start + first, start + last, name))
+    return overlapping_spans(spans)
 
 
-def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Return whether tensors that share memory can have their values at the same time.
-
-    A pair is a tensor, which is not changed, and the value for it.
-    """
-    spans = [byte_span(tensor) for tensor, _ in pairs]
-    tensor = pairs[0][0]
-    start = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
-    memory = torch.empty(
-        max(stop for _, stop in spans) - start, dtype=torch.uint8, device=tensor.device
-    )
-    views, wanted = [], []
-    for tensor, value in pairs:
-        offset = tensor.storage_offset() - start // tensor.itemsize
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
-        view = view.conj() if tensor.is_conj() else view
-        view = torch._neg_view(view) if tensor.is_neg() else view
-        # Like every load; the caller has asked for it where dtypes differ.
-        value = value.detach().to(tensor.device, tensor.dtype)
-        copy_values(view, value)
-        views.append(view)
-        wanted.append(value)
-    return all(map(_are_equal, views, wanted))
+def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors that share memory have the same elements of it."""
+    is_same = one.data_ptr() == other.data_ptr() and same_view(one, other)
+    return is_same and not is_lazy(one) and not is_lazy(other)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

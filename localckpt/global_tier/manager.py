@@ -31,7 +31,7 @@ from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
 from localckpt.global_tier.images import SharedImages
-from localckpt.global_tier.load import FillOptions, OpenCheckpoint
+from localckpt.global_tier.load import OpenCheckpoint
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
@@ -68,8 +68,6 @@ class GlobalCheckpointManager:
             tensors.
         thread_count: Into how many files, written side by side, a rank's items are divided.
         separation_hint: Items whose names begin with it go to files of their own.
-        atomic_rename: Whether a directory on this storage is renamed at once or not at all. Else
-            saves are written where they stay, and only their record makes them checkpoints.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
@@ -89,7 +87,6 @@ class GlobalCheckpointManager:
         concurrent_bytes: int = 32_000_000_000,
         thread_count: int = 2,
         separation_hint: str | None = None,
-        atomic_rename: bool = True,
         local: LineageKeeper | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
@@ -108,7 +105,6 @@ class GlobalCheckpointManager:
                 local_path(root),
                 session_id,
                 retention=chosen.retention,
-                atomic_rename=atomic_rename,
                 timeout_s=timeout,
             )
             allowed = tuple(chosen.safe_globals)
@@ -173,24 +169,6 @@ class GlobalCheckpointManager:
 
     # Saving.
 
-    def warm_up(self, state_dict: dict[str, Any]) -> None:
-        """Make ready for saves of such a state; all ranks call it.
-
-        Plans them, and makes the staging buffer, which the first save would have to make. Tensors
-        are not looked at.
-
-        Raises:
-            CheckpointingException: The ranks cannot agree on a plan; the same on every rank.
-            PeerLostError: Some rank did not come in time.
-        """
-        self._require_writable()
-        self._require_usable()
-        planner, planned = self._plan(state_dict, "saves ahead", lambda: None)
-        try:
-            self._writer.warm_up(planner.finish_plan(planned.plan), planner)
-        except Exception as error:  # noqa: BLE001 - on this rank alone; the save itself tells all
-            logger.warning("such a state cannot be saved: %s", error)
-
     @closed_by_interrupts
     def save(
         self,
@@ -208,7 +186,7 @@ class GlobalCheckpointManager:
 
         What several ranks have under one name, and no DTensor or ShardedTensor says to be a part,
         is saved once, so it must be equal: it is compared by digests, and a difference fails the
-        save. Comparing takes one reading of all that other ranks have as well.
+        save. Comparing takes one reading of all that is no DTensor or ShardedTensor over all ranks.
 
         Args:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all
@@ -240,9 +218,7 @@ class GlobalCheckpointManager:
             self._require_usable()
             called = time.monotonic()
             lineage = None if self._local is None else self._local.lineage_of_save(iteration)
-            planner, planned = self._plan(
-                state_dict, iteration, lambda: self._begin(iteration, lineage)
-            )
+            planner, planned = self._plan(state_dict, iteration, lineage)
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
@@ -259,13 +235,12 @@ class GlobalCheckpointManager:
                 called=called,
                 events=self._events,
             )
-        save.stage(planner)
-        save.start()
+        save.begin(planner)
         try:
             if not is_async:
                 self.wait_until_finished()
         finally:
-            save.note_blocking()
+            save.record.note_blocking()
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -350,43 +325,35 @@ class GlobalCheckpointManager:
     # Loading.
 
     @closed_by_interrupts
-    def find_latest(self) -> int:
+    def find_latest(self, *, on_nodes: int | None = None) -> int:
         """Iteration of the newest checkpoint, or ``-1``; all ranks call it.
 
-        Raises:
-            StorageError: The root cannot be read; the same on every rank.
-            PeerLostError: A rank did not come in time.
-        """
-        return self._find(None)
-
-    @closed_by_interrupts
-    def all_iterations(self) -> list[int]:
-        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
-
-        All ranks call it, and get the same.
+        Args:
+            on_nodes: Newest iteration on the nodes, -1 for none, of a program that has checkpoints
+                there, too. What the job went back from to begin its epoch is then left out.
 
         Raises:
             StorageError: The root cannot be read; the same on every rank.
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._committed.iterations()
-
-    # For a program that has checkpoints on the nodes, too.
+        with self._events.timed("find"):
+            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
+        return -1 if found is None else found.folder.iteration
 
     @closed_by_interrupts
-    def find_beside(self, on_nodes: int) -> int:
-        """Find the newest checkpoint as :meth:`find_latest`; all ranks call it.
+    def all_iterations(self, *, on_nodes: int | None = None) -> list[int]:
+        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
+
+        All ranks call it, and get the same.
 
         Args:
-            on_nodes: Newest iteration on the nodes, -1 for none. What the job went back from to
-                begin its epoch is left out.
-        """
-        return self._find(on_nodes)
+            on_nodes: As for :meth:`find_latest`.
 
-    @closed_by_interrupts
-    def iterations_beside(self, on_nodes: int) -> list[int]:
-        """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: A rank did not come in time.
+        """
         self._require_usable()
         return self._committed.iterations(self._lineage_on_nodes(on_nodes))
 
@@ -411,12 +378,6 @@ class GlobalCheckpointManager:
         )
         if self._local is not None:
             self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])
-
-    def _find(self, on_nodes: int | None) -> int:
-        self._require_usable()
-        with self._events.timed("find"):
-            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
-        return -1 if found is None else found.folder.iteration
 
     def _lineage_on_nodes(self, iteration: int | None) -> Lineage | None:
         if self._local is None or iteration is None:
@@ -461,8 +422,9 @@ class GlobalCheckpointManager:
         Args:
             into: The state to fill. Tensors on the meta device are made; objects are replaced.
             iteration: The checkpoint; ``None`` for the newest.
-            partial: Leave values that the checkpoint has not as they are, and leave out saved
-                values that no rank gives; both are logged.
+            partial: Leave values that the checkpoint has not as they are, leave out saved values
+                that no rank gives, and fill those of which a drain found different ones with the
+                first rank's; all of it is logged.
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
             state_dict: Older name of ``into``, with which only the iteration is returned.
 
@@ -475,7 +437,8 @@ class GlobalCheckpointManager:
             CheckpointingException: There is no state to fill.
             MismatchError: The state does not fit: values are in the checkpoint and not in the state
                 of any rank, or the reverse, or have another shape or dtype; or tensors that share
-                memory were saved with different values. Nothing was changed.
+                memory were saved with different values; or a drain found different values on the
+                ranks. Nothing was changed.
             CorruptShardError, StorageError: It is damaged, or cannot be read. As every error it is
                 raised on every rank, and the state may be partly filled.
         """
@@ -484,11 +447,14 @@ class GlobalCheckpointManager:
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
         given = without_markers(given)
         self._prepare_load()
-        options = FillOptions(partial, allow_dtype_change)
         with self._events.timed("read"):
             found = self._committed.load_newest(
                 iteration,
-                lambda found: self._open(found).fill(given, options),
+                lambda found: OpenCheckpoint(
+                    *(found, self._reader_of(found), self._ranks),
+                    is_partial=partial,
+                    allow_dtype_change=allow_dtype_change,
+                ).fill(given),
                 # With a partial load, values of both would be left.
                 tries_others=iteration is None and not partial,
             )
@@ -528,9 +494,6 @@ class GlobalCheckpointManager:
             generation = Generation(epoch, sequence)
             yield images, ShardIdentity(session_id, generation, iteration, 0, world_size)
         self._go_on_from(found)
-
-    def _open(self, found: CommitFound) -> OpenCheckpoint:
-        return OpenCheckpoint(found, self._reader_of(found), self._ranks)
 
     def _reader_of(self, found: CommitFound) -> CachedMetadataFileSystemReader:
         return self._make_reader(
@@ -639,38 +602,35 @@ class GlobalCheckpointManager:
     # On every rank.
 
     def _plan(
-        self,
-        state_dict: dict[str, Any],
-        what: int | str,
-        begin: Callable[[], Any],
+        self, state_dict: dict[str, Any], iteration: int, lineage: Lineage | None
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
 
         def prepare(plan: SavePlan) -> SavePlan:
             # Here, where all ranks learn of it: each may have been told of the last save, or not.
             self._take_error()
-            if isinstance(what, int) and what <= self._newest_iteration:
+            if iteration <= self._newest_iteration:
                 raise CheckpointingException(
-                    f"iteration {what} cannot be saved after {self._newest_iteration}: numbers "
-                    f"must grow. To go back, load() the checkpoint to go on from"
+                    f"iteration {iteration} cannot be saved after {self._newest_iteration}: "
+                    f"numbers must grow. To go back, load() the checkpoint to go on from"
                 )
             if plan != self.plans.local:
                 # Before training goes on, with what could never be loaded.
                 self._writer.require_loadable(plan, planner)
             return plan
 
-        self._hint = f" Was save({what}) called on every rank?"
+        self._hint = f" Was save({iteration}) called on every rank?"
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
                 without_markers(state_dict),
                 planner,
                 *(self._writer, self.plans),
-                what=what if isinstance(what, str) else f"the save of iteration {what}",
-                order=what if isinstance(what, int) else None,
-                tag=[self.session_id, what],
-                begin=begin,
-                begun=(int, str, int) if isinstance(what, int) else object,
+                what=f"the save of iteration {iteration}",
+                order=iteration,
+                tag=[self.session_id, iteration],
+                begin=lambda: self._begin(iteration, lineage),
+                begun=(int, str, int),
                 prepare=prepare,
             )
         self._hint = ""

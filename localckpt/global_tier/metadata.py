@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -29,8 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
-from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
 from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -40,34 +37,13 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.unpickler import Unpickler, check_skeleton
 
-__all__ = [
-    "DATA_SUFFIX",
-    "FORMAT_VERSION",
-    "METADATA_NAME",
-    "Fields",
-    "StorageInfo",
-    "StoragePrefix",
-    "create_chunk_list",
-    "create_read_items",
-    "create_write_items",
-    "format_version",
-    "pickled_metadata",
-    "read_metadata",
-    "read_pickled",
-    "require_fields",
-    "set_element",
-]
+__all__ = ["StorageInfo", "StoragePrefix", "create_write_items"]
 
 DATA_SUFFIX = DEFAULT_SUFFIX
 METADATA_NAME = _metadata_fn
 
 FORMAT_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 """Version of the format. torch writes one since 2.9, and wrote the same format before."""
-
-
-def format_version(metadata: Metadata) -> str | None:
-    """Version of the format of a checkpoint; ``None`` if the release that wrote it had none."""
-    return getattr(metadata, "version", None)
 
 
 def pickled_metadata(

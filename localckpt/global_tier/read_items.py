@@ -60,15 +60,15 @@ class FileRange:
 class FileReads:
     """Reads of one load.
 
-    At most ``concurrent_bytes`` are in flight; a larger run goes alone. Without ``save_id`` files
-    of any writer are verified if they can be.
+    So many runs are read at a time that at most ``concurrent_bytes`` are in flight. Without
+    ``save_id`` files of any writer are verified if they can be.
     """
 
     def __init__(self, folder: Path, concurrent_bytes: int, save_id: str | None) -> None:
         self._folder = folder
         self._save_id = save_id
-        self._limit, self._in_flight = concurrent_bytes, 0
-        self._changed = threading.Condition()
+        self._limit = concurrent_bytes
+        self._changed = threading.Lock()
         self._waiting: list[tuple[_DataFile, FileRange]] = []
         self._is_stopped = False
         self.nbytes = 0
@@ -84,8 +84,10 @@ class FileReads:
     def carry_out(self) -> None:
         """Read all that was added since the last time; the caller's thread takes part."""
         waiting, self._waiting = self._waiting, []
+        largest = max((run.stop - run.start for _, run in waiting), default=1)
+        copier = Copier(min(_THREADS, max(1, self._limit // largest)))
         try:
-            interruptible(lambda: Copier(_THREADS).share(waiting, self._work), self._stop)
+            interruptible(lambda: copier.share(waiting, self._work), self._stop)
         finally:
             for file, _ in waiting:
                 file.close()
@@ -98,33 +100,24 @@ class FileReads:
             for file, run in left:
                 if self._is_stopped:
                     break
-                self._read(file, run, scratch.view)
+                nbytes = self._read(file, run, scratch.view)
                 with self._changed:
+                    self.nbytes += nbytes
                     file.pending -= 1
                 if not file.pending:
                     file.close()
 
-    def _read(self, file: _DataFile, run: FileRange, scratch: memoryview) -> None:
+    def _read(self, file: _DataFile, run: FileRange, scratch: memoryview) -> int:
         file.open()
         start, stop = file.span(run)
         nbytes = round_up(stop - start, PAGE_NBYTES)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._in_flight or self._in_flight + nbytes <= self._limit
-            )
-            self._in_flight += nbytes
-        try:
-            with contextlib.ExitStack() as own:
-                if nbytes > len(scratch):
-                    with storage_errors("read", file.path):
-                        scratch = own.enter_context(contextlib.closing(PrivateBuffer(nbytes))).view
-                file.read(start, stop, scratch[:nbytes])
-                run.use(scratch[run.start - start : run.stop - start])
-        finally:
-            with self._changed:
-                self._in_flight -= nbytes
-                self.nbytes += stop - start
-                self._changed.notify_all()
+        with contextlib.ExitStack() as own:
+            if nbytes > len(scratch):
+                with storage_errors("read", file.path):
+                    scratch = own.enter_context(contextlib.closing(PrivateBuffer(nbytes))).view
+            file.read(start, stop, scratch[:nbytes])
+            run.use(scratch[run.start - start : run.stop - start])
+        return stop - start
 
 
 class _DataFile:
@@ -318,31 +311,24 @@ def _saved_part(
 
 
 def add_runs(reads: FileReads, runs: list[tuple[ItemRead, FileRange]]) -> None:
-    """Add runs of items to the reads of files, and join those within one ``READ_NBYTES``."""
+    """Add runs of items to the reads of files; those that begin within ``READ_NBYTES`` are one."""
     by_file: dict[str, list[FileRange]] = {}
     for item, run in runs:
         by_file.setdefault(item.info.relative_path, []).append(run)
     for name, of_file in by_file.items():
         of_file.sort(key=lambda run: run.start)
-        groups = groupby(of_file, lambda run: (run.start // READ_NBYTES, run.stop > _end_of(run)))
-        reads.add(name, [joined for (_, alone), group in groups for joined in _join(group, alone)])
+        groups = groupby(of_file, lambda run: run.start // READ_NBYTES)
+        reads.add(name, [_joined([*group]) for _, group in groups])
 
 
-def _end_of(run: FileRange) -> int:
-    return (run.start // READ_NBYTES + 1) * READ_NBYTES
-
-
-def _join(group: Iterable[FileRange], alone: bool) -> list[FileRange]:
-    runs = list(group)
-    if alone or len(runs) == 1:
-        return runs
+def _joined(runs: list[FileRange]) -> FileRange:
     start = runs[0].start
 
     def use(data: memoryview) -> None:
         for run in runs:
             run.use(data[run.start - start : run.stop - start])
 
-    return [FileRange(start, max(run.stop for run in runs), use)]
+    return FileRange(start, max(run.stop for run in runs), use)
 
 
 class _Values:

@@ -82,20 +82,12 @@ class CheckpointRoot:
     """
 
     def __init__(
-        self,
-        root: Path,
-        session_id: str,
-        *,
-        retention: Retention,
-        atomic_rename: bool,
-        timeout_s: float,
+        self, root: Path, session_id: str, *, retention: Retention, timeout_s: float
     ) -> None:
         self.path = session_root(root, session_id)
-        below = self.path.relative_to(root).parts
-        self.lock = RootLock(root, *below)
+        self.lock = RootLock(root, *self.path.relative_to(root).parts)
         self.session = SharedSession(self.path, session_id)
         self._retention = retention
-        self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
@@ -107,18 +99,13 @@ class CheckpointRoot:
         self._loaded: tuple[int, int] | None = None
 
     def begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
-        """Make the directory of a save on the first rank, when no rank is busy with one before."""
+        """Make the directory of a save on the first rank."""
         with self._beginning:
             self.lock.take(self._timeout_s)
-            epoch = self._epoch
-            if epoch is None:
-                epoch = _next_epoch(*folders_in(self.path))
+            epoch = self._epoch or _next_epoch(*folders_in(self.path))
             begun = self.begun(iteration, epoch, uuid.uuid4().hex)
             with storage_errors("make", begun.path):
-                if begun.path.exists() and not begun.folder.has_record:
-                    # What a save of this number has left that failed.
-                    try_to_remove(begun.path)
-                begun.path.mkdir(folder_mode(begun.path.parent))
+                begun.path.mkdir(folder_mode(self.path))
                 try:
                     sync_folder(self.path)
                 except BaseException:
@@ -141,12 +128,8 @@ class CheckpointRoot:
     ) -> BegunSave:
         """The save or drain that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
-        path = folder.path
-        if self._atomic_rename:
-            path = folder.drained(save_id) if is_drain else folder.partial(save_id)
-        return BegunSave(
-            *(folder, path, save_id), None if is_drain else self._lineage, metrics or {}
-        )
+        path = folder.unfinished(save_id, is_drain=is_drain)
+        return BegunSave(folder, path, save_id, None if is_drain else self._lineage, metrics or {})
 
     def begin_drain(
         self,
@@ -167,34 +150,27 @@ class CheckpointRoot:
                 found = self.session.find(folder)
                 if found is not None and found.record.save_id == save_id:
                     return BegunSave(folder, folder.path, save_id), True
-            epoch = self._epoch
-            if epoch is None:
-                epoch = _next_epoch(folders, [left for left in leftovers if not left.is_drain])
+            epoch = self._epoch or _next_epoch(folders, [x for x in leftovers if not x.is_drain])
             begun = self.begun(iteration, epoch, save_id, is_drain=True, metrics=metrics)
             begun = replace(begun, lineage=lineage)
             self._require_newest(begun, folders)
+            self._make_drain(begun, [left for left in leftovers if left.is_drain])
             self._draining.add(begun.path)
-            try:
-                self._make_drain(begun, [left for left in leftovers if left.is_drain])
-            except BaseException:
-                self._draining.discard(begun.path)
-                raise
             self._epoch = epoch
             return begun, False
 
     def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
-        mine = [left for left in before if left.folder.drained(drain.save_id) == left.path]
-        for left in before:
-            if left not in mine[:1] and left.path not in self._draining:
-                try_to_remove(left.path)
+        mine: Path | None = None
+        for path, folder in before:
+            if mine is None and path == folder.unfinished(drain.save_id, is_drain=True):
+                mine = path
+            elif path not in self._draining:
+                try_to_remove(path)
         with storage_errors("make", drain.path):
-            if mine and mine[0].path != drain.path:
-                mine[0].path.rename(drain.path)
-            elif not mine:
-                if drain.path.exists():
-                    # Without renames: of a save that failed, or of a drain.
-                    try_to_remove(drain.path)
-                drain.path.mkdir(folder_mode(drain.path.parent))
+            if mine is None:
+                drain.path.mkdir(folder_mode(self.path))
+            elif mine != drain.path:
+                mine.rename(drain.path)
             sync_folder(self.path)
 
     def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:
@@ -220,7 +196,12 @@ class CheckpointRoot:
             )
 
     def commit(
-        self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
+        self,
+        save: BegunSave,
+        metadata: bytes,
+        files: Mapping[str, int],
+        world_size: int,
+        unequal: Sequence[str],
     ) -> None:
         """Make a checkpoint of what all ranks have written. After an error it is no checkpoint."""
         folder = save.folder
@@ -231,28 +212,27 @@ class CheckpointRoot:
             lineage=save.lineage,
             metrics=save.metrics,
             retention=self._retention,
+            unequal=[*unequal],
+            resumed_from=self._loaded,
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())
-        if self._atomic_rename:
-            with storage_errors("commit", folder.path):
-                save.path.rename(folder.path)
-                try:
-                    sync_folder(self.path)
-                except BaseException:
-                    # It may be gone after a power cut, so it is none.
-                    folder.path.rename(save.path)
-                    raise
+        with storage_errors("commit", folder.path):
+            save.path.rename(folder.path)
+            try:
+                sync_folder(self.path)
+            except BaseException:
+                # It may be gone after a power cut, so it is none.
+                folder.path.rename(save.path)
+                raise
         logger.info(
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
 
-    def roll_back(self, save: BegunSave) -> None:
-        """Remove what there is of a save that failed."""
-        try_to_remove(save.path)
-
-    def end(self, save: BegunSave) -> None:
-        """Leave a save or a drain; what a drain has written stays for the next attempt."""
+    def end(self, save: BegunSave, *, is_failed: bool) -> None:
+        """Leave a save or a drain, and remove what there is of it if it failed."""
+        if is_failed:
+            try_to_remove(save.path)
         self._draining.discard(save.path)
 
     def sweep(self, save: BegunSave | None) -> None:
@@ -260,28 +240,22 @@ class CheckpointRoot:
 
         Checkpoints that were pinned while a job removed them get their names again. What a drain
         has left stays until something newer is there: the next attempt goes on from it.
-
-        Nobody is writing there: the root is locked, and saves follow one another.
         """
-        writing = {*self._draining, *(() if save is None else [save.path])}
         try:
             folders, leftovers = folders_in(self.path)
             newest = -1
             if any(leftover.is_drain for leftover in leftovers):
                 newest = max((f.iteration for f in folders if f.has_record), default=-1)
-            paths = [
-                leftover.path
-                for leftover in leftovers
-                if not _is_put_back(leftover)
-                and not (leftover.is_drain and leftover.folder.iteration > newest)
-            ]
-            if not self._atomic_rename:
-                paths += [folder.path for folder in folders if not folder.has_record]
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
-        for path in paths:
-            if path not in writing:
+        for leftover in leftovers:
+            path, folder = leftover
+            if path in self._draining or (save is not None and path == save.path):
+                continue
+            if leftover.is_drain and folder.iteration > newest:
+                continue
+            if not _is_put_back(leftover):
                 logger.info("removing %s, which is no checkpoint", path)
                 try_to_remove(path)
 
@@ -318,8 +292,7 @@ class CheckpointRoot:
                 *(save.folder.version, self._loaded),
             )
             going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
-            by_rename = self._atomic_rename
-            removed.extend(f.iteration for f in going if remove(f, by_rename=by_rename))
+            removed.extend(folder.iteration for folder in going if remove(folder))
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
         return removed
@@ -342,11 +315,10 @@ def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int
 def _is_put_back(leftover: Leftover) -> bool:
     """Give a checkpoint its name again that was pinned when a job that ended was removing it."""
     try:
-        if leftover.path != leftover.folder.removed or not put_back_if_pinned(leftover.folder):
-            return False
+        return leftover.path == leftover.folder.removed and put_back_if_pinned(leftover.folder)
     except OSError as error:
         logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
-    return True
+        return True
 
 
 class RootLock:
@@ -365,22 +337,29 @@ class RootLock:
         self._noted = ""
 
     def take(self, timeout_s: float) -> None:
-        """Take it, if this process has not.
-
-        Where the file system has no locks there is none to take, which is logged.
-
-        The error names the process that has it.
-        """
+        """Take it, if this process has not; where the file system has no locks, that is logged."""
         self.look()
         if self._lock is not None:
             return
         self.require_own()
         lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
         try:
+            if self._acquire(lock, min(timeout_s, _PATIENCE_S)):
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
+                    self._noted = text
+        except BaseException:
+            # Else it lives as long as the error does.
+            lock.release()
+            raise
+        self._lock, self._was_there = lock, True
+
+    def _acquire(self, lock: FileLock, patience_s: float) -> bool:
+        try:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                patience_s = min(timeout_s, _PATIENCE_S)
                 logger.warning(
                     "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
                 )
@@ -396,20 +375,10 @@ class RootLock:
                     raise
             logger.warning(
                 "%s has no locks, so nothing keeps two jobs from saving there: %s",
-                self._root,
-                error,
+                *(self._root, error),
             )
-        else:
-            try:
-                with storage_errors("write to", self._root):
-                    text = f"process {Owner.me()} on {socket.gethostname()}"
-                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
-                    self._noted = text
-            except BaseException:
-                # Else it lives as long as the error does.
-                lock.release()
-                raise
-        self._lock, self._was_there = lock, True
+            return False
+        return True
 
     def look(self) -> None:
         """Check the directories, if they are there; once they were, they must be there still.

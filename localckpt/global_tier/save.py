@@ -1,9 +1,10 @@
-"""One save of one rank: planned, staged, written, and then committed or failed, as on all ranks.
+"""One checkpoint on shared storage, which a thread of each rank makes behind training.
 
-:class:`SharedSave` is the manager's: training waits until the tensors are staged, and a thread of
-each rank does the rest. The two functions are the ends of a save whose middle runs in whatever
-queue the job has: planning, and finishing. Their names and the order of their arguments are those
-of Megatron-Core and NVRx.
+    begun -> written -> committed | failed
+
+:class:`BackgroundSave` is the life cycle. Its subclasses are the sources of what is written:
+:class:`SharedSave` a state of which training waits for the copy, and a drain the images that the
+nodes keep.
 """
 
 from __future__ import annotations
@@ -11,34 +12,122 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.background import BackgroundSave
 from localckpt.global_tier.data_files import FileWrite, write_files
-from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave, plan_save
+from localckpt.global_tier.save_plan import PlannedSave, require_equal, value_digests
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
-from localckpt.threads import Task
+from localckpt.threads import Latch, Task
 
 logger = logging.getLogger(__name__)
 
 
+class BackgroundSave(ABC):
+    """One save.
+
+    Attributes:
+        committed: The checkpoint is there, as far as this rank knows.
+        error: What it failed with, once it is over.
+        over: Set once it is over, well or badly.
+        task: The work, for the thread that carries it out.
+    """
+
+    def __init__(
+        self,
+        iteration: int,
+        begun: BegunSave | None,
+        ranks: Ranks,
+        root: CheckpointRoot,
+        events: EventStream,
+        on_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.iteration = iteration
+        self.committed = False
+        self.error: CheckpointingException | None = None
+        self.over = Latch()
+        self.task: Task[None] = Task(self._run)
+        self._begun = begun
+        self._ranks, self._root, self._events = ranks, root, events
+        self._on_over = on_over
+        self._thread: threading.Thread | None = None
+
+    def waits_for(self) -> str:
+        """Return in words whom or what it waits for, in any thread."""
+        return self._ranks.awaits() or str(self._root.path)
+
+    @property
+    @abstractmethod
+    def _not_done(self) -> str:
+        """Sentence that it was not saved, for an error that is none of ours."""
+
+    @abstractmethod
+    def _save(self) -> str:
+        """Write, decide with the others, and commit; returns what went wrong after the commit."""
+
+    @abstractmethod
+    def _note_end(self) -> None:
+        """Emit the event of the end."""
+
+    def _is_resumed(self, error: BaseException) -> bool:
+        """Return whether another attempt may go on with what this one has written."""
+        return False
+
+    def _run(self) -> None:
+        self._thread = threading.current_thread()
+        try:
+            self._carry_out()
+        except CheckpointingException as error:
+            self.error = error
+        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the outcome
+            self.error = CheckpointingException(f"{self._not_done}: {error!r}")
+            self.error.__cause__ = error
+        finally:
+            self._note_end()
+            self.over.set()
+            self._on_over()
+
+    def _carry_out(self) -> None:
+        is_failed = True
+        try:
+            problem = self._save()
+            is_failed = False
+        except BaseException as error:
+            is_failed = not self._is_resumed(error)
+            raise
+        finally:
+            if self._ranks.is_root and self._begun is not None:
+                self._root.end(self._begun, is_failed=is_failed and not self.committed)
+        if self._ranks.is_root and self._begun is not None:
+            began = time.monotonic()
+            if removed := self._root.prune(self._begun):
+                details = {"removed": removed}
+                self._events.emit(
+                    "pruned", began=began, step=self.iteration, tier="shared", details=details
+                )
+        if problem:
+            raise CheckpointingException(problem)
+
+    def _commit_files(
+        self, metadata: bytes, files: dict[str, int], unequal: Sequence[str] = ()
+    ) -> None:
+        """On the first rank: make a checkpoint of what all have written."""
+        assert self._begun is not None, "it is planned"
+        self._root.commit(self._begun, metadata, files, self._ranks.world_size, unequal)
+        self.committed = True
+
+
 class SharedSave(BackgroundSave):
-    """One save, which all ranks have planned.
+    """Save of a state, which all ranks have planned.
 
     ``began`` and ``called`` are times by ``time.monotonic()``: when the trainer asked for it, and
     when the save before was over.
@@ -62,60 +151,32 @@ class SharedSave(BackgroundSave):
         events: EventStream,
     ) -> None:
         super().__init__(begun.folder.iteration, begun, ranks, root, events, on_over)
+        self.record = SaveRecord(events, self.iteration, began, "shared")
+        self.record.waited_s = called - began
         self._planned = planned
         self._number = number
         self._writer = writer
-        self._plans = writer.plans
         self._on_commit = on_commit
-        self._common: CommonValues | None = None
+        self._digests: dict[str, str] = {}
         self._writes: list[FileWrite] = []
         self._staging_error: Exception | None = None
-        self._called, self._planned_at = called, time.monotonic()
-        self._staged_at = 0.0
-        self._record = SaveRecord(events, self.iteration, began, "shared")
-        self._record.waited_s = called - began
+        self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
 
-    def stage(self, planner: SavePlanner) -> None:
-        """Copy this rank's tensors. What goes wrong is told to all ranks, by what follows."""
+    def begin(self, planner: SavePlanner) -> None:
+        """Copy this rank's tensors, and have a thread do the rest."""
         try:
             with record_function("localckpt.global.stage"):
-                self._writer.reset(self._begun.path)
-                self._writer.save_id = self._begun.save_id
-                self._writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
-                self._common = CommonValues(
-                    self._plans.local,
-                    self._plans.common,
-                    self._ranks.global_ranks,
-                    planner,
-                )
-                self._writes = self._writer.preload_tensors()
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
+                self._stage(planner)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks, by the thread
             self._staging_error = error
-
-    def start(self) -> None:
-        """Have the rest done by a thread, also if nothing could be staged."""
-        self._staged_at = self._record.went_on = time.monotonic()
-        self._record.copied = self._planned_at, self._staged_at
-        self._record.nbytes = self._nbytes
-        if self._staging_error is not None:
-            self._writer.give_up(self._staging_error)
-        try:
-            # Not a daemon: the interpreter must not take the memory away that is being written.
-            self.task.start("localckpt-global", daemon=False)
-        except RuntimeError:
-            # No thread can be had: training waits for this save.
-            self.task.run()
+        self._start()
 
     def begin_if_interrupted(self) -> None:
         """Have a save that an interrupt kept from beginning be given up on all ranks."""
         if self.task.call_off() and not self.over.is_set():
             self._staging_error = CheckpointingException("it was interrupted")
             self.task = Task(self._run)
-            self.start()
-
-    def note_blocking(self) -> None:
-        """Note that training goes on."""
-        self._record.note_blocking()
+            self._start()
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is over, well or badly; raises CheckpointingException if not in time."""
@@ -130,9 +191,26 @@ class SharedSave(BackgroundSave):
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(write.nbytes for write in self._writes)
+    def _stage(self, planner: SavePlanner) -> None:
+        writer = self._writer
+        writer.reset(self._begun.path)
+        writer.save_id = self._begun.save_id
+        writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
+        self._digests = value_digests(writer.plans.local, self._ranks.global_ranks, planner)
+        self._writes = writer.preload_tensors()
+
+    def _start(self) -> None:
+        self._staged_at = self.record.went_on = time.monotonic()
+        self.record.copied = self._planned_at, self._staged_at
+        self.record.nbytes = sum(write.nbytes for write in self._writes)
+        if self._staging_error is not None:
+            self._writer.give_up(self._staging_error)
+        try:
+            # Not a daemon: the interpreter must not take the memory away that is being written.
+            self.task.start("localckpt-global", daemon=False)
+        except RuntimeError:
+            # No thread can be had: training waits for this save.
+            self.task.run()
 
     # In the thread.
 
@@ -143,7 +221,7 @@ class SharedSave(BackgroundSave):
     def _note_end(self) -> None:
         # Another rank may know more than one that has lost it.
         is_unknown = not self.committed and isinstance(self.error, PeerLostError)
-        self._record.note_end(
+        self.record.note_end(
             durable=time.monotonic() if self.committed else None,
             tier="shared",
             outcome="unknown" if is_unknown else None,
@@ -152,15 +230,10 @@ class SharedSave(BackgroundSave):
 
     def _save(self) -> str:
         self._ranks.rounds = self._number
-        with self._plans.kept_if_all_is_well():
-            problem, groups = self._ranks.commit(
-                f"save iteration {self.iteration}",
-                self._write,
-                self._commit,
-                read=shaped((str, dict)),
+        with self._writer.plans.kept_if_all_is_well():
+            problem = self._ranks.commit(
+                f"save iteration {self.iteration}", self._write, self._commit, read=shaped(str)
             )
-            if groups:
-                self._raise_differing(groups)
         self.committed = True
         return problem
 
@@ -172,38 +245,22 @@ class SharedSave(BackgroundSave):
         with record_function("localckpt.global.write"):
             write_files(self._writes)
         self._log_written()
-        assert self._common is not None, "everything is staged"
-        return self._plans.report_written(self._writer.planned_results(), self._common.folded())
+        return self._writer.plans.report_written(self._writer.planned_results(), self._digests)
 
-    def _raise_differing(self, groups: dict[str, list[list[int]]]) -> None:
-        common = self._common
-        assert common is not None, "everything is staged"
-        # One rank of each group of equal ranks speaks for it.
-        asked = {set_id: [ranks[0] for ranks in equal] for set_id, equal in groups.items()}
-        self._ranks.decide(
-            f"name what differs in iteration {self.iteration}",
-            lambda: common.told(asked, self._ranks.rank),
-            partial(judge_differing, self.iteration, groups),
-        )
-
-    def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
-        """On the first rank: make it a checkpoint, unless values under one name differ.
-
-        Returns what went wrong after the commit, and the sets of ranks whose values differ.
-        """
-        if groups := differing([message.record for message in reports]):
-            return "", groups
+    def _commit(self, reports: list[Message]) -> str:
+        """On the first rank: make it a checkpoint; returns what went wrong after the commit."""
+        require_equal(self.iteration, [message.record for message in reports])
         assert self._planned.metadata is not None, "the first rank has planned"
-        self._commit_files(*self._plans.pickled(self._planned.metadata, reports))
+        self._commit_files(*self._writer.plans.pickled(self._planned.metadata, reports))
         try:
             if self._on_commit is not None:
                 self._on_commit()
         except Exception as error:  # noqa: BLE001 - raised on every rank
-            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", {}
-        return "", {}
+            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}"
+        return ""
 
     def _log_written(self) -> None:
-        nbytes = self._nbytes / 1e9
+        nbytes = self.record.nbytes / 1e9
         plan, stage = self._planned_at - self._called, self._staged_at - self._planned_at
         write = time.monotonic() - self._staged_at
         logger.info(
@@ -212,95 +269,3 @@ class SharedSave(BackgroundSave):
             *(self._begun.folder.path, nbytes, plan, stage, nbytes / max(stage, 1e-9)),
             *(write, nbytes / max(write, 1e-9)),
         )
-
-
-def save_state_dict_async_plan(
-    state_dict: dict[str, Any],
-    storage_writer: FileSystemWriterAsync,
-    process_group: dist.ProcessGroup | None = None,
-    coordinator_rank: int = 0,
-    planner: SavePlanner | None = None,
-    *,
-    timeout_s: float = 300.0,
-) -> tuple[FileSystemWriterAsync, Metadata | None, Ranks]:
-    """Plan a save and prepare this rank's part of it; all ranks call it.
-
-    With a writer that has saved before, and is turned to its next checkpoint by ``reset``, nothing
-    is planned again unless some rank's structure changed.
-
-    Args:
-        state_dict: This rank's state; values may be ``Stateful``.
-        storage_writer: Writes it.
-        process_group: The ranks that save; ``None`` for all.
-        coordinator_rank: Which of them writes the metadata.
-        planner: Made for this save; torch's default one by default.
-        timeout_s: How long the ranks wait for each other, in seconds.
-
-    Returns:
-        What :func:`save_state_dict_async_finalize` is to be called with: the writer, the metadata
-        on the coordinator, and the ranks.
-
-    Raises:
-        CheckpointingException: It failed on some rank; the same on every rank. What fails after the
-            ranks have agreed is raised when the save is finalized.
-    """
-    if not isinstance(storage_writer, FileSystemWriterAsync):
-        raise CheckpointingException(
-            f"storage_writer is a {type(storage_writer).__name__}; it must be localckpt's "
-            f"FileSystemWriterAsync"
-        )
-    planner = planner or DefaultSavePlanner()
-    ranks = Ranks("global save", process_group, timeout_s, root=coordinator_rank)
-    try:
-        save = plan_save(
-            ranks,
-            state_dict,
-            planner,
-            *(storage_writer, storage_writer.plans),
-            what=f"the save to {storage_writer.path}",
-            tag=str(storage_writer.path),
-            begin=lambda: storage_writer.save_id,
-            prepare=storage_writer.prepare_local_plan,
-        )
-    except BaseException:
-        ranks.close()
-        raise
-    storage_writer.save_id = save.begun
-    try:
-        storage_writer.prepare_write_data(planner.finish_plan(save.plan), planner)
-    except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
-        storage_writer.give_up(error)
-    return storage_writer, save.metadata, ranks
-
-
-def save_state_dict_async_finalize(
-    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: Ranks
-) -> None:
-    """Make a checkpoint of what all ranks have written; all ranks call it when theirs is done.
-
-    Args:
-        storage_writer, global_metadata, dist_wrapper: What :func:`save_state_dict_async_plan` gave.
-
-    Raises:
-        CheckpointingException: Writing failed on some rank; the same on every rank, with its text.
-        PeerLostError: Some rank did not come in time.
-    """
-    plans = storage_writer.plans
-
-    def finish(reports: list[Message]) -> None:
-        assert global_metadata is not None, "the coordinator has planned"
-        storage_writer.finish(global_metadata, plans.merge_written(reports))
-
-    try:
-        with plans.kept_if_all_is_well():
-            dist_wrapper.commit(
-                f"finish the checkpoint {storage_writer.path}",
-                lambda: plans.report_written(storage_writer.retrieve_write_results()),
-                finish,
-                kind="finish the checkpoint",
-            )
-    except BaseException as error:
-        storage_writer.give_up(error)
-        raise
-    finally:
-        dist_wrapper.close()

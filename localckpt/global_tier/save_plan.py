@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -37,6 +39,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
+from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.metadata import (
@@ -47,13 +50,13 @@ from localckpt.global_tier.metadata import (
     read_pickled,
     require_fields,
 )
-from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
 from localckpt.state_dict.skeleton import collection_paused
+from localckpt.state_dict.values import digest_of
 
 T = TypeVar("T")
 
@@ -64,7 +67,7 @@ class PlanCache:
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
-        common: This rank's items that other ranks plan, too, by the number of a set of ranks.
+        metadata: What the last checkpoint holds; on the coordinator.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
@@ -72,8 +75,7 @@ class PlanCache:
         self.bytes_gathered = 0
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
-        self.coordinated: _Coordinated | None = None
-        self.common: dict[int, CommonItems] = {}
+        self.metadata: Metadata | None = None
 
         # The metadata of the last checkpoint, its pickle, and its files.
         self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None
@@ -82,7 +84,7 @@ class PlanCache:
 
     def clear(self) -> None:
         """Plan anew at the next save. All ranks do it after a save that failed on any."""
-        self.local = self.final = self.coordinated = self._pickled = None
+        self.local = self.final = self.metadata = self._pickled = None
         self._last_report = self._last_reports = None
 
     @contextmanager
@@ -130,16 +132,6 @@ class PlanCache:
 
 
 @dataclass(frozen=True)
-class _Coordinated:
-    """Plans of all ranks, on the coordinator."""
-
-    local: list[SavePlan]
-    final: list[SavePlan]
-    metadata: Metadata
-    common: list[dict[int, CommonItems]]
-
-
-@dataclass(frozen=True)
 class PlannedSave:
     """One save as all ranks have agreed on it.
 
@@ -177,7 +169,7 @@ def plan_save(
     all ranks, and what ``begin`` gives, of the shape ``begun``, all ranks return.
     """
     local: SavePlan | None = None
-    pending: _Coordinated | None = None
+    metadata: Metadata | None = None
 
     def local_step() -> Message:
         nonlocal local
@@ -201,31 +193,19 @@ def plan_save(
         return Message(tag, b"" if local == cache.local else pack(local))
 
     def global_step(reports: list[Message]) -> PerRank | None:
-        nonlocal pending
-        plans = [message.data for message in reports]
-        cache.bytes_gathered = sum(map(len, plans))
+        nonlocal metadata
+        sent = [message.data for message in reports]
+        cache.bytes_gathered = sum(map(len, sent))
         require_same([message.record for message in reports], ranks.global_ranks)
-        before = cache.coordinated
-        if before is None and not all(plans):
-            # A save that failed here alone has made the coordinator forget the plans.
-            return None
-        if before is not None and not any(plans):
-            pending = before
+        if cache.metadata is not None and not any(sent):
+            metadata = cache.metadata
             return PerRank(begin(), {})
-        pending = _coordinate(before, plans, planner, writer, cache.allowed)
-        # Who sent a plan may have forgotten what came of it, even if it is what it was.
-        parts = list(zip(pending.final, pending.common, strict=True))
-        parts_before = (
-            [None] * len(plans)
-            if before is None
-            else list(zip(before.final, before.common, strict=True))
-        )
-        changed = {
-            rank: Message(None, pack(part))
-            for rank, (part, last) in enumerate(zip(parts, parts_before, strict=True))
-            if part != last or plans[rank]
-        }
-        return PerRank(begin(), changed)
+        if not all(sent):
+            return None
+        plans = [unpack(plan, SavePlan, cache.allowed) for plan in sent]
+        final, metadata = planner.create_global_plan(plans)
+        parts = enumerate(writer.prepare_global_plan(final))
+        return PerRank(begin(), {rank: Message(None, pack(plan)) for rank, plan in parts})
 
     def read(verdict: Any) -> Any:
         return verdict if verdict is None else shaped((begun, Message | None))(verdict)
@@ -238,20 +218,21 @@ def plan_save(
             read=read,
         )
         if planned is None:
+            # Some ranks have changed, or the coordinator has forgotten: all send their plans.
             cache.clear()
             planned = ranks.commit(
                 f"plan {what} anew", report, global_step, kind="plan anew", read=read
             )
         told, changed = planned
-    cache.local, cache.coordinated = local, pending
+    cache.local, cache.metadata = local, metadata
     if changed is not None:
-        cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
+        cache.final = unpack(changed.data, SavePlan, cache.allowed)
     if cache.final is None:
         raise MismatchError(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
             f"one. Does another program write to that store? Nothing was saved"
         )
-    return PlannedSave(cache.final, None if pending is None else pending.metadata, told)
+    return PlannedSave(cache.final, metadata, told)
 
 
 def _require_described(planner: SavePlanner) -> None:
@@ -272,21 +253,6 @@ def _require_described(planner: SavePlanner) -> None:
             )
 
 
-def _coordinate(
-    before: _Coordinated | None,
-    plans: Sequence[bytes],
-    planner: SavePlanner,
-    writer: StorageWriter,
-    allowed: SafeGlobals,
-) -> _Coordinated:
-    local = [
-        unpack(plan, SavePlan, allowed) if plan else before.local[rank]  # type: ignore[union-attr]
-        for rank, plan in enumerate(plans)
-    ]
-    final, metadata = planner.create_global_plan(local)
-    return _Coordinated(local, writer.prepare_global_plan(final), metadata, common_items(local))
-
-
 def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
     """Raise MismatchError if the ranks do not speak of the same checkpoint."""
     if any(tag != tags[0] for tag in tags):
@@ -295,6 +261,93 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
             f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
             f"calls in the same order. What was saved before stands"
         )
+
+
+# Values that several ranks save under one name: shared storage keeps one for all. Each rank hashes
+# them while it stages its part. Parts of global tensors (DTensor, ShardedTensor) are compared where
+# the ranks are not all of one mesh or group, which keeps its own replicas equal.
+
+_SHOWN = 8
+
+
+def value_digests(
+    plan: SavePlan | None, job: Collection[int], planner: SavePlanner
+) -> dict[str, str]:
+    """Digests of the values of this rank that others of the job may have, too, by their places.
+
+    ``plan`` is this rank's, before others were told to write some of its items.
+    """
+    assert plan is not None, "the save is planned"
+    assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
+    digests: dict[str, str] = {}
+    for index in (item.index for item in plan.items if len(job) > 1):
+        if not _kept_equal_on(planner.state_dict[index.fqn]).issuperset(job):
+            place = f"{[*(index.offset or ())]}{index.fqn}"
+            digests[place] = _digest(planner.lookup_object(index))
+    return digests
+
+
+def require_equal(iteration: int, digests_of: Sequence[Mapping[str, str]]) -> None:
+    """Raise MismatchError that names the values that differ, and the ranks.
+
+    ``digests_of`` has what :func:`value_digests` returned, by rank.
+    """
+    owners: dict[str, dict[str, list[int]]] = {}
+    for rank, digests in enumerate(digests_of):
+        for place, digest in digests.items():
+            owners.setdefault(place, {}).setdefault(digest, []).append(rank)
+    texts = sorted(
+        f"{place.partition(']')[2]} ({' differs from '.join(map(ranks_named, equal.values()))})"
+        for place, equal in owners.items()
+        if len(equal) > 1
+    )
+    if not texts:
+        return
+    shown = "; ".join(texts[:_SHOWN]) + f"; and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
+    raise MismatchError(
+        f"iteration {iteration} is not saved: ranks have different values under one name, of which "
+        f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "
+        f"were. Give each of them a name of its own, such as f'stage{{rank}}' for the stages of a "
+        f"pipeline, or have Checkpointer save one for each rank: private={{name: 'keep'}}. If they "
+        f"are meant to be equal, the ranks have diverged: see check_replicas"
+    )
+
+
+def _kept_equal_on(value: Any) -> set[int]:
+    """Return the ranks of the job that shard a global tensor together, and keep replicas equal."""
+    if isinstance(value, DTensor):
+        return set(value.device_mesh.mesh.flatten().tolist())
+    if isinstance(value, ShardedTensor):
+        return set(dist.get_process_group_ranks(value._process_group))
+    return set()
+
+
+def _digest(value: Any) -> str:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_cpu:
+        return digest_of(value, str)
+    return f"{value.dtype}{tuple(value.shape)}{_device_digest(value)}"
+
+
+# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
+_REDUCED_NBYTES = 64 << 20
+
+
+def _device_digest(tensor: torch.Tensor) -> list[int]:
+    """Reduce a tensor to integers where it is, so that other bytes give other integers.
+
+    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    whole = content.numel() // 8 * 8
+    totals = []
+    for start in range(0, whole, _REDUCED_NBYTES):
+        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
+        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
+        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
+        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
+    rest = content[whole:].tolist()
+    return [*(int(total) for total in totals), *rest]
 
 
 # Messages between ranks. torch's store asks nobody who he is, so what comes from it is read as a
@@ -325,7 +378,6 @@ _FIELDS: Fields = {
     },
     RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
     RankSet: {"runs": (tuple,)},
-    CommonItems: {"ranks": (tuple,), "numbers": (tuple,)},
 }
 
 
@@ -355,14 +407,12 @@ def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
 def _why_foreign(value: Any, kind: type) -> str | None:
     if type(value) is not kind:
         return f"a {type(value).__name__} in place of a {kind.__name__}"
-    parts: Any = [value] if isinstance(value, SavePlan) else value
-    if kind is list and not {*map(type, parts)} <= {WriteResult}:
-        return "its results are none"
-    for part in value.values() if isinstance(value, dict) else parts:
-        plan = part.plan if isinstance(part, RankPlan) else part
-        if not isinstance(plan, SavePlan):
-            continue
-        if any(type(item) is not WriteItem for item in plan.items):
+    if isinstance(value, list):
+        are_results = all(type(result) is WriteResult for result in value)
+        return None if are_results else "its results are none"
+    for part in value.values() if isinstance(value, dict) else [value]:
+        plan: Any = part.plan if isinstance(part, RankPlan) else part
+        if not isinstance(plan, SavePlan) or any(type(i) is not WriteItem for i in plan.items):
             return "its items are none"
         # Each rank writes the files that its plan names.
         prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""

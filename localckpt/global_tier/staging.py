@@ -181,14 +181,12 @@ class WriteData:
         files: Where each of them lies.
         tensors: Those that are tensors, by number; none once they are staged.
         others: For each file the bytes of those whose sizes are not part of its layout.
-        is_staged: Everything is in a buffer, or has begun to be copied there.
     """
 
     plan: SavePlan
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     others: list[list[memoryview]]
-    is_staged: bool = False
     owner: object = field(default_factory=object)
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -219,15 +217,6 @@ class Staging:
         # One at a time: saves to shared storage are far between.
         self._pool = BufferPool(PrivateBuffer, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
-        # Frames are in the buffer from the save before, as long as nothing moves.
-        self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
-
-    def prepare(self, data: WriteData) -> None:
-        """Make a buffer for such data, so that the first save finds it."""
-        if not data.files:
-            return
-        gpus = (tensor.device for tensor in data.tensors.values() if tensor.is_cuda)
-        self._pool.prepare(_PURPOSE, data.ranges()[-1][1], next(gpus, None))
 
     def stage(self, data: WriteData) -> Buffer:
         """Copy everything to its place in a buffer; returns when all values are there.
@@ -236,7 +225,6 @@ class Staging:
         """
         ranges = data.ranges()
         buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, data.owner)
-        data.is_staged = True
         try:
             self._fill(buffer, data, ranges)
         except BaseException:
@@ -249,18 +237,14 @@ class Staging:
     def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
         files, tensors = data.files, data.tensors
         view, base = buffer.view, address_of(buffer.view)
-        starts = [start for start, _ in ranges]
-        last, self._framed = self._framed, None
-        framed = last is not None and last[0] is buffer and last[1] is files and last[2] == starts
         jobs: list[tuple[int, int, int]] = []
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
         for file, (first, stop), others in zip(files, ranges, data.others, strict=True):
             for slot in file.slots:
                 begin = first + slot.data
                 end = begin + slot.nbytes
-                if not framed:
-                    view[begin - len(slot.frame.head) : begin] = slot.frame.head
-                    view[end : end + len(slot.frame.tail)] = slot.frame.tail
+                view[begin - len(slot.frame.head) : begin] = slot.frame.head
+                view[end : end + len(slot.frame.tail)] = slot.frame.tail
                 tensor = tensors[slot.number]
                 if not slot.nbytes:
                     continue
@@ -288,7 +272,6 @@ class Staging:
                 self._pool.forget(buffer)
                 self._stuck.append((buffer, under_way))
                 raise
-        self._framed = (buffer, files, starts)
 
     def release(self, owner: object) -> None:
         """Take out a buffer that its owner is not going to give back."""
@@ -297,6 +280,5 @@ class Staging:
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
-        self._framed = None
         self._copier.stop()
         self._pool.close()

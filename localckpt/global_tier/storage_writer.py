@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -37,10 +38,12 @@ from localckpt.global_tier.metadata import (
     StoragePrefix,
     pickled_metadata,
 )
-from localckpt.global_tier.save_plan import PlanCache
+from localckpt.global_tier.save_plan import PlanCache, plan_save
 from localckpt.global_tier.staging import FileLayout, Staging, WriteData, lay_out_files
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.own_folders import folder_mode
+from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
@@ -197,12 +200,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._prepared = WriteData(
             plan, files, tensors, [[others[number] for number in file.others] for file in files]
         )
-
-    def warm_up(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Lay out a plan, and make the memory for it."""
-        self.prepare_write_data(plan, planner)
-        self._staging.prepare(self._require_prepared())
-        self._prepared = None
 
     def get_save_function_and_args(
         self,
@@ -395,3 +392,95 @@ class _Begin:
             self._writer.give_up(error)
             wait = do_nothing
         return partial, (given, wait)
+
+
+def save_state_dict_async_plan(
+    state_dict: dict[str, Any],
+    storage_writer: FileSystemWriterAsync,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    *,
+    timeout_s: float = 300.0,
+) -> tuple[FileSystemWriterAsync, Metadata | None, Ranks]:
+    """Plan a save and prepare this rank's part of it; all ranks call it.
+
+    With a writer that has saved before, and is turned to its next checkpoint by ``reset``, nothing
+    is planned again unless some rank's structure changed.
+
+    Args:
+        state_dict: This rank's state; values may be ``Stateful``.
+        storage_writer: Writes it.
+        process_group: The ranks that save; ``None`` for all.
+        coordinator_rank: Which of them writes the metadata.
+        planner: Made for this save; torch's default one by default.
+        timeout_s: How long the ranks wait for each other, in seconds.
+
+    Returns:
+        What :func:`save_state_dict_async_finalize` is to be called with: the writer, the metadata
+        on the coordinator, and the ranks.
+
+    Raises:
+        CheckpointingException: It failed on some rank; the same on every rank. What fails after the
+            ranks have agreed is raised when the save is finalized.
+    """
+    if not isinstance(storage_writer, FileSystemWriterAsync):
+        raise CheckpointingException(
+            f"storage_writer is a {type(storage_writer).__name__}; it must be localckpt's "
+            f"FileSystemWriterAsync"
+        )
+    planner = planner or DefaultSavePlanner()
+    ranks = Ranks("global save", process_group, timeout_s, root=coordinator_rank)
+    try:
+        save = plan_save(
+            ranks,
+            state_dict,
+            planner,
+            *(storage_writer, storage_writer.plans),
+            what=f"the save to {storage_writer.path}",
+            tag=str(storage_writer.path),
+            begin=lambda: storage_writer.save_id,
+            prepare=storage_writer.prepare_local_plan,
+        )
+    except BaseException:
+        ranks.close()
+        raise
+    storage_writer.save_id = save.begun
+    try:
+        storage_writer.prepare_write_data(planner.finish_plan(save.plan), planner)
+    except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+        storage_writer.give_up(error)
+    return storage_writer, save.metadata, ranks
+
+
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: Ranks
+) -> None:
+    """Make a checkpoint of what all ranks have written; all ranks call it when theirs is done.
+
+    Args:
+        storage_writer, global_metadata, dist_wrapper: What :func:`save_state_dict_async_plan` gave.
+
+    Raises:
+        CheckpointingException: Writing failed on some rank; the same on every rank, with its text.
+        PeerLostError: Some rank did not come in time.
+    """
+    plans = storage_writer.plans
+
+    def finish(reports: list[Message]) -> None:
+        assert global_metadata is not None, "the coordinator has planned"
+        storage_writer.finish(global_metadata, plans.merge_written(reports))
+
+    try:
+        with plans.kept_if_all_is_well():
+            dist_wrapper.commit(
+                f"finish the checkpoint {storage_writer.path}",
+                lambda: plans.report_written(storage_writer.retrieve_write_results()),
+                finish,
+                kind="finish the checkpoint",
+            )
+    except BaseException as error:
+        storage_writer.give_up(error)
+        raise
+    finally:
+        dist_wrapper.close()

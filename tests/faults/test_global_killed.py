@@ -55,14 +55,12 @@ class _Job:
     Attributes:
         ranks: How many there are.
         victim: The one that is killed.
-        atomic_rename: Of its managers.
         numel: Of the largest tensor.
         thread_count: Files of a rank.
     """
 
     ranks: int = 1
     victim: int = 0
-    atomic_rename: bool = True
     numel: int = _NUMEL
     thread_count: int = 2
 
@@ -72,15 +70,10 @@ class _Job:
             keep_last=keep_last,
             timeout=MAX_S,
             thread_count=self.thread_count,
-            atomic_rename=self.atomic_rename,
         )
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.victim} of {self.ranks}"
-            f"{'' if self.atomic_rename else ', no renames'}"
-            f"{', large' if self.numel > _NUMEL else ''}"
-        )
+        return f"rank {self.victim} of {self.ranks}{', large' if self.numel > _NUMEL else ''}"
 
 
 def state_of(iteration: int, numel: int = _NUMEL, part: int | None = None) -> dict[str, Any]:
@@ -226,11 +219,10 @@ def _committed(section: Section, job: _Job) -> bool:
     """Whether a victim came to make a checkpoint of the save, by its calls."""
     done = section.calls if section.hit_at is None else section.calls[: section.hit_at]
     name = f"iteration_{_NEWER:08d}"
-    commit = name if job.atomic_rename else "localckpt.json"
     return any(
         call.name == "rename"
         and call.paths[-1].startswith(name)
-        and Path(call.paths[-1]).name.startswith(commit)
+        and Path(call.paths[-1]).name.startswith(name)
         for call in done
     )
 
@@ -252,11 +244,7 @@ def _assert_older_or_newer_stands(job: _Job, root: Path, ended: _Ended) -> None:
     assert ended.returned or not ended.survived
 
 
-_JOBS = [
-    _Job(ranks, victim, atomic_rename)
-    for ranks, victim in ((1, 0), (2, 0), (2, 1))
-    for atomic_rename in (True, False)
-]
+_JOBS = [_Job(ranks, victim) for ranks, victim in ((1, 0), (2, 0), (2, 1))]
 # More than one write a file.
 _JOBS.append(_Job(numel=10_000_000, thread_count=1))
 
@@ -294,7 +282,7 @@ def _faults(long_form: bool, job: _Job) -> Iterator[Fault]:
         yield Fault(4, "kill job", only=_CHANGES)
     elif job.ranks > 1:
         # While it commits; or while it removes what is not kept.
-        yield Fault(17 if job.atomic_rename else 27, "kill job", only=_CHANGES)
+        yield Fault(17, "kill job", only=_CHANGES)
     elif job.numel > _NUMEL:
         yield Fault(7, "kill job", only=_CHANGES)
     else:
@@ -334,24 +322,15 @@ _STOPPED_AFTER = {
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("names", "atomic_rename"),
-    [
-        ("when asked", True),
-        ("at once", False),
-        pytest.param("at once", True, marks=pytest.mark.long),
-        pytest.param("when asked", False, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("names", ["when asked", pytest.param("at once", marks=pytest.mark.long)])
 def test_what_was_saved_to_shared_storage_when_the_power_went_is_there_and_else_the_one_before(
     names: str,
-    atomic_rename: bool,
     loop_disk: LoopDisk,
     tmp_path: Path,
     long_form: bool,
     record_property: Record,
 ) -> None:
-    job = _Job(atomic_rename=atomic_rename, numel=2000, thread_count=1)
+    job = _Job(numel=2000, thread_count=1)
     told = tmp_path / "told"
     told.mkdir()
     cuts = 0

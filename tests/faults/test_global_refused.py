@@ -45,7 +45,6 @@ class _Job:
     Attributes:
         ranks: How many there are.
         victim: The one that is refused.
-        atomic_rename: Of its managers.
         fresh: Every case has managers of its own, and is the first save of them.
         again: A save that failed is tried again with its own number; else with the next.
         lasts: From the n-th on, every call is refused.
@@ -56,7 +55,6 @@ class _Job:
 
     ranks: int = 1
     victim: int = 0
-    atomic_rename: bool = True
     fresh: bool = False
     again: bool = False
     lasts: bool = False
@@ -71,9 +69,7 @@ class _Job:
                 yield Fault(self.first + turn * self.step, "error", code, lasts=self.lasts)
 
     def manager(self, root: Path) -> GlobalCheckpointManager:
-        return GlobalCheckpointManager(
-            root, keep_last=2, timeout=_MAX_S, atomic_rename=self.atomic_rename
-        )
+        return GlobalCheckpointManager(root, keep_last=2, timeout=_MAX_S)
 
     def in_form(self, long: bool, step: int) -> _Job:
         """With every call refused, by one rank with EACCES, too; or only some of the calls."""
@@ -84,7 +80,6 @@ class _Job:
     def __str__(self) -> str:
         told = (
             f"rank {self.victim} of {self.ranks}",
-            "no renames" * (not self.atomic_rename),
             *(name * getattr(self, name) for name in ("fresh", "again", "lasts", "cold")),
         )
         return ", ".join(filter(None, told))
@@ -210,17 +205,16 @@ def _follows_commit(hit: Call | None) -> bool:
     """Whether it makes the names of a checkpoint durable, of which some may be there already."""
     if hit is None or hit.name not in {"openat", "fsync", "close"}:
         return False
-    # Of the root, or of the directory itself where that is not renamed.
+    # Of the root, or of the directory itself.
     return hit.paths[-1] == "" or re.fullmatch(r"iteration_[\d.]+", hit.paths[-1]) is not None
 
 
 _SAVES = [
     _Job(),
     _Job(fresh=True),
-    _Job(atomic_rename=False),
     _Job(2, 0),
     _Job(2, 1),
-    _Job(2, 0, atomic_rename=False, fresh=True),
+    _Job(2, 0, fresh=True),
 ]
 
 
@@ -240,7 +234,7 @@ def test_a_global_save_that_is_refused_any_call_is_an_error_on_all_ranks_and_the
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("refused-io")
-@pytest.mark.parametrize("job", [_Job(again=True), _Job(atomic_rename=False, again=True)], ids=str)
+@pytest.mark.parametrize("job", [_Job(again=True)], ids=str)
 def test_a_global_save_that_was_refused_any_call_can_be_tried_again_with_its_number(
     job: _Job, tmp_path: Path, long_form: bool, record_property: Record
 ) -> None:
@@ -254,9 +248,7 @@ def test_a_global_save_that_was_refused_any_call_can_be_tried_again_with_its_num
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("refused-io")
-@pytest.mark.parametrize(
-    "job", [_Job(lasts=True), _Job(2, 0, atomic_rename=False, lasts=True)], ids=str
-)
+@pytest.mark.parametrize("job", [_Job(lasts=True), _Job(2, 0, lasts=True)], ids=str)
 def test_storage_that_breaks_at_any_point_of_a_global_save_is_used_again_once_it_works(
     job: _Job, tmp_path: Path, long_form: bool, record_property: Record
 ) -> None:

@@ -475,16 +475,15 @@ def test_the_note_of_the_owner_is_not_written_through_a_link(tier: str, place: P
 
 
 @pytest.mark.parametrize("tier", ["shared"])
-@pytest.mark.parametrize("atomic_rename", [True, False])
 def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_what_it_leads_to(
-    tier: str, place: Path, atomic_rename: bool
+    tier: str, place: Path
 ) -> None:
     state = {"w": torch.ones(3)}
     with manager_on(place / "a", "job", keep_last=1) as manager:
         manager.save(state, 1)
     outside = next((place / "a" / "session-job").glob("iteration*"))
     before = sorted(path.name for path in outside.iterdir())
-    with manager_on(place / "b", "job", keep_last=1, atomic_rename=atomic_rename) as manager:
+    with manager_on(place / "b", "job", keep_last=1) as manager:
         manager.save(state, 1)
         (inside,) = (place / "b" / "session-job").glob("iteration*")
         shutil.rmtree(inside)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from localckpt.global_tier.catalog import CommitFound
+from localckpt.global_tier.folders import CommitRecord, Folder
+from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.metadata import METADATA_NAME, read_metadata
+from localckpt.state_dict.basic import unwrapped
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.managers.jobs import assert_same
 from tests.ranks import run_ranks
 
@@ -33,6 +41,7 @@ __all__ = [
     "checkpoints_in",
     "fsdp_model",
     "gathered",
+    "kept_in_image",
     "leftovers_in",
     "loaded_by",
     "manager_on",
@@ -55,6 +64,19 @@ def run_sharded(fn: Callable[..., Any], world_size: int, root: Path, *args: Any)
 def manager_on(root: Path, session_id: str = "", **options: Any) -> GlobalCheckpointManager:
     """A manager with a deadline."""
     return GlobalCheckpointManager(root, session_id, **({"timeout": MAX_S} | options))
+
+
+def kept_in_image(folder: Path, rank: int) -> Any:
+    """The state of a rank as its image in a drained checkpoint has it."""
+    record = CommitRecord.read(folder)
+    assert record is not None
+    metadata = read_metadata((folder / METADATA_NAME).read_bytes(), SafeGlobals())
+    found = CommitFound(Folder(folder.parent, record.iteration, record.epoch), record)
+    images = SharedImages(found, metadata.storage_data)
+    identity = images.identity(rank)
+    assert identity is not None
+    with closing(images.open(identity)) as source:
+        return unwrapped(ImageReader(source, SafeGlobals(), identity).restore())
 
 
 def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:

@@ -22,10 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import localckpt.global_tier.storage_writer
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
-from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.global_tier.storage_writer import (
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from tests.state_dict.states import assert_same
 
 __all__ = [

@@ -44,6 +44,7 @@ from tests.global_tier.models import (
     checkpoints_in,
     fsdp_model,
     gathered,
+    kept_in_image,
     leftovers_in,
     manager_on,
     run_sharded,
@@ -392,33 +393,32 @@ def _drain_unequal(rank: int, world_size: int, root: Path) -> None:
     with _Job(root) as job:
         job.nodes.save(state, 5)
         job.promote(5)
-    keys = {"rng", "loader.position", "mixed"}
-    own = {f"{key}.of_rank_{r}" for key in keys for r in range(2)}
-    expected = {"equal.set", "equal.list.0", "equal.list.1.a", "equal.tensor", "loader.of"}
-    expected |= {"only on 0", "only on 1"}
-    found = _metadata(root / "shared").state_dict_metadata
-    assert found.keys() - own == expected | keys, found.keys()
-    assert own <= found.keys()
+        keys = {"rng", "loader.position", "mixed"}
+        expected = {"equal.set", "equal.list.0", "equal.list.1.a", "equal.tensor", "loader.of"}
+        expected |= {"only on 0", "only on 1"}
+        found = _metadata(root / "shared").state_dict_metadata
+        assert found.keys() == expected | keys, found.keys()
+        # No rank gets another one's values unless it asks for them.
+        asked = {"rng": torch.ones(4, dtype=torch.uint8), f"only on {rank}": torch.zeros(2)}
+        with pytest.raises(MismatchError, match="different values of rng"):
+            job.shared.load(into=asked)
+        assert_same(asked["rng"], torch.ones(4, dtype=torch.uint8))
+        job.shared.load(into=asked, partial=True)
+        assert_same(asked["rng"], torch.zeros(4, dtype=torch.uint8))
     # Who asks for the plain key gets the first rank's, as from a save by DCP gets some rank's.
     plain = {"rng": torch.zeros(4, dtype=torch.uint8), "loader": {"position": -1}, "mixed": ""}
     _loaded(root / "shared", plain)
     assert_same(plain["rng"], torch.zeros(4, dtype=torch.uint8))
     assert (plain["loader"]["position"], plain["mixed"]) == (0, "text")
-    mine = {
-        f"rng.of_rank_{rank}": torch.zeros(4 + rank, dtype=torch.uint8),
-        f"loader.position.of_rank_{rank}": -1,
-    }
-    _loaded(root / "shared", mine)
-    assert_same(mine[f"rng.of_rank_{rank}"], state["rng"])
-    assert mine[f"loader.position.of_rank_{rank}"] == 10 * rank
+    assert_same(kept_in_image(_folder(root / "shared"), rank), state)
 
 
-def test_private_values_that_differ_are_all_drained_under_keys_of_their_ranks(
+def test_private_values_that_differ_are_all_drained_in_the_images_of_their_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(_drain_unequal, 2, tmp_path)
 
-    assert "values that differ between ranks" in capfd.readouterr().out
+    assert "as the first rank had them: rng" in capfd.readouterr().out
 
 
 # Behind training.
@@ -594,13 +594,12 @@ def _shard_beside_a_value(rank: int, world_size: int, root: Path) -> None:
         job.promote(5)
 
 
-def test_a_value_under_the_key_of_a_global_tensor_is_drained_beside_it(tmp_path: Path) -> None:
+def test_a_value_under_the_key_of_a_global_tensor_is_drained_in_its_image(tmp_path: Path) -> None:
     run_ranks(_shard_beside_a_value, 2, tmp_path)
 
-    found = {"w": torch.zeros(6), "w.of_rank_0": torch.zeros(6)}
-    _loaded(tmp_path / "shared", found)
+    found = _loaded(tmp_path / "shared", {"w": torch.zeros(6)})
     assert_same(found["w"], torch.arange(6.0) + 5)
-    assert_same(found["w.of_rank_0"], torch.arange(6.0))
+    assert_same(kept_in_image(_folder(tmp_path / "shared"), 0), {"w": torch.arange(6.0)})
 
 
 def test_two_values_of_one_key_are_refused(tmp_path: Path) -> None:
@@ -730,8 +729,8 @@ def _drain_with_copy(rank: int, world_size: int, root: Path) -> str:
         dist.barrier()
         with AsyncCallsQueue(timeout_s=MAX_S) as queue:
             queue.schedule_async_request(nodes.promote(5, to=shared))
-    found = _loaded(root / "shared", {"weight.of_rank_0": torch.ones(1000)})
-    assert not found["weight.of_rank_0"].any()
+    found = kept_in_image(_folder(root / "shared"), rank)
+    assert_same(found["weight"], torch.full((1000,), float(rank)))
     return "drained"
 
 
@@ -844,6 +843,7 @@ def test_what_a_drain_left_goes_once_something_newer_is_there(tmp_path: Path) ->
             assert time.monotonic() < deadline
             time.sleep(0.02)
         job.queue.close(abort=True)
+        assert job.shared.unfinished_drains() == [5]
     with manager_on(root) as manager:
         manager.save({"a": torch.ones(2)}, 4)
         assert len(leftovers_in(root)) == 1
@@ -862,7 +862,7 @@ def _leave(rank: int, world_size: int, root: Path, leaves: str) -> tuple[str, fl
     """The first rank leaves a drain on which all are at work, or its queue alone does."""
     with make_manager("disk", root / f"node{rank}") as nodes:
         with manager_on(root / "shared", timeout=_WAIT_S) as shared:
-            nodes.save(_large(rank), 5)
+            nodes.save({f"of {rank}": _large(rank)}, 5)
             queue = AsyncCallsQueue(timeout_s=_WAIT_S)
             queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=_SLOW_RATE))
             await_announced("leave", _WAIT_S)

@@ -67,14 +67,14 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
 ) -> None:
     empty(tmp_path)
     folder = Folder(tmp_path, iteration, epoch)
-    folder.partial(save_id).mkdir()
+    folder.unfinished(save_id, is_drain=False).mkdir()
     folder.removed.mkdir()
 
     found, leftovers = folders_in(tmp_path)
 
     assert found == []
     assert {(path, of) for path, of in leftovers} == {
-        (folder.partial(save_id), folder),
+        (folder.unfinished(save_id, is_drain=False), folder),
         (folder.removed, folder),
     }
 
@@ -194,14 +194,13 @@ def test_a_record_of_another_make_is_an_error_of_ours(text: bytes, tmp_path: Pat
         CommitRecord.read(tmp_path)
 
 
-@pytest.mark.parametrize("by_rename", [True, False])
-def test_a_removed_checkpoint_is_gone(by_rename: bool, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:
     gone, stays = Folder(tmp_path, 1, 1), Folder(tmp_path, 2, 1)
     for folder in (gone, stays):
         folder.path.mkdir()
         (folder.path / RECORD_NAME).write_bytes(RECORD.to_bytes())
 
-    remove(gone, by_rename=by_rename)
+    remove(gone)
 
     assert folders_in(tmp_path) == ([stays], [])
     assert list(tmp_path.iterdir()) == [stays.path]

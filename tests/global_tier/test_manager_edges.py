@@ -182,20 +182,37 @@ def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_closes_the_mana
         assert manager.find_latest() == 2
 
 
-def _warm_up_with_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:
+def test_tied_tensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) -> None:
+    tied, whole = torch.zeros(3), torch.zeros(5)
+    with manager_on(tmp_path) as manager:
+        manager.save({"a": torch.ones(3), "b": torch.ones(3)}, 1)
+        manager.save({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, 2)
+        manager.save({"a": torch.ones(5), "b": torch.ones(3)}, 3)
+
+        for iteration, state in ((2, {"a": tied, "b": tied}), (3, {"a": whole, "b": whole[1:4]})):
+            with pytest.raises(MismatchError, match="a and b share memory now"):
+                manager.load(into=state, iteration=iteration)
+        assert not tied.any()
+        assert not whole.any()
+        manager.load(into={"a": tied, "b": tied}, iteration=1)
+
+    assert torch.equal(tied, torch.ones(3))
+
+
+def _save_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:
     state: dict[str, Any] = {f"w{rank}": torch.ones(3)}
     if rank == 1:
         state["o1"] = [_Forbidden()]
     with manager_on(root) as manager:
         with pytest.raises(CheckpointingException, match="rank 1"):
-            manager.warm_up(state)
+            manager.save(state, 1, is_async=True)
         state.pop("o1", None)
         manager.save(state, 1, is_async=False)
         return manager.find_latest()
 
 
-def test_a_state_that_cannot_be_saved_is_refused_by_warm_up_on_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(_warm_up_with_what_cannot_be_saved, 2, tmp_path) == [1, 1]
+def test_a_state_that_cannot_be_saved_is_refused_at_once_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(_save_what_cannot_be_saved, 2, tmp_path) == [1, 1]
 
 
 def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> list[str]:

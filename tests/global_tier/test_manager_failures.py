@@ -272,8 +272,8 @@ def _die_in_the_middle(rank: int, world_size: int, root: Path, victim: int) -> s
     return told
 
 
-def _go_on(rank: int, world_size: int, root: Path, atomic: bool, expected: int) -> None:
-    with manager_on(root, atomic_rename=atomic) as manager:
+def _go_on(rank: int, world_size: int, root: Path, expected: int) -> None:
+    with manager_on(root) as manager:
         assert_loads(manager, rank, expected)
         manager.save(state_of(9, rank), 9, is_async=True)
         assert_loads(manager, rank, 9)
@@ -287,7 +287,7 @@ def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path
     lost = f"rank {victim} (last seen: save iteration 2) did not come"
     assert f" to save iteration 2, and {lost}" in told[1 - victim]
 
-    run_ranks(_go_on, 2, tmp_path, True, 1)
+    run_ranks(_go_on, 2, tmp_path, 1)
     # Epochs count what was begun and is still there, too.
     epoch = 3 - victim
     assert checkpoints_in(tmp_path) == [
@@ -306,7 +306,7 @@ _LAST_WORDS = {
 }
 
 
-def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, last: str) -> str:
+def _die_at_the_commit(rank: int, world_size: int, root: Path, last: str) -> str:
     doomed = threading.Event()
 
     def die() -> None:
@@ -319,7 +319,7 @@ def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, las
         manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
-    manager = manager_on(root, timeout=_SHORT_S, atomic_rename=atomic)
+    manager = manager_on(root, timeout=_SHORT_S)
     manager.save(state_of(2, rank), 2, on_commit=None if last else die, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
@@ -328,29 +328,22 @@ def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, las
 
 @pytest.mark.fault("kill-save")
 @pytest.mark.parametrize(
-    ("when", "atomic"),
+    "when",
     [
-        *((when, True) for when in ("before the metadata", "after the commit")),
-        *(
-            pytest.param(when, True, marks=pytest.mark.long)
-            for when in ("before the record", "before the directory's name")
-        ),
-        *(
-            pytest.param(when, False, marks=pytest.mark.long)
-            for when, (last, _) in _LAST_WORDS.items()
-            if not last.startswith("iteration_")
-        ),
+        *("before the metadata", "after the commit"),
+        pytest.param("before the record", marks=pytest.mark.long),
+        pytest.param("before the directory's name", marks=pytest.mark.long),
     ],
 )
 def test_a_first_rank_that_dies_as_it_commits_leaves_the_old_checkpoint_or_the_new(
-    when: str, atomic: bool, tmp_path: Path
+    when: str, tmp_path: Path
 ) -> None:
     last, found = _LAST_WORDS[when]
-    told = run_ranks(_die_at_the_commit, 2, tmp_path, atomic, last, expect_dead={0})
+    told = run_ranks(_die_at_the_commit, 2, tmp_path, last, expect_dead={0})
 
     assert "rank 0 has not said after 1.5 s what came of it" in told[1]
 
-    run_ranks(_go_on, 2, tmp_path, atomic, found)
+    run_ranks(_go_on, 2, tmp_path, found)
     names = [f"iteration_0000000{i}.000{i}" for i in range(1, found + 1)]
     assert checkpoints_in(tmp_path) == [*names, "iteration_00000009.0003"]
     assert leftovers_in(tmp_path) == []

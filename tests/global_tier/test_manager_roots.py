@@ -17,11 +17,9 @@ from localckpt import CheckpointingException, StorageError
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.global_tier.models import (
     assert_loads,
-    at_each_rename,
     blank,
     checkpoints_in,
     leftovers_in,
-    loaded_by,
     manager_on,
     state_of,
 )
@@ -135,51 +133,6 @@ def test_a_second_job_saves_when_the_first_is_dead(tmp_path: Path) -> None:
 
         assert_loads(second, 0, 2)
         second.close()
-
-
-# Roots where directories are not renamed at once.
-
-
-def _save_without_renames(rank: int, world_size: int, root: Path) -> None:
-    names: list[str] = []
-    at_each_rename("iteration_", lambda: names.append("renamed"))
-    with manager_on(root, atomic_rename=False, keep_last=2) as manager:
-        for iteration in (1, 2, 3):
-            manager.save(state_of(iteration, rank), iteration, is_async=True)
-        assert_loads(manager, rank, 3)
-        dist.barrier()
-        if rank == 0:
-            # As a job that died left it.
-            (root / "iteration_00000004.0001").mkdir()
-            (root / "iteration_00000004.0001" / ".metadata").touch()
-        dist.barrier()
-        assert manager.find_latest() == 3
-        told = error_of(lambda: loaded_by(manager, rank, 4))
-        assert "there is no checkpoint of iteration 4" in told
-        manager.save(state_of(5, rank), 5, is_async=True)
-        assert_loads(manager, rank, 5)
-    assert names == []
-
-
-def test_where_directories_are_not_renamed_the_record_alone_makes_a_checkpoint(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save_without_renames, 2, tmp_path)
-
-    assert checkpoints_in(tmp_path) == ["iteration_00000003.0001", "iteration_00000005.0002"]
-    assert leftovers_in(tmp_path) == []
-
-
-def test_checkpoints_with_and_without_renames_are_read_alike(tmp_path: Path) -> None:
-    for iteration, atomic in ((1, True), (2, False), (3, True), (4, False)):
-        with manager_on(tmp_path, atomic_rename=atomic) as manager:
-            manager.save(state_of(iteration, 0), iteration, is_async=True)
-    for atomic in (True, False):
-        with manager_on(tmp_path, atomic_rename=atomic) as manager:
-            for iteration in (1, 2, 3):
-                assert loaded_by(manager, 0, iteration)[0] == iteration
-
-            assert_loads(manager, 0, 4)
 
 
 # What is left.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
+from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.metadata import StoragePrefix
 from localckpt.global_tier.save_plan import pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -63,7 +64,7 @@ def test_a_plan_names_no_files_outside_of_the_saves_folder(prefix: str) -> None:
     plan = _plan()
     object.__setattr__(plan, "storage_data", StoragePrefix(prefix))
 
-    for value, kind in ((plan, SavePlan), ({0: plan}, dict), ((plan, {}), tuple)):
+    for value, kind in ((plan, SavePlan), ({0: plan}, dict), ({0: RankPlan(plan)}, dict)):
         with pytest.raises(MismatchError, match="files named"):
             unpack(pack(value), kind, _ALLOWED)
 

@@ -87,15 +87,12 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
     assert leftovers_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("atomic", [True, False])
-def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(
-    atomic: bool, tmp_path: Path
-) -> None:
-    with manager_on(tmp_path, atomic_rename=atomic, keep_last=1) as manager:
+def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: Path) -> None:
+    with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {1: 1.0, 2: None})
         manager.pin(2)
         _save(manager, {3: 1.0})
-    with manager_on(tmp_path, atomic_rename=atomic, keep_last=1) as manager:
+    with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {4: 1.0, 5: 1.0})
         assert _iterations(tmp_path) == [2, 5]
         assert manager.load({"w": torch.zeros(9)}, 2) == 2
@@ -104,7 +101,7 @@ def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(
         _save(manager, {6: 1.0})
         # It was loaded, so it is what this job goes back to if the rest is no good.
         assert _reasons(tmp_path)[2] == ("resumed from",)
-    with manager_on(tmp_path, atomic_rename=atomic, keep_last=1) as manager:
+    with manager_on(tmp_path, keep_last=1) as manager:
         assert manager.load({"w": torch.zeros(9)}) == 6
         _save(manager, {7: 1.0, 8: 1.0})
 
@@ -144,7 +141,7 @@ def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: P
     folder = _checkpoint(tmp_path)
     _when(".removed", lambda: pin(folder))
 
-    is_gone = remove(folder, by_rename=True)
+    is_gone = remove(folder)
 
     assert folder.is_pinned
     assert not is_gone
@@ -155,7 +152,7 @@ def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: P
 
 def test_a_pin_that_comes_too_late_says_so(tmp_path: Path) -> None:
     folder = _checkpoint(tmp_path)
-    _when(PIN_NAME, lambda: remove(folder, by_rename=False))
+    _when(PIN_NAME, lambda: remove(folder))
 
     with pytest.raises(StorageError, match="could not pin"):
         pin(folder)
@@ -182,7 +179,7 @@ def test_a_checkpoint_whose_pin_cannot_be_seen_stays(tmp_path: Path) -> None:
     (folder.path / PIN_NAME).symlink_to(folder.path / PIN_NAME)
 
     with pytest.raises(StorageError, match="could not look at"):
-        remove(folder, by_rename=True)
+        remove(folder)
     with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {3: None})
 

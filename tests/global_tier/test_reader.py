@@ -25,7 +25,7 @@ from localckpt import (
     PeerLostError,
     UnsafeGlobalError,
 )
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.metadata import read_metadata
 from localckpt.global_tier.read_items import FileRange, FileReads
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader

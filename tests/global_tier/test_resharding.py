@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from localckpt import MismatchError
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.global_tier.models import (
     MAX_S,

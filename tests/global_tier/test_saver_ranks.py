@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from localckpt import CheckpointingException
-from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
-from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.global_tier.storage_writer import (
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from tests.global_tier.states import (
     Counts,
     Settings,

@@ -19,8 +19,11 @@ import torch
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
 from localckpt.async_save.callers import ThreadAsyncCaller
-from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
-from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.global_tier.storage_writer import (
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from tests.async_save import work
 from tests.global_tier.states import Counts, assert_same, load_with_ours, tensor_of
 from tests.ranks import run_ranks

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.save import save_state_dict_async_finalize as _finalize
-from localckpt.global_tier.save import save_state_dict_async_plan as _plan
 from localckpt.global_tier.save_plan import PlanCache
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader as _Reader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync as _Writer
+from localckpt.global_tier.storage_writer import save_state_dict_async_finalize as _finalize
+from localckpt.global_tier.storage_writer import save_state_dict_async_plan as _plan
 from localckpt.integrations.nvrx.errors import also_torchs
 from localckpt.ranks.ranks import Ranks
 

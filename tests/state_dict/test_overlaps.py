@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -12,17 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import (
-    create_read_items_for_chunk_list as torch_create_read_items,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from localckpt.global_tier.load_planner import create_read_items_for_chunk_list
 from localckpt.state_dict import overlaps
 from localckpt.state_dict.overlaps import overlapping_pairs
 
@@ -51,11 +41,6 @@ def tiling(shape: Sequence[int], parts: Sequence[int]) -> Chunks:
     )
 
 
-def metadata(saved: Chunks) -> TensorStorageMetadata:
-    # Nothing here reads the size of the whole.
-    return TensorStorageMetadata(TensorProperties(), torch.Size(()), saved)
-
-
 def pairs_by_definition(wanted: Chunks, saved: Chunks) -> list[tuple[int, int]]:
     """All pairs whose intersection has a length in every dimension."""
 
@@ -73,11 +58,6 @@ def pairs_by_definition(wanted: Chunks, saved: Chunks) -> list[tuple[int, int]]:
         for s, other in enumerate(saved)
         if overlap(one, other)
     ]
-
-
-def with_hints(items: list[ReadItem]) -> Counter[Any]:
-    """The items and their index hints, which are no part of their equality, in any order."""
-    return Counter((item, item.dest_index.index, item.storage_index.index) for item in items)
 
 
 @contextmanager
@@ -146,48 +126,6 @@ def test_pairs_of_tilings_are_those_of_the_definition(
     assert pairs == pairs_by_definition(*lists)
 
 
-@settings(max_examples=80, deadline=None)
-@given(lists=st.one_of(two_lists_of_boxes(smallest=1), two_tilings()))
-def test_read_items_and_their_hints_are_those_of_torch(lists: tuple[Chunks, Chunks]) -> None:
-    wanted, saved = lists
-
-    with small_limits():
-        items = create_read_items_for_chunk_list("a.b", metadata(saved), wanted)
-
-    torchs = torch_create_read_items("a.b", metadata(saved), wanted)
-    assert with_hints(items) == with_hints(torchs)
-
-
-@pytest.mark.parametrize(
-    ("shape", "wanted_parts", "saved_parts"),
-    [
-        ((700, 3000), (70, 1), (90, 1)),
-        ((3000, 700), (50, 1), (1, 60)),
-        ((1000, 1000), (21, 20), (19, 23)),
-        ((90, 80, 70), (8, 7, 6), (7, 8, 7)),
-        ((1000, 1000), (1, 1), (30, 30)),
-    ],
-)
-def test_read_items_of_many_chunks_are_those_of_torch(
-    shape: tuple[int, ...], wanted_parts: tuple[int, ...], saved_parts: tuple[int, ...]
-) -> None:
-    wanted, saved = tiling(shape, wanted_parts), tiling(shape, saved_parts)
-
-    items = create_read_items_for_chunk_list("weight", metadata(saved), wanted)
-
-    torchs = torch_create_read_items("weight", metadata(saved), wanted)
-    assert with_hints(items) == with_hints(torchs)
-
-
-def test_read_items_come_in_the_order_of_the_wanted_then_of_the_saved() -> None:
-    wanted, saved = tiling((640, 64), (20, 2))[::-1], tiling((640, 64), (25, 3))
-
-    items = create_read_items_for_chunk_list("weight", metadata(saved), wanted)
-
-    hints = [(item.dest_index.index, item.storage_index.index) for item in items]
-    assert hints == pairs_by_definition(wanted, saved)
-
-
 @pytest.mark.parametrize("count", [3, 300])
 def test_chunks_without_elements_overlap_nothing(count: int) -> None:
     full, empty = [chunk((0, 0), (9, 9))] * count, [chunk((4, 4), (0, 2))] * count
@@ -195,7 +133,6 @@ def test_chunks_without_elements_overlap_nothing(count: int) -> None:
     pairs = overlapping_pairs(full, empty), overlapping_pairs(empty, full)
 
     assert pairs == ([], [])
-    assert create_read_items_for_chunk_list("weight", metadata(empty), full) == []
 
 
 @pytest.mark.parametrize(("wanted", "saved"), [(2, 3), (200, 300)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from localckpt.managers.context import Context
 from localckpt.managers.elastic_judge import Packed, ValueImages, kind_of
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import ReadProgress, incurable
+from localckpt.memory.tensor_bytes import integer_view
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
@@ -34,9 +34,8 @@ from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parts import PackedPart, Parcel, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
-from localckpt.state_dict.runs import InMemory, Sink, run_in
-from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
+from localckpt.state_dict.resharded import Target, WantedTensor, copy_part
+from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, digest_of
@@ -171,17 +170,12 @@ def move_tensors(
     ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
     in ``copies``. Returns the bytes that came from other ranks, and those sent.
     """
-    # Few regions are those of many tensors.
-    find_rows = cache(run_in)
-    filled: list[FilledPart] = []
 
-    def to_fill(item: int, index: int, region: Region) -> FilledPart:
-        tensors = [targets[number] for number in takes[item].numbers[index]]
-        filled.append(FilledPart(tensors, region, find_rows))
-        return filled[-1]
+    def targets_of(item: int, index: int) -> list[Target]:
+        return [targets[number].target for number in takes[item].numbers[index]]
 
     copies.read(
-        (give.shard, number, to_fill(give.item, index, give.region), give.region)
+        (give.shard, number, give.region, targets_of(give.item, index))
         for give in gives
         if give.receiver == rank
         for index, number in enumerate(give.numbers)
@@ -191,25 +185,25 @@ def move_tensors(
     outgoing, incoming = _parcels(given), _parcels(taken)
 
     def read(parcels: Mapping[int, tuple[Parcel, memoryview]]) -> None:
-        copies.read(
-            (
-                given[peer, part.item].shard,
-                given[peer, part.item].numbers[part.number],
-                InMemory(memory[part.offset :]),
-                part.region,
-            )
-            for peer, (parcel, memory) in parcels.items()
-            for part in parcel
-        )
+        parts = []
+        for peer, (parcel, memory) in parcels.items():
+            for part in parcel:
+                give = given[peer, part.item]
+                number = give.numbers[part.number]
+                to = copies.shards[give.shard].target_in(memory[part.offset :], number, part.region)
+                parts.append((give.shard, number, part.region, [to]))
+        copies.read(parts)
 
     def take(part: PackedPart, peer: int, values: torch.Tensor) -> None:
-        to_fill(part.item, part.number, part.region).take(0, values)
+        to = targets_of(part.item, part.number)
+        sizes = [sum(count for _, count in runs) for runs in part.region]
+        items = integer_view(values, to[0].tensor.itemsize).view(sizes)
+        copy_part(part.region, items, part.region, to)
 
     if peers := outgoing.keys() | incoming.keys():
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
         with closing(HostTransport(connections)) as transport:
             exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
-    require_full(filled)
     came, sent = (sum(moved.nbytes for moved in side.values()) for side in (taken, given))
     return came, sent
 
@@ -288,11 +282,11 @@ class ShardCopies:
             self._note_bad(shard, error)
             raise
 
-    def read(self, parts: Iterable[tuple[int, int, Sink, Region]]) -> None:
-        """Read parts of tensors: shard, number of the tensor, receiver, and elements of it."""
-        wanted: dict[int, dict[int, list[Wanted]]] = {}
-        for shard, number, sink, region in parts:
-            wanted.setdefault(shard, {}).setdefault(number, []).append((sink, region))
+    def read(self, parts: Iterable[tuple[int, int, Region, Sequence[Target]]]) -> None:
+        """Read parts of tensors: shard, number of the tensor, elements, and what takes them."""
+        wanted: dict[int, list[tuple[int, Region, Sequence[Target]]]] = {}
+        for shard, number, region, targets in parts:
+            wanted.setdefault(shard, []).append((number, region, targets))
         for shard, of_shard in wanted.items():
             with self.noting(shard):
                 self.shards[shard].read_parts(of_shard)

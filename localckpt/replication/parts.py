@@ -14,7 +14,7 @@ import torch
 from localckpt.memory.host_memory import round_up
 from localckpt.ranks.deadline import Deadline
 from localckpt.replication.transport import Transport
-from localckpt.state_dict.boxes import Region, narrowed_rows, volume
+from localckpt.state_dict.boxes import Region, divided, volume
 from localckpt.state_dict.source import MemorySource
 
 PARCEL_NBYTES = 16 << 20
@@ -50,7 +50,7 @@ def parcels_of(parts: Iterable[tuple[int, int, Region, int]]) -> list[Parcel]:
     """
     parcels: list[Parcel] = []
     for item, number, whole, itemsize in parts:
-        for region in _divided(whole, itemsize):
+        for region in divided(whole, PARCEL_NBYTES // itemsize):
             nbytes = volume(region) * itemsize
             offset = parcels[-1].nbytes if parcels else 0
             if not parcels or offset + nbytes > PARCEL_NBYTES:
@@ -58,17 +58,6 @@ def parcels_of(parts: Iterable[tuple[int, int, Region, int]]) -> list[Parcel]:
                 offset = 0
             parcels[-1].append(PackedPart(item, number, region, offset, nbytes))
     return parcels
-
-
-def _divided(region: Region, itemsize: int) -> Iterable[Region]:
-    if volume(region) * itemsize <= PARCEL_NBYTES:
-        yield region
-        return
-    sizes = [sum(count for _, count in runs) for runs in region]
-    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-    half = sizes[dim] // 2
-    yield from _divided(narrowed_rows(region, dim, 0, half), itemsize)
-    yield from _divided(narrowed_rows(region, dim, half, sizes[dim] - half), itemsize)
 
 
 def exchange_parts(

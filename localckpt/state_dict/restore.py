@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -30,10 +30,9 @@ from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
 from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
-from localckpt.state_dict.runs import Run, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Run, ShardSource
 from localckpt.state_dict.targets import FIT, Matched, NamesDiffer, Targets, compare_names
 from localckpt.state_dict.tensor_table import (
     ARRAY,
@@ -152,12 +151,12 @@ class ImageReader(ImageBytes):
         bases = made | matched.targets
         # Of what is left nothing is read.
         own = {name: base for name, base in bases.items() if name not in holders}
-        self._fill(own, alone=bool(left))
+        self._fill(own, is_all_verified=not left)
         self.nbytes_read = self.header.nbytes
         for rank, reader in self.joined.items():
             slots = {slot: there for slot, (of, there) in holders.items() if of == rank}
             targets = {there: bases[slot] for slot, there in slots.items() if slot in bases}
-            reader._fill(targets, alone=True)
+            reader._fill(targets)
             self.nbytes_read += sum(base.nbytes for base in targets.values())
         # Else tensors that were made in inference mode could not be changed.
         with torch.inference_mode():
@@ -283,6 +282,9 @@ class ImageReader(ImageBytes):
 
     def _read_skeleton(self) -> tuple[Tables, bytes]:
         header, identity = self.header, self.identity
+        for _ in self.pieces(0, header.data_start):
+            # The places of the tensors are the header's, so its blocks are verified, too.
+            pass
         framed = bytearray(header.digests_start - header.skeleton_start)
         self.read_into(header.skeleton_start, memoryview(framed))
         try:
@@ -361,8 +363,8 @@ class ImageReader(ImageBytes):
     def _nbytes_of_absent(self) -> dict[str, int]:
         return {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
 
-    def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
-        """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
+    def _fill(self, bases: dict[str, torch.Tensor], *, is_all_verified: bool = False) -> None:
+        """Fill the targets of slots."""
         data_start = self.header.data_start
         runs: list[Run] = []
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -380,11 +382,15 @@ class ImageReader(ImageBytes):
                     )
                     apart.append((tensor, whole))
                     tensor = whole
-                memory = memory_at(tensor.data_ptr(), slot.nbytes) if tensor.is_cpu else None
-                to = _OnGpu(flat_bytes(tensor), bounce) if memory is None else memory
+                to = (
+                    memory_at(tensor.data_ptr(), slot.nbytes)
+                    if tensor.is_cpu
+                    else partial(_copy_up, flat_bytes(tensor), bounce)
+                )
                 runs.append(Run(start, start + slot.nbytes, to))
-            stream_runs(
-                *(self, runs, [(0, data_start)] if alone else None),
+            self.read_runs(
+                runs,
+                is_all_verified=is_all_verified,
                 scratch=lambda nbytes: bounce.buffer()[:nbytes],
                 finish=bounce.finish,
             )
@@ -459,17 +465,9 @@ class ImageReader(ImageBytes):
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
 
 
-class _OnGpu(NamedTuple):
-    """Bytes of a tensor in device memory, which are copied piece by piece."""
-
-    flat: torch.Tensor
-    bounce: BounceBuffers
-
-    def reserve(self, offset: int, nbytes: int) -> None:
-        return None
-
-    def take(self, offset: int, values: torch.Tensor) -> None:
-        self.bounce.begin(self.flat[offset : offset + len(values)], values)
+def _copy_up(flat: torch.Tensor, bounce: BounceBuffers, offset: int, data: memoryview) -> None:
+    """Begin to copy bytes to their place in device memory."""
+    bounce.begin(flat[offset : offset + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from localckpt.replication import parts
 from localckpt.replication.parts import PackedPart, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume, whole
-from localckpt.state_dict.runs import InMemory
 
 _SMALL = 256
 
@@ -79,7 +78,8 @@ def test_what_is_read_on_one_side_is_taken_on_the_other() -> None:
     def read(to: Any) -> None:
         for peer, (parcel, memory) in to.items():
             for part in parcel:
-                InMemory(memory[part.offset :]).take(0, values[peer][rows(part)])
+                data = values[peer][rows(part)].numpy().tobytes()
+                memory[part.offset : part.offset + part.nbytes] = data
 
     def take(part: PackedPart, peer: int, data: torch.Tensor) -> None:
         taken[peer][rows(part)] = data.view(torch.float32)

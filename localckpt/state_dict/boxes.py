@@ -98,10 +98,7 @@ class Box(NamedTuple):
     @property
     def place(self) -> str:
         """Text of the place in the global tensor, as in ``[0:3, 4:8] of [10, 8]``."""
-        sides = (
-            "+".join(f"{start}:{start + count}" for start, count in runs) for runs in self.runs
-        )
-        return f"[{', '.join(sides)}] of {list(self.shape)}"
+        return f"{text_of(self.runs)} of {list(self.shape)}"
 
     @property
     def is_shared(self) -> bool:
@@ -253,6 +250,12 @@ def whole(shape: Sequence[int]) -> Region:
 def volume(region: Region) -> int:
     """Return the number of elements of a region."""
     return math.prod(sum(count for _, count in runs) for runs in region)
+
+
+def text_of(region: Region) -> str:
+    """Return the text of a region, as in ``[0:3, 4:8]``."""
+    sides = ("+".join(f"{start}:{start + count}" for start, count in runs) for runs in region)
+    return f"[{', '.join(sides)}]"
 
 
 def bounds_of(region: Region) -> Bounds:

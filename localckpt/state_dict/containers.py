@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,24 @@ def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
     return None
+
+
+def with_children(container: Any, children: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container with other members in places of :func:`children_of`."""
+    if isinstance(container, tuple):
+        members = list(container)
+        fields = getattr(container, "_fields", range(len(members)))
+        for key, child in children.items():
+            members[fields.index(key)] = child
+        return getattr(container, "_make", type(container))(members)
+    result = copy.copy(container)
+    for key, child in children.items():
+        if isinstance(container, dict | list):
+            result[key] = child
+        else:
+            # The class's own __setattr__ raises if the dataclass is frozen.
+            object.__setattr__(result, key, child)
+    return result
 
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:

@@ -25,13 +25,20 @@ from localckpt.memory.tensor_bytes import (
 )
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
 from localckpt.state_dict.boxes import Region, local_starts, rectangles_of, rows_of, whole
-from localckpt.state_dict.containers import children_of, map_tensors, named_tensors, named_values
+from localckpt.state_dict.containers import (
+    children_of,
+    joined,
+    map_tensors,
+    named_tensors,
+    named_values,
+    with_children,
+)
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.replicated import Replicated, without_marker, without_markers
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.stateful import Freedom, ParametersOfStates, TensorKind
 from localckpt.state_dict.targets import find_overlaps
-from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed, root_of
+from localckpt.state_dict.values import Placeholder, Unit, above, placed, root_of
 
 
 class Target(NamedTuple):
@@ -214,16 +221,16 @@ def outlines_of(
     def outline(value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, Placeholder):
             return tensor(value)
-        is_divided = key_of(place) in above_rules
+        is_divided = joined(place) in above_rules
         children = children_of(value)
         if children is None or not (is_divided or named_values(value, (Placeholder,))):
             return None
-        return _with_children(value, {k: outline(child, (*place, k)) for k, child in children})
+        return with_children(value, {k: outline(child, (*place, k)) for k, child in children})
 
     found: list[Unit] = []
 
     def find(value: Any, place: tuple[Any, ...]) -> None:
-        if place and free.covers(key_of(place)):
+        if place and free.covers(joined(place)):
             found.append(Unit(place, outline(value, place)))
         elif isinstance(value, dict):
             for key, child in value.items():
@@ -294,7 +301,7 @@ def with_outlines(
     for place, outline in outlines:
         if place[0] not in state:
             continue
-        for name, saved in named_tensors({key_of(place): outline}):
+        for name, saved in named_tensors({joined(place): outline}):
             if id(saved) not in made:
                 made[id(saved)] = target(name, saved)
         units.append(Unit(place, map_tensors(outline, lambda saved: made[id(saved)])))
@@ -313,17 +320,13 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
         of_keys.setdefault(key, []).append(Unit(tuple(names), value))
     for key, parts in of_keys.items():
         own = without_marker(state[key])
-        if isinstance(own, Mapping) and not free.covers(key_of((key,))):
-            own = {n: v for n, v in own.items() if not free.covers(key_of((key, n)))}
+        if isinstance(own, Mapping) and not free.covers(joined((key,))):
+            own = {n: v for n, v in own.items() if not free.covers(joined((key, n)))}
         value = placed(own, parts)
         marker = state[key]
         is_marked = isinstance(marker, Replicated)
         result[key] = Replicated(value, marker.ranks) if is_marked else value
     return result
-
-
-def _with_children(container: Any, children: Mapping[Any, Any]) -> Any:
-    return placed(container, [Unit((key,), child) for key, child in children.items()])
 
 
 def _merged(one: Any, other: Any) -> Any:

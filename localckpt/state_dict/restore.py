@@ -51,7 +51,7 @@ class ImageReader(ImageBytes):
     """Reader of one image.
 
     Args:
-        source, expect, on_read: As for :class:`ImageBytes`.
+        source, expect: As for :class:`ImageBytes`.
         allowed: Allow-list for the classes and functions that the image names.
         like: Reader of the same image, or of another one of the checkpoint: what is the same in
             both is not parsed, checked and compared again.
@@ -68,9 +68,8 @@ class ImageReader(ImageBytes):
         allowed: SafeGlobals,
         expect: ShardIdentity | None = None,
         like: ImageReader | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, expect, on_read)
+        super().__init__(source, expect)
         self._like = like
         self._texts = b"", b""
         self._matches: tuple[Targets, NamesDiffer, Matched] | None = None
@@ -255,7 +254,7 @@ class ImageReader(ImageBytes):
         found = {}
         for slot, part in self.absent.items():
             number, owner = numbers[slot], self.joined[part.owner]
-            box, nbytes = self.tables.boxes[number], self._whole_nbytes(slot)
+            box, nbytes = self.tables.boxes[number], self._whole_nbytes[slot]
             there = places[part.owner].get(box[:3])
             other = None if there is None else owner.entries[there]
             if (
@@ -333,7 +332,7 @@ class ImageReader(ImageBytes):
     def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
         """Check that each given tensor has as many bytes as the saved one."""
         for name, base in bases.items():
-            nbytes = self._whole_nbytes(name)
+            nbytes = self._whole_nbytes[name]
             if nbytes != base.nbytes:
                 raise MismatchError(
                     f"the state to load into differs from the saved one, and was left as it is: "
@@ -350,18 +349,14 @@ class ImageReader(ImageBytes):
             device = map_location if map_location is not None else entry.device
             if entry.kind == ARRAY:
                 device = "cpu"
-            bases[entry.slot] = _allocate(self._whole_nbytes(entry.slot), device)
+            bases[entry.slot] = _allocate(self._whole_nbytes[entry.slot], device)
         return bases
 
-    def _whole_nbytes(self, name: str) -> int:
-        """Return the size of a slot, were it not divided."""
-        if name not in self.absent:
-            return self.header.slots[name].nbytes
-        return self._nbytes_of_absent[name]
-
     @cached_property
-    def _nbytes_of_absent(self) -> dict[str, int]:
-        return {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
+    def _whole_nbytes(self) -> dict[str, int]:
+        """Sizes of the slots by name, as they would be without division."""
+        nbytes = {name: slot.nbytes for name, slot in self.header.slots.items()}
+        return nbytes | {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
 
     def _fill(self, bases: dict[str, torch.Tensor], *, is_all_verified: bool = False) -> None:
         """Fill the targets of slots."""
@@ -408,9 +403,6 @@ class ImageReader(ImageBytes):
     def arrays(self) -> set[int]:
         """Numbers of the tensors that are numpy arrays in the state."""
         return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
-
-    def box_of(self, number: int) -> Box | None:
-        return self.tables.boxes.get(number)
 
     @collection_paused()
     def rebuild(self, filled: Collection[int]) -> tuple[Any, list[torch.Tensor]]:
@@ -459,10 +451,27 @@ class ImageReader(ImageBytes):
         ``None`` if they lie in another order or in several images, or have no data.
         """
         entry = self.entries[number]
-        if entry.slot is None or entry.slot in self.absent or not _is_contiguous(entry):
+        if entry.slot is None or entry.slot in self.absent or not entry.is_contiguous:
             return None
         start = self.start_of(number) + (0 if entry.view is None else entry.view[0])
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
+
+
+def open_images(
+    open_source: Callable[[ShardIdentity], ShardSource],
+    identity: ShardIdentity,
+    allowed: SafeGlobals,
+    like: ImageReader | None = None,
+) -> ImageReader:
+    """Open a shard's image, and join those that hold parts of its tensors.
+
+    The sources are the caller's to close.
+    """
+    image = ImageReader(open_source(identity), allowed, identity, like)
+    for rank in image.co_owners:
+        owner = identity.checkpoint.shard(rank, identity.session_id)
+        image.join(ImageReader(open_source(owner), allowed, owner, image))
+    return image
 
 
 def _copy_up(flat: torch.Tensor, bounce: BounceBuffers, offset: int, data: memoryview) -> None:
@@ -516,9 +525,3 @@ def _without_data(entry: TableEntry) -> torch.Tensor:
         return _make_tensor(entry, {})
     base = torch.empty(entry.reach_nbytes(), dtype=torch.uint8, device="meta")
     return _make_tensor(entry, {entry.slot: base})
-
-
-def _is_contiguous(entry: TableEntry) -> bool:
-    if entry.view is None:
-        return True
-    return torch.empty_strided(entry.shape, entry.view[1], device="meta").is_contiguous()

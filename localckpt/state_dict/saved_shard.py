@@ -78,12 +78,6 @@ class SavedTensor:
         return self.entry.torch_dtype().itemsize
 
     @cached_property
-    def local(self) -> tuple[int, ...]:
-        """Shape of the tensor, with as many dimensions as the global one."""
-        shape = self.entry.shape
-        return (1,) * (len(self.region) - len(shape)) + shape
-
-    @cached_property
     def nbytes(self) -> int:
         """Bytes from its first item to its last one in the image."""
         offset = 0 if self.entry.view is None else self.entry.view[0]
@@ -91,22 +85,14 @@ class SavedTensor:
 
     def span(self, first: int, count: int) -> tuple[int, int]:
         """Return first byte and end of some rows of a tensor that :attr:`is_in_order`."""
-        row_nbytes = math.prod(self.local[1:]) * self.itemsize
+        row_nbytes = volume(self.region[1:]) * self.itemsize
         start = self.start + first * row_nbytes
         return start, start + count * row_nbytes
 
     @cached_property
     def is_in_order(self) -> bool:
         """True if its items are one run of the image's items, in the order of their indices."""
-        if self.start % self.itemsize:
-            return False
-        step = 1
-        strides = self.entry.strides or ()
-        for size, stride in zip(self.entry.shape[::-1], strides[::-1], strict=False):
-            if size > 1 and stride != step:
-                return False
-            step *= size
-        return True
+        return self.start % self.itemsize == 0 and self.entry.is_contiguous
 
 
 class SavedShard(ImageReader):
@@ -125,9 +111,8 @@ class SavedShard(ImageReader):
         allowed: SafeGlobals,
         identity: ShardIdentity,
         like: ImageReader | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, allowed, identity, like, on_read)
+        super().__init__(source, allowed, identity, like)
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []

@@ -6,7 +6,9 @@ Nothing here needs torch, so a process without it can identify and verify files.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -22,6 +24,8 @@ from localckpt.state_dict.header import (
     parse_header,
     parse_record,
 )
+
+logger = logging.getLogger(__name__)
 
 PIECE_NBYTES = 2 << 20
 """Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
@@ -185,6 +189,37 @@ class Scratch(threading.local):
         return self._buffer[:nbytes]
 
 
+_EVERY_S = 10.0
+
+
+class ReadProgress:
+    """Progress of a read, logged every ten seconds while it goes on."""
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        self._what = what
+        self._nbytes = nbytes
+        self._done_nbytes = 0
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._logged = self._began
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that have been read; may be called from several threads."""
+        now = time.monotonic()
+        with self._lock:
+            self._done_nbytes += nbytes
+            done_nbytes = self._done_nbytes
+            if now - self._logged < _EVERY_S or done_nbytes >= self._nbytes:
+                return
+            self._logged = now
+        rate = done_nbytes / (now - self._began)
+        logger.info(
+            "%s: %.1f of %.1f GB after %.0f s, %.2f GB/s, about %.0f s left",
+            self._what, done_nbytes / 1e9, self._nbytes / 1e9, now - self._began, rate / 1e9,
+            (self._nbytes - done_nbytes) / rate,
+        )  # fmt: skip
+
+
 class Run(NamedTuple):
     """Bytes ``[start, stop)`` of an image, and where they go.
 
@@ -205,7 +240,8 @@ class ImageBytes:
     Args:
         source: Source of the image's bytes; the caller closes it.
         expect: Identity that the image must have; ``None`` for any.
-        on_read: Called with a number of bytes after each read, in the thread that has read.
+        on_read: Called with a number of bytes after each read, in the thread that has read; by
+            default the progress of a long read is logged.
 
     Raises:
         CorruptShardError: The image is another shard's; and, by the methods, a block is damaged.
@@ -215,13 +251,13 @@ class ImageBytes:
         self,
         source: ShardSource,
         expect: ShardIdentity | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.header = header = read_header(source)
         if expect is not None and header.identity != expect:
             raise CorruptShardError(f"expected {expect}, and found {header.identity}")
         self._source = source
-        self._on_read = on_read
+        self._on_read = on_read or ReadProgress(f"reading {header.identity}", header.nbytes).add
         self._hasher = BlockHasher(header.identity)
         self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
         # The last piece that was read: small tensors lie side by side, and one read serves many.

@@ -434,7 +434,7 @@ class CheckpointManager:
             MismatchError: As for :meth:`find_latest`.
             PeerLostError: A rank did not answer in time.
         """
-        if self._finder.last is None:
+        if self._finder.found is None:
             self._find_latest()
         return self._finder.iterations()
 
@@ -498,7 +498,7 @@ class CheckpointManager:
         called = time.monotonic()
         if iteration is not None:
             self._saves.require_none(f"load iteration {iteration}")
-        if self._finder.last is None:
+        if self._finder.found is None:
             self._find_latest()
         self._await_reprotected()
         try:
@@ -558,7 +558,7 @@ class CheckpointManager:
                 return load.run(iteration, self._finder, self._reprotection)
             except NoReplicasAvailableError:
                 may_differ = self.read_only and iteration is None
-                if not (may_differ and self._finder.has_changed(deadline)):
+                if not may_differ or self._finder.look_again(deadline) is None:
                     raise
 
     def warm_up(self, state_dict: Any) -> None:
@@ -923,4 +923,4 @@ class CheckpointManager:
 
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
-        self._finder.last = None
+        self._finder.found = None

@@ -35,7 +35,7 @@ from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
 from localckpt.managers.replica_check import ReplicaCheck
-from localckpt.managers.replicator import Replication, Replicator
+from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import MemoryPlan, SaveReport
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
@@ -64,6 +64,7 @@ class Save:
 
     Attributes:
         slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
+        replication: Copies of the shard on other nodes.
         error: Text of this rank's first error, which is reported when the save is finalized.
         bad: Reason why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
@@ -97,7 +98,7 @@ class Save:
         self._handed_over: HandedOver | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._previous_iteration = context.epoch.newest_iteration
-        self._replication = Replication(identity)
+        self.replication = Replication(context.strategy, context.options, identity)
         self._verdict: SaveVerdict | None = None
         self._called = self._captured = self._returned = called
         self._durable: float | None = None
@@ -121,14 +122,16 @@ class Save:
             with record_function("localckpt.stage"):
                 own, self._divided = self._saves.capture.capture(
                     *(wrapped(state), self.identity),
-                    is_sent=self._saves.replicator is not None,
+                    is_sent=self._saves.is_protected,
                     node_ranks=self._node_ranks(),
                 )
             self._note_captured(own, began)
         with Attempt() as copying:
             # Also without an image: the ranks that were to get copies are not left waiting.
-            self._begin_copies(own, capturing.error_text)
-            if capturing.succeeded and not self._replication.comes_later:
+            if self._saves.is_protected:
+                with record_function("localckpt.replicate"):
+                    self.replication.begin(context.store, own, capturing.error_text)
+            if capturing.succeeded and not self.replication.comes_later:
                 self._take_copies()
             best = context.options.retention.best
             if best is not None and self.identity.rank == 0:
@@ -149,11 +152,6 @@ class Save:
         self._record.waited_s += own.reserved_at - began
         self._record.copied = own.reserved_at, self._captured
         self._record.nbytes = own.nbytes
-
-    def _begin_copies(self, own: Slot | None, error: str | None) -> None:
-        if self._saves.replicator is not None:
-            with record_function("localckpt.replicate"):
-                self._saves.replicator.begin(self._replication, self._context.store, own, error)
 
     def _node_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this save divides equal tensors among.
@@ -208,7 +206,7 @@ class Save:
             name="save",
             failure_fns=[self.fail],
             stop_fns=[self._saves.stop_waiting],
-            waits_for_fn=self._waits_for,
+            waits_for_fn=self.replication.waits_for,
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
             hand_over=cache(self._hand_over),
@@ -264,7 +262,7 @@ class Save:
             self._digest_replicas()
         except Exception:
             # The save is not over while other ranks send to it.
-            self._await_exchanged()
+            self.replication.wait()
             raise
 
     def _check(self) -> None:
@@ -300,7 +298,7 @@ class Save:
         if self._durable is not None:
             return
         self._digest_replicas()
-        if self._replication.comes_later:
+        if self.replication.comes_later:
             captured = len(self.slots)
             try:
                 self._take_copies()
@@ -317,8 +315,7 @@ class Save:
             self.slots[0].end_hold("comparison")
 
     def _take_copies(self) -> None:
-        if self._saves.replicator is not None:
-            self.slots += self._saves.replicator.finish(self._replication)
+        self.slots += self.replication.finish()
         # Now that all slots of this rank are reserved.
         self._saves.check_space()
 
@@ -338,9 +335,9 @@ class Save:
             identity.generation,
             self.error or finishing.error_text,
             tuple(missing),
-            tuple(self._replication.kept),
+            tuple(self.replication.kept),
             context.checkpoints.copies_wanted(identity.rank),
-            self._replication.group,
+            self.replication.group,
             self.bad,
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
             self._divided,
@@ -442,7 +439,7 @@ class Save:
         Without an error it is a save that nobody carries out.
         """
         context, identity = self._context, self.identity
-        self._await_exchanged()
+        self.replication.wait()
         self._end()
         context.checkpoints.forget(identity.iteration)
         if context.epoch.newest_iteration == identity.iteration:
@@ -469,7 +466,7 @@ class Save:
 
     def leave(self) -> None:
         """End the save and keep what was written: other ranks may have found it complete."""
-        self._await_exchanged()
+        self.replication.wait()
         self._end()
         self._settle("release", partial(self._context.store.release, self._all_slots()))
         self._context.checkpoints.forget(self.identity.iteration)
@@ -501,10 +498,10 @@ class Save:
             self.identity.iteration,
             self.slots[0].nbytes if self.slots else 0,
             self._captured - self._called,
-            self._replication.seconds,
+            self.replication.seconds,
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
-            self._replication.sent_nbytes,
+            self.replication.sent_nbytes,
         )
 
     def _all_slots(self) -> list[Slot]:
@@ -519,17 +516,6 @@ class Save:
         # A queue keeps its last error, whose frames keep the save.
         self.ticket = None
 
-    def _await_exchanged(self) -> None:
-        """Wait until nothing is sent or received for this save, or the deadlines have passed."""
-        if self._saves.replicator is not None:
-            self._saves.replicator.await_exchanged(self._replication)
-
-    def _waits_for(self) -> str:
-        """Describe which other ranks this rank's save waits for; empty for none."""
-        if self._saves.replicator is None:
-            return ""
-        return self._saves.replicator.waits_for(self._replication)
-
     def note_error(self, error: Exception) -> None:
         """Log an error of this rank, and keep its text for the outcome; the first one counts."""
         logger.error(
@@ -542,9 +528,7 @@ class Save:
         )
         # What went wrong first is why; what follows from it says less.
         self.error, self.slots = self.error or with_class(error), []
-        if self._replication.task is not None and self._replication.task.done():
-            # The task may hold this error, whose frames hold this save.
-            self._replication.task = None
+        self.replication.forget_error()
 
 
 class Saves:
@@ -554,7 +538,7 @@ class Saves:
         in_flight: Saves that are captured and not finalized, the oldest first; the same on all
             ranks.
         capture: Captures states in slots of the store.
-        replicator: Replicates what is saved; ``None`` without a strategy.
+        is_protected: Whether what is saved is replicated.
         replica_check: Compares what ranks have in common.
         is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
     """
@@ -567,7 +551,7 @@ class Saves:
         self.in_flight: list[Save] = []
         job = Job(ranks.rank, ranks.global_ranks)
         self.capture = StateCapture(context.store, context.allowed, options, job)
-        self.replicator = Replicator(context.strategy, options) if is_protected else None
+        self.is_protected = is_protected
         self.replica_check = ReplicaCheck(options, ranks, context.events)
         self._foreign = SerialThread("localckpt-foreign")
         self._handed_over: list[HandedOver] = []
@@ -748,13 +732,12 @@ class Saves:
 
     def stop_waiting(self) -> None:
         """End the exchange with other ranks, which may not come any more."""
-        if self.replicator is not None:
-            self.replicator.cancel()
+        if self.is_protected:
+            self.context.strategy.give_up()
 
     def closing_steps(self) -> Iterable[Callable[[], object]]:
         """Yield what ends all work, in the order in which it has to be done."""
-        if self.replicator is not None:
-            yield self.replicator.close
+        yield from (save.replication.wait for save in self.in_flight)
         yield self._foreign.close
         yield from (call.close for call in self._handed_over)
         yield self._forget_all

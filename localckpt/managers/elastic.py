@@ -202,7 +202,11 @@ class ElasticLoad:
                 "saved": [
                     [
                         *(shard, self._tensors.saved(shard)),
-                        *(self._copies.described_values(shard), saved.ruled_digests),
+                        {
+                            name: digest_of(of, str)
+                            for name, of in self._copies.sections(shard).items()
+                        },
+                        saved.ruled_digests,
                     ]
                     for shard, saved in shards.items()
                 ],

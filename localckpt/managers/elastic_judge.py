@@ -108,7 +108,6 @@ def judge_structures(
 
 
 def kind_of(rule: PrivateRule) -> str:
-    """Return the name of a rule, the same on all ranks."""
     return rule if isinstance(rule, str) else "function"
 
 

@@ -39,7 +39,7 @@ from localckpt.state_dict.resharded import Target, WantedTensor, copy_part
 from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.stateful import Freedom
-from localckpt.state_dict.values import Unit, digest_of
+from localckpt.state_dict.values import Unit, with_tensors
 
 _Groups = dict[TensorGroup, list[list[int]]]
 """For each group the numbers of its tensors, by key."""
@@ -328,9 +328,6 @@ class ShardCopies:
 
     # Values that are no part of a global tensor.
 
-    def described_values(self, shard: int) -> dict[str, str]:
-        return {name: digest_of(those, str) for name, those in self.sections(shard).items()}
-
     def sections(self, shard: int) -> dict[str, dict[str, str]]:
         """Digests of values that no rule is for, by the first key of their places, and by key."""
         saved = self.shards[shard]
@@ -361,11 +358,11 @@ class ShardCopies:
         if shard not in self.shards:
             return []
         saved, rules, those = self.shards[shard], self._rules, set(unequal)
-        return saved.whole_values(
-            unit
+        return [
+            Unit(unit.place, with_tensors(unit.value, saved.tensor_of))
             for unit in saved.ruled
             if unit.key in those and kind_of(rules[prefix_in(unit.key, rules) or ""]) == kind
-        )
+        ]
 
 
 def _section_of(unit: Unit) -> str:

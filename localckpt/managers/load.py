@@ -307,7 +307,8 @@ class Load:
             self._failure = incurable(error)
             return None, []
         # What was computed is kept by the caller.
-        self._release_arrived()
+        self._store.release([s for s in self._recovery.arrived.values() if not s.is_kept])
+        self._recovery.arrived, self._senders = {}, {}
         return Loaded(self._checkpoint, state, nbytes, came_from), []
 
     # Agree.
@@ -327,10 +328,6 @@ class Load:
             for holder, owner, why in copies:
                 self._recovery.take_out(Piece(owner), holder, why)
         return not reports
-
-    def _release_arrived(self) -> None:
-        arrived, self._recovery.arrived, self._senders = self._recovery.arrived, {}, {}
-        self._store.release([slot for slot in arrived.values() if not slot.is_kept])
 
     def _drop_slots(self) -> None:
         self._recovery.drop([self._mine])

@@ -640,11 +640,7 @@ class CheckpointManager:
         shard = KeptShard(images, identity, self._context.allowed)
         promotion = Promotion(checkpoint, shard, to, rate_limit, metrics, checkpoints)
         self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
-        return promotion.request(partial(self._finalize_promotion, promotion))
-
-    def _finalize_promotion(self, promotion: Promotion) -> None:
-        promotion.finalize()
-        logger.info("iteration %d is drained", promotion.checkpoint.iteration)
+        return promotion.request()
 
     def wait_staged(self) -> None:
         """Wait until no save reads the state, which may then be changed in any way.

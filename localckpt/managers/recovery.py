@@ -76,7 +76,6 @@ class Recovery:
         return True
 
     def is_here(self, shard: int) -> bool:
-        """Return whether a shard was computed, or has arrived, on this rank."""
         return shard in self.slots or shard in self.arrived
 
     def open(self, identity: ShardIdentity) -> ShardSource:

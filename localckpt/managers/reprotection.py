@@ -193,7 +193,6 @@ class _Work(Keeper):
             self.lacking.renewal.connect(name, rank, timeout_s, rate_limit)
 
     def disconnect(self) -> None:
-        """Close the connections."""
         for connected in (self._transport, self.lacking.renewal):
             if connected is not None:
                 connected.close()
@@ -205,7 +204,6 @@ class _Work(Keeper):
                 connected.abort()
 
     def drop(self) -> None:
-        """Release all slots."""
         try:
             self._store.release(self.slots)
         except StorageError as error:

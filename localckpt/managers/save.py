@@ -493,7 +493,6 @@ class Save:
             )
 
     def report(self) -> SaveReport:
-        """Return a report of the save so far."""
         return SaveReport(
             self.identity.iteration,
             self.slots[0].nbytes if self.slots else 0,
@@ -505,7 +504,6 @@ class Save:
         )
 
     def _all_slots(self) -> list[Slot]:
-        """Return all slots of this save, filled or not."""
         checkpoint = self.identity.checkpoint
         return [s for s in self._context.store.slots if s.identity.checkpoint == checkpoint]
 
@@ -615,7 +613,6 @@ class Saves:
         return not ranks
 
     def not_scheduled(self) -> list[Save]:
-        """Return the saves whose request was given to no queue."""
         return [save for save in self.in_flight if not save.is_scheduled]
 
     def require_none(self, what: str) -> None:

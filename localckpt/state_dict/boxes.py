@@ -72,7 +72,6 @@ class RankSet:
 
     @property
     def last(self) -> int:
-        """Highest rank."""
         return self._ranges()[-1][-1]
 
     def _ranges(self) -> list[range]:
@@ -131,7 +130,6 @@ class Box(NamedTuple):
             return False
 
     def is_at(self, other: Box) -> bool:
-        """Return whether two boxes are the same part of the same global tensor."""
         return self[:3] == other[:3]
 
 
@@ -243,12 +241,10 @@ class Bounds(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Return the region of a whole tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def volume(region: Region) -> int:
-    """Return the number of elements of a region."""
     return math.prod(sum(count for _, count in runs) for runs in region)
 
 

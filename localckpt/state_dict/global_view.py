@@ -95,7 +95,6 @@ class NamedTensors(NamedTuple):
 
 
 def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
-    """Find the paths of a state's tensors."""
     found = NamedTensors({}, [])
     _collect(vars(state) if isinstance(state, TensorAwareStateDict) else state, "", None, found)
     names = found.names
@@ -231,7 +230,6 @@ class LocalParts:
         return self._of_specs[which]
 
     def fits(self, box: Box, tensor: torch.Tensor) -> bool:
-        """Return whether a box can be that of a tensor."""
         local = tuple(tensor.shape)
         which = local, box.shape, box.runs
         if which not in self._fitting:

@@ -138,7 +138,8 @@ class ImageReader(ImageBytes):
                 logger.warning(
                     "saved and not given, as partial=True allows: %s", ", ".join(differ.missing)
                 )
-            dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
+            locals_given = {id(matched.given.get(number)) for number in boxes}
+            dtensors = {key: into.dtensors[key] for key in locals_given & into.dtensors.keys()}
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
         left = {n: _make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
         given = filled | left

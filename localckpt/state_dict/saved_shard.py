@@ -45,7 +45,6 @@ from localckpt.state_dict.values import (
     read_tree,
     root_of,
     units_of,
-    with_tensors,
 )
 
 PRIVATE = "private"
@@ -79,7 +78,6 @@ class SavedTensor:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes from its first item to its last one in the image."""
         offset = 0 if self.entry.view is None else self.entry.view[0]
         return self.entry.reach_nbytes() - offset
 
@@ -186,9 +184,6 @@ class SavedShard(ImageReader):
         parts = (part for unit in units for part in _parts_of(unit))
         return [part for part in parts if not isinstance(part.value, Placeholder)]
 
-    def whole_values(self, units: Iterable[Unit]) -> list[Unit]:
-        return [Unit(place, with_tensors(value, self.tensor_of)) for place, value in units]
-
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests of the values and private tensors that no rule is for, by their keys."""
@@ -200,7 +195,6 @@ class SavedShard(ImageReader):
         return self._digests_of(self.ruled)
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        """Read a tensor as a plain one, contiguous, into host memory."""
         tensor = self.tensor(number).detach()
         return tensor if tensor.is_meta else tensor.contiguous()
 

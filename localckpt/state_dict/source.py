@@ -346,7 +346,6 @@ class ImageBytes:
         self._source.stream(self.header.digests_start, places, filled, starts)
 
     def verify(self) -> None:
-        """Read the whole image, with several threads, and verify all its blocks."""
         self.read_runs((), is_all_verified=True)
 
     def _fetch(self, wanted: int) -> None:

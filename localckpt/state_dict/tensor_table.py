@@ -112,7 +112,6 @@ class TableEntry(NamedTuple):
 
     @property
     def is_expanded(self) -> bool:
-        """True if items share memory in the slot."""
         strides = self.strides or (1,) * len(self.shape)
         return any(n > 1 and not s for n, s in zip(self.shape, strides, strict=True))
 
@@ -163,7 +162,6 @@ class TensorTable:
 
 
 def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
-    """Parse the JSON text of a table."""
     try:
         return tuple(_parse_row(row) for row in json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -294,7 +292,6 @@ def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
 
 
 def dtype_named(label: str) -> torch.dtype:
-    """Return the dtype of a label of the safetensors format that an image uses."""
     return _DTYPES[label]
 
 

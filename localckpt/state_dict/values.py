@@ -65,7 +65,6 @@ class Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Dotted path of the value."""
         return joined(self.place)
 
 
@@ -191,8 +190,6 @@ def _megatron_classes() -> tuple[Any, ...]:
 
 
 def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """Return a value with tensors in place of its placeholders."""
-
     def replace(part: Placeholder) -> torch.Tensor:
         if len(part.numbers) != 1:
             raise RestoreError("a value made of several tensors cannot be rebuilt by itself")
@@ -267,7 +264,6 @@ _PLAIN = (bool, int, str, bytes, type(None))
 
 
 def digest_of(value: Any, of_placeholder: Callable[[Placeholder], str]) -> str:
-    """Compute the digest of a value; tensors that placeholders stand for have their own."""
     return str(_digest(value, of_placeholder, 0).hexdigest())
 
 

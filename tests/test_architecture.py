@@ -88,13 +88,13 @@ _BUDGETS = {
     "top": (2099, 1300, 14),
     "async_save": (1689, 1400, 7),
     "availability": (2824, 2000, 11),
-    "checkpointer": (4448, 1800, 18),
+    "checkpointer": (4447, 1800, 18),
     "cli": (3175, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (7127, 4900, 23),
     "integrations": (2821, 2900, 21),
-    "managers": (5526, 3600, 22),
+    "managers": (5504, 3600, 21),
     "memory": (817, 700, 7),
     "ranks": (3003, 1600, 14),
     "replication": (3226, 2900, 18),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (186, 150)
+_CORE_MODULES = (185, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

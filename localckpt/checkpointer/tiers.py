@@ -26,8 +26,7 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from localckpt.managers.local import LocalCheckpointManager
-from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
 from localckpt.managers.restoring import LoadOptions
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames

@@ -53,7 +53,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.loss_chances import LossChance, chances_of_loss
 from localckpt.replication.strategies import (
@@ -67,6 +67,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.catalog import Problem
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.kept_shard import KeptShard
+from localckpt.storage.memory import default_session
 from localckpt.storage.store import Store
 from localckpt.trust import is_orderly
 
@@ -920,3 +921,13 @@ class CheckpointManager:
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
         self._finder.found = None
+
+
+def agreed_session(ranks: Ranks) -> str:
+    """Name the session of a program that gives none, by the first rank; all ranks call it."""
+    return ranks.decide(
+        "name the session",
+        lambda: default_session() if ranks.is_root else "",
+        lambda names: names[ranks.root],
+        read=shaped(str),
+    )

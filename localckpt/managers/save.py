@@ -69,6 +69,7 @@ class Save:
         bad: Reason why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
         is_scheduled: True once a queue, or the trainer itself, runs the save.
+        handed_over: Work of the save that a queue of another library waits for.
         is_handed_over: True once a queue of another library has taken the request.
         is_complete: True once all ranks have agreed that the save is complete.
     """
@@ -95,7 +96,7 @@ class Save:
         self._divided: tuple[Agreed, ...] = ()
         self.ticket: Ticket | None = None
         self.is_scheduled = self.is_handed_over = self.is_complete = False
-        self._handed_over: HandedOver | None = None
+        self.handed_over: HandedOver | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._previous_iteration = context.epoch.newest_iteration
         self.replication = Replication(context.strategy, context.options, identity)
@@ -225,8 +226,9 @@ class Save:
     def _hand_over(self) -> Callable[[], None]:
         """Carry the save out in a thread; return what a foreign queue's process waits for it by."""
         self.is_scheduled = self.is_handed_over = True
-        self._handed_over = self._saves.run_in_thread(self._run_here)
-        return self._handed_over.function
+        self.handed_over = HandedOver(self._run_here, self._context.options.timeout)
+        self._saves.foreign.submit(self.handed_over.task)
+        return self.handed_over.function
 
     def _run_here(self) -> str | None:
         try:
@@ -324,7 +326,7 @@ class Save:
         missing: list[CkptID] = []
         context, identity = self._context, self.identity
         with Attempt() as finishing:
-            handed_over, self._handed_over = self._handed_over, None
+            handed_over, self.handed_over = self.handed_over, None
             if handed_over is not None:
                 self.error = self.error or handed_over.await_error()
             self.protect()
@@ -538,6 +540,7 @@ class Saves:
         capture: Captures states in slots of the store.
         is_protected: Whether what is saved is replicated.
         replica_check: Compares what ranks have in common.
+        foreign: Carries out the saves that queues of other libraries have.
         is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
     """
 
@@ -551,8 +554,7 @@ class Saves:
         self.capture = StateCapture(context.store, context.allowed, options, job)
         self.is_protected = is_protected
         self.replica_check = ReplicaCheck(options, ranks, context.events)
-        self._foreign = SerialThread("localckpt-foreign")
-        self._handed_over: list[HandedOver] = []
+        self.foreign = SerialThread("localckpt-foreign")
         self._noting = SerialThread("localckpt-note")
         self._noted: Task[None] | None = None
         self._has_checked_space = False
@@ -719,14 +721,6 @@ class Saves:
         except RuntimeError:
             self._noted.run()
 
-    def run_in_thread(self, work: Callable[[], str | None]) -> HandedOver:
-        """Carry a save out in a thread, for a foreign queue; ``work`` returns what went wrong."""
-        self._handed_over = [call for call in self._handed_over if not call.is_closed]
-        call = HandedOver(work, self.context.options.timeout)
-        self._handed_over.append(call)
-        self._foreign.submit(call.task)
-        return call
-
     def stop_waiting(self) -> None:
         """End the exchange with other ranks, which may not come any more."""
         if self.is_protected:
@@ -735,8 +729,8 @@ class Saves:
     def closing_steps(self) -> Iterable[Callable[[], object]]:
         """Yield what ends all work, in the order in which it has to be done."""
         yield from (save.replication.wait for save in self.in_flight)
-        yield self._foreign.close
-        yield from (call.close for call in self._handed_over)
+        yield self.foreign.close
+        yield from (save.handed_over.close for save in self.in_flight if save.handed_over)
         yield self._forget_all
         if self._noted is not None:
             yield partial(self._noted.wait, min(_NOTED_S, self.context.options.timeout))

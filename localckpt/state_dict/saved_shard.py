@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import (
-    Callable,
     Collection,
     Container,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 import xxhash
@@ -23,7 +20,7 @@ from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
-from localckpt.state_dict.boxes import Box, Region, divided, rows_of, volume, whole
+from localckpt.state_dict.boxes import Region, divided, rows_of, volume, whole
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.resharded import (
     Target,
@@ -37,7 +34,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import Run, ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
-from localckpt.state_dict.tensor_table import ARRAY, TableEntry
+from localckpt.state_dict.tensor_table import ARRAY, UNNAMED, TableEntry
 from localckpt.state_dict.values import (
     Placeholder,
     Unit,
@@ -134,14 +131,14 @@ class SavedShard(ImageReader):
         boxes = self.tables.boxes
         skeleton, contents = self.checked_skeleton
         values = set(contents.composed)
-        root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        root = root_of(read_tree(skeleton, self.allowed, partial(self._value_tensor, values)))
         # What others are made of is there to be filled in strict parts only.
         if new := values_below(root, free, lambda n: self.entries[n].slot is None):
             values |= new
-            root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+            root = root_of(read_tree(skeleton, self.allowed, partial(self._value_tensor, values)))
         self.ruled, self.others = units_of(root, boxes.__contains__, rules)
         self.names = names_of(root, free)
-        self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
+        self.outlines = outlines_of(root, free, rules, self._kind_of)
         below = (part for unit in self.ruled for part in _parts_of(unit))
         private: set[str] = set()
         for unit in (*self.others, *below):
@@ -217,17 +214,21 @@ class SavedShard(ImageReader):
         their own, some parts at a time.
         """
         waiting: list[_Part] = []
+        copied_nbytes = 0
         for number, whole_part, targets in parts:
             tensor = self.tensors[number]
             part = _Part(tensor, whole_part, targets)
-            if part.memory is None and tensor.is_in_order:
-                regions = divided(whole_part, _COPIED_NBYTES // tensor.itemsize)
-                waiting += [_Part(tensor, region, targets) for region in regions]
+            if part.memory is not None or not tensor.is_in_order:
+                pieces = [part]
             else:
-                waiting.append(part)
-            if sum(p.stop - p.start for p in waiting if p.memory is None) >= _WAITING_NBYTES:
-                self._read(waiting)
-                waiting = []
+                regions = divided(whole_part, _COPIED_NBYTES // tensor.itemsize)
+                pieces = [_Part(tensor, region, targets) for region in regions]
+            for piece in pieces:
+                waiting.append(piece)
+                copied_nbytes += 0 if piece.memory is not None else piece.stop - piece.start
+                if copied_nbytes >= _WAITING_NBYTES:
+                    self._read(waiting)
+                    waiting, copied_nbytes = [], 0
         self._read(waiting)
 
     def _read(self, parts: Sequence[_Part]) -> None:
@@ -245,27 +246,18 @@ class SavedShard(ImageReader):
         for part, data in copies:
             part.copy(data)
 
-    def _kind_of(self, boxes: Mapping[int, Box]) -> Callable[[int], TensorKind]:
-        def kind(number: int) -> TensorKind:
-            entry, box = self.entries[number], boxes.get(number)
-            return entry.torch_dtype(), entry.shape if box is None else box.shape
+    def _kind_of(self, number: int) -> TensorKind:
+        entry, box = self.entries[number], self.tables.boxes.get(number)
+        return entry.torch_dtype(), entry.shape if box is None else box.shape
 
-        return kind
-
-    def _value_tensor(
-        self, boxes: Mapping[int, Any], values: Container[int]
-    ) -> Callable[[int], torch.Tensor | None]:
+    def _value_tensor(self, values: Container[int], number: int) -> torch.Tensor | None:
         """Give tensors that are in no container: arrays, those in objects, and parts of values."""
-
-        def tensor(number: int) -> torch.Tensor | None:
-            entry = self.entries[number]
-            is_unnamed = entry.slot is not None and entry.slot.startswith("tensor.")
-            is_value = entry.kind == ARRAY or number in values
-            if not is_value and (not is_unnamed or number in boxes):
-                return None
-            return self.tensor_of(number)
-
-        return tensor
+        entry = self.entries[number]
+        is_unnamed = entry.slot is not None and entry.slot.startswith(UNNAMED)
+        is_value = entry.kind == ARRAY or number in values
+        if not is_value and (not is_unnamed or number in self.tables.boxes):
+            return None
+        return self.tensor_of(number)
 
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str

@@ -69,8 +69,7 @@ class Save:
         bad: Reason why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
         is_scheduled: True once a queue, or the trainer itself, runs the save.
-        handed_over: Work of the save that a queue of another library waits for.
-        is_handed_over: True once a queue of another library has taken the request.
+        handed_over: Work that a queue of another library waits for, once it has the request.
         is_complete: True once all ranks have agreed that the save is complete.
     """
 
@@ -95,7 +94,7 @@ class Save:
         self._replicas: list[PartDigest] | None = None
         self._divided: tuple[Agreed, ...] = ()
         self.ticket: Ticket | None = None
-        self.is_scheduled = self.is_handed_over = self.is_complete = False
+        self.is_scheduled = self.is_complete = False
         self.handed_over: HandedOver | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._previous_iteration = context.epoch.newest_iteration
@@ -225,7 +224,7 @@ class Save:
 
     def _hand_over(self) -> Callable[[], None]:
         """Carry the save out in a thread; return what a foreign queue's process waits for it by."""
-        self.is_scheduled = self.is_handed_over = True
+        self.is_scheduled = True
         self.handed_over = HandedOver(self._run_here, self._context.options.timeout)
         self._saves.foreign.submit(self.handed_over.task)
         return self.handed_over.function
@@ -326,9 +325,8 @@ class Save:
         missing: list[CkptID] = []
         context, identity = self._context, self.identity
         with Attempt() as finishing:
-            handed_over, self.handed_over = self.handed_over, None
-            if handed_over is not None:
-                self.error = self.error or handed_over.await_error()
+            if self.handed_over is not None:
+                self.error = self.error or self.handed_over.await_error()
             self.protect()
             holds = context.store.holds
             missing += [s.identity.ckpt_id for s in self.slots if not holds(s.identity)]
@@ -630,7 +628,7 @@ class Saves:
     @property
     def _limited(self) -> list[Save]:
         """Saves that count; a foreign queue finalizes its own by itself."""
-        return [save for save in self.in_flight if not save.is_handed_over]
+        return [save for save in self.in_flight if save.handed_over is None]
 
     @property
     def _is_full(self) -> bool:

@@ -182,8 +182,7 @@ class ImageReader(ImageBytes):
         differ = compare_names(saved, into.parts, rules=into.rules)
         matched = into.match(
             *(entries, boxes, contents.of_meshes | contents.composed),
-            lambda: self._paths(skeleton, contents),
-            differ,
+            *(self._paths, differ),
         )
         self._require_sizes(matched.targets)
         self._matches = into, differ, matched
@@ -191,13 +190,13 @@ class ImageReader(ImageBytes):
 
     def dtensors(self) -> set[int]:
         """Return the numbers of the local tensors of DTensors in the containers of the state."""
-        found = self._placeholders(*self.checked_skeleton)
+        found = self._placeholders()
         return {number for _, value in found if value.is_dtensor for number in value.numbers}
 
-    def _paths(self, skeleton: bytes, contents: Contents) -> dict[int, str]:
+    def _paths(self) -> dict[int, str]:
         """Return the paths of the tensors in the containers of the state, by their numbers."""
         paths: dict[int, str] = {}
-        for path, placeholder in self._placeholders(skeleton, contents):
+        for path, placeholder in self._placeholders():
             for number in placeholder.numbers:
                 paths.setdefault(number, self.path_of(number, path, placeholder))
         return paths
@@ -209,11 +208,11 @@ class ImageReader(ImageBytes):
         slot = self.entries[number].slot or ""
         return slot if slot.startswith(f"{path}.") else f"{path}.?"
 
-    def _placeholders(self, skeleton: bytes, contents: Contents) -> list[tuple[str, Placeholder]]:
-        entries = self.tables.entries
+    def _placeholders(self) -> list[tuple[str, Placeholder]]:
+        skeleton, contents = self.checked_skeleton
 
         def tensor(number: int) -> torch.Tensor | None:
-            entry = entries[number]
+            entry = self.entries[number]
             name = (entry.slot or "").removeprefix(SHARED)
             is_in_container = entry.kind != ARRAY and name != f"{UNNAMED}{number}"
             if is_in_container or number in contents.composed:

@@ -99,7 +99,7 @@ _BUDGETS = {
     "ranks": (3003, 1600, 14),
     "replication": (3226, 2900, 18),
     "replication/parity": (1800, 1700, 12),
-    "state_dict": (7448, 5000, 30),
+    "state_dict": (7430, 5000, 30),
     "storage": (3382, 3100, 17),
 }
 

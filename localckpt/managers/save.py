@@ -26,7 +26,6 @@ from localckpt.errors import (
     DivergenceError,
     PeerLostError,
     SaveFailedError,
-    StorageError,
 )
 from localckpt.events.event import Tier
 from localckpt.events.saves import SaveRecord
@@ -45,12 +44,9 @@ from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.replica_digests import PartDigest, replica_digests, tensor_views
 from localckpt.storage.store import Slot
-from localckpt.threads import SerialThread, Task
+from localckpt.threads import SerialThread
 
 logger = logging.getLogger(__name__)
-
-# Notes of metrics that a stuck disk holds up do not hold up the end.
-_NOTED_S = 2.0
 
 
 def _kept(text: str) -> str:
@@ -553,8 +549,6 @@ class Saves:
         self.is_protected = is_protected
         self.replica_check = ReplicaCheck(options, ranks, context.events)
         self.foreign = SerialThread("localckpt-foreign")
-        self._noting = SerialThread("localckpt-note")
-        self._noted: Task[None] | None = None
         self._has_checked_space = False
 
     # Which may begin.
@@ -684,40 +678,22 @@ class Saves:
         here = [rank for rank, node in enumerate(nodes) if node == nodes[images.rank]]
         over = checkpoints.keep(saved, retention)
         kept = sorted({checkpoint.iteration for checkpoint in checkpoints.complete})
-        if retention.best is not None and images.rank == here[0]:
-            self._note_metrics()
+        is_leader = images.rank == here[0]
+        metrics = checkpoints.metrics if retention.best is not None and is_leader else None
 
         def prune() -> None:
-            if over is None:
-                return
-            began = time.monotonic()
-            # Ranks whose folders this one cleans up now run on other nodes.
-            adopted = images.claim.ranks() - set(here) if images.rank == here[0] else set[int]()
-            if images.prune(lambda shard: over.takes(shard.checkpoint), adopted):
-                context.events.emit("pruned", began=began, step=saved, details={"kept": kept})
+            if over is not None:
+                began = time.monotonic()
+                # Ranks whose folders this one cleans up now run on other nodes.
+                adopted = images.claim.ranks() - set(here) if is_leader else set[int]()
+                if images.prune(lambda shard: over.takes(shard.checkpoint), adopted):
+                    context.events.emit("pruned", began=began, step=saved, details={"kept": kept})
+            if metrics is not None:
+                # All of them, since the node may have taken the place of another one. Saves under
+                # way may have noted theirs.
+                context.store.claim.keep_metrics(metrics, checkpoints.under_way)
 
         return prune
-
-    def _note_metrics(self) -> None:
-        """Have this node note the metrics of complete checkpoints, and no others, behind training.
-
-        All of them, since the node may have taken the place of another one.
-        """
-        claim, checkpoints = self.context.store.claim, self.context.checkpoints
-        metrics = checkpoints.metrics
-
-        def note() -> None:
-            try:
-                # Saves under way may have noted theirs.
-                claim.keep_metrics(metrics, checkpoints.under_way)
-            except StorageError as error:
-                logger.warning("this node has not noted the metrics of checkpoints: %s", error)
-
-        self._noted = Task(note)
-        try:
-            self._noting.submit(self._noted)
-        except RuntimeError:
-            self._noted.run()
 
     def stop_waiting(self) -> None:
         """End the exchange with other ranks, which may not come any more."""
@@ -730,8 +706,6 @@ class Saves:
         yield self.foreign.close
         yield from (save.handed_over.close for save in self.in_flight if save.handed_over)
         yield self._forget_all
-        if self._noted is not None:
-            yield partial(self._noted.wait, min(_NOTED_S, self.context.options.timeout))
 
     def _forget_all(self) -> None:
         # Memory that is being filled, as when a capture was interrupted.

@@ -105,9 +105,7 @@ def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
 
 
 def _collect(root: Any, above: str, marked: Sequence[int] | None, found: NamedTensors) -> None:
-    wanted: tuple[type, ...] = (torch.Tensor, numpy.ndarray, Replicated)
-    if (megatron := _megatron_class()) is not None:
-        wanted = (*wanted, megatron)
+    wanted = (torch.Tensor, numpy.ndarray, Replicated, *megatron_classes())
     names, tellers = found
     kinds: dict[type, _Kind] = {torch.Tensor: "plain", torch.nn.Parameter: "plain"}
     for path, value in named_values(root, wanted, above):
@@ -350,10 +348,11 @@ def _kind_of(value: Any) -> _Kind:
         return "DTensor"
     if isinstance(value, torch.Tensor) and is_sharded(value):
         return "ShardedTensor"
-    megatron = _megatron_class()
-    return "Megatron" if megatron is not None and isinstance(value, megatron) else "other"
+    return "Megatron" if isinstance(value, megatron_classes()) else "other"
 
 
-def _megatron_class() -> type | None:
+def megatron_classes() -> tuple[Any, ...]:
+    """Return Megatron-Core's ShardedTensor, if it is imported."""
     module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
-    return getattr(module, "ShardedTensor", None)
+    found = getattr(module, "ShardedTensor", None)
+    return () if found is None else (found,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import io
 import struct
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from localckpt.state_dict.containers import (
     prefix_in,
     with_children,
 )
+from localckpt.state_dict.global_view import megatron_classes
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import checked_maker
 from localckpt.state_dict.unpickler import Ignored, Unpickler
@@ -147,7 +147,7 @@ def units_of(
     """
     ruled: list[Unit] = []
     others: list[Unit] = []
-    megatron = _megatron_classes()
+    megatron = megatron_classes()
     above_rules = above(rules)
 
     def divide(place: Place, value: Any) -> None:
@@ -182,11 +182,6 @@ def units_of(
 
     divide((), root)
     return ruled, others
-
-
-def _megatron_classes() -> tuple[Any, ...]:
-    module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
-    return () if module is None else (module.ShardedTensor,)
 
 
 def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:

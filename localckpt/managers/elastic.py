@@ -20,6 +20,7 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
+    NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
@@ -76,8 +77,6 @@ class ElasticLoad:
         self._recovery = recovery
         self._options = options
         self._rules = context.options.rules if options.private is None else options.private
-        self._copies = ShardCopies(context, recovery, self._rules)
-        self._images = self._copies.images
 
     def run(self) -> Loaded | None:
         """Fill the state of every rank.
@@ -87,9 +86,12 @@ class ElasticLoad:
         try:
             while True:
                 self._recovery.drop()
-                computed_by = self._copies.plan_recovery()
-                if computed_by is None:
+                try:
+                    lost = self._recovery.plan()
+                except NoReplicasAvailableError:
                     return None
+                # In turn.
+                computed_by = {shard: shard % self._ranks.world_size for shard in lost}
                 with self._context.events.timed("fetch", self._checkpoint.iteration):
                     if not self._recovery.run(computed_by):
                         continue
@@ -104,6 +106,8 @@ class ElasticLoad:
     def _load(self, readers: dict[int, int], opened: ExitStack) -> Loaded | None:
         """Make one round; ``None`` if it has to be made again."""
         self._readers = readers
+        self._copies = ShardCopies(self._context, self._recovery, self._rules)
+        self._images = self._copies.images
         self._judge = ElasticJudge(
             *(self._checkpoint, self._rules, self._context.nodes, readers),
             *(self._inventory.holders(self._checkpoint), self._options.rules),

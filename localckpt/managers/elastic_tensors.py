@@ -17,7 +17,6 @@ from localckpt.availability.reshard import Keys, Take, TensorGroup, group_tensor
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
-    NoReplicasAvailableError,
     RestoreError,
     StorageError,
 )
@@ -200,11 +199,11 @@ def move_tensors(
 
 
 class ShardCopies:
-    """Copies of the shards of one checkpoint that this rank reads, in one round after another.
+    """Copies of the shards of one checkpoint that this rank reads, in one round.
 
     Attributes:
         shards: Shards that are open.
-        found_bad: Shards whose copies were found bad in this round, with the reason.
+        found_bad: Shards whose copies were found bad, with the reason.
     """
 
     def __init__(
@@ -216,18 +215,6 @@ class ShardCopies:
         self.images = ValueImages(self._identity(0), context.allowed)
         self.shards: dict[int, SavedShard] = {}
         self.found_bad: dict[int, str] = {}
-
-    def plan_recovery(self) -> dict[int, int] | None:
-        """Begin a round: choose the ranks that compute shards which no node holds, in turn.
-
-        Returns the rank for each shard; ``None`` if some shard cannot be computed.
-        """
-        self.shards, self.found_bad = {}, {}
-        world_size = self._context.ranks.world_size
-        try:
-            return {shard: shard % world_size for shard in self._recovery.plan()}
-        except NoReplicasAvailableError:
-            return None
 
     def describe(self, shards: Iterable[int], free: Freedom, opened: ExitStack) -> None:
         """Open the shards that this rank describes, and note the copies that are bad."""

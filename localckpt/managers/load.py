@@ -74,7 +74,6 @@ class Load:
         self._ranks = context.ranks
         self._strategy = context.strategy
         self._store = context.store
-        self._allowed = context.allowed
         self._checkpoints = context.checkpoints
         self._session_id = context.session_id
         # What each node holds; copies that turn out bad are taken out of it.
@@ -152,7 +151,9 @@ class Load:
                     return None
                 step = self._checkpoint.iteration
                 with self._context.events.timed("fetch", step):
-                    if not self._recover_and_fetch(plan):
+                    if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
+                        continue
+                    if plan.transfers and not self._fetch(plan):
                         continue
                     if self._store.keeps_images:
                         lacking = self._compare_with_shards()
@@ -174,11 +175,6 @@ class Load:
         ranks = range(self._ranks.world_size)
         wanted = {rank: [rank] for rank in ranks if rank not in groups}
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
-
-    def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
-            return False
-        return self._fetch(plan) if plan.transfers else True
 
     def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
         """Plan the transfers of shards that hold parts of tensors of ranks on other nodes."""

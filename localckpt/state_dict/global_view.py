@@ -18,7 +18,7 @@ import torch
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.boxes import Box, RankSet, Run
+from localckpt.state_dict.boxes import Box, RankSet, Run, narrowed_rows
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.replicated import Replicated
@@ -303,24 +303,15 @@ def _share(runs: Sequence[Run], strides: int, parts: int, number: int) -> list[R
     for stride in range(strides):
         start, end = _chunk(0, total, strides, stride)
         start, end = _chunk(start, end, parts, number)
-        begin = 0
-        for first, count in runs:
-            low, high = max(start, begin), min(end, begin + count)
-            if low < high:
-                taken.append((first + low - begin, high - low))
-            begin += count
-    return _joined_up(taken) or [(sum(runs[-1]), 0)]
-
-
-def _joined_up(runs: Sequence[Run]) -> list[Run]:
-    """Make one run of those that follow each other."""
-    joined_up: list[Run] = []
-    for start, count in runs:
-        if joined_up and sum(joined_up[-1]) == start:
-            start, before = joined_up.pop()
-            count += before
-        joined_up.append((start, count))
-    return joined_up
+        (side,) = narrowed_rows((tuple(runs),), 0, start, end - start)
+        for first, count in side:
+            # One run of those that follow each other.
+            if count and taken and sum(taken[-1]) == first:
+                first, before = taken.pop()
+                count += before
+            if count:
+                taken.append((first, count))
+    return taken or [(sum(runs[-1]), 0)]
 
 
 def _chunk(start: int, end: int, parts: int, number: int) -> tuple[int, int]:

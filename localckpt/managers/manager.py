@@ -64,6 +64,7 @@ from localckpt.replication.strategies import (
 from localckpt.resuming import Resuming
 from localckpt.state_dict.basic import give_states, unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import TargetRules
 from localckpt.storage.catalog import Problem
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.kept_shard import KeptShard
@@ -486,9 +487,8 @@ class CheckpointManager:
             UnsafeGlobalError: A shard names a class or function that is not allowed.
             PeerLostError: A rank did not answer in time.
         """
-        options = LoadOptions.of(
-            into, map_location, is_partial=partial, converts=allow_dtype_change
-        )
+        rules = TargetRules(is_partial=partial, converts=allow_dtype_change)
+        options = LoadOptions.of(into, map_location, rules)
         return self._load_as(options, iteration)
 
     def load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:

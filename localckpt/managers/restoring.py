@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,17 +23,15 @@ from localckpt.managers.context import Context
 from localckpt.managers.recovery import Recovery
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
-from localckpt.state_dict.names import Names, read_names
+from localckpt.state_dict.names import read_names
 from localckpt.state_dict.restore import ImageReader, open_images
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.targets import (
     STRICT,
-    LetsGo,
     TargetRules,
     Targets,
     find_targets,
-    let_nothing_go,
 )
 from localckpt.storage.hooks import HookStore
 
@@ -61,17 +59,11 @@ class LoadOptions:
         cls,
         into: Any,
         map_location: str | torch.device | None = None,
-        *,
-        is_partial: bool = False,
-        converts: bool = False,
-        lets_go: LetsGo = let_nothing_go,
-        named: frozenset[str] = frozenset(),
-        compare: Callable[[Names, Names], Mapping[str, list[str]]] | None = None,
+        rules: TargetRules = STRICT,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
-        rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
-        if compare is not None:
-            rules = replace(rules, compare=compare)
+        """Return the options; the rules get the freedom that the values of ``into`` have."""
+        rules = replace(rules, free=freedom_in(into))
         return cls(None if into is None else wrapped(into), into, map_location, rules, private)
 
 

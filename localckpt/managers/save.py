@@ -115,13 +115,24 @@ class Save:
         own: Slot | None = None
         began = time.monotonic()
         with Attempt() as capturing:
+            node_ranks: tuple[int, ...] = ()
+            if not self._compares_replicas:
+                # Whole tensors are compared.
+                node_ranks = self._saves.capture.node_ranks(context.epoch.nodes, self.identity.rank)
             with record_function("localckpt.stage"):
                 own, self._divided = self._saves.capture.capture(
                     *(wrapped(state), self.identity),
                     is_sent=self._saves.is_protected,
-                    node_ranks=self._node_ranks(),
+                    node_ranks=node_ranks,
                 )
-            self._note_captured(own, began)
+            self.slots.append(own)
+            if self._compares_replicas:
+                own.hold("comparison")
+            self._captured = time.monotonic()
+            # The wait for a buffer that an older save has counts as well.
+            self._record.waited_s += own.reserved_at - began
+            self._record.copied = own.reserved_at, self._captured
+            self._record.nbytes = own.nbytes
         with Attempt() as copying:
             # Also without an image: the ranks that were to get copies are not left waiting.
             if self._saves.is_protected:
@@ -138,25 +149,6 @@ class Save:
         del capturing, copying, failure
         self._metrics = None
         self._returned = time.monotonic()
-
-    def _note_captured(self, own: Slot, began: float) -> None:
-        self.slots.append(own)
-        if self._compares_replicas:
-            own.hold("comparison")
-        self._captured = time.monotonic()
-        # The wait for a buffer that an older save has counts as well.
-        self._record.waited_s += own.reserved_at - began
-        self._record.copied = own.reserved_at, self._captured
-        self._record.nbytes = own.nbytes
-
-    def _node_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that this save divides equal tensors among.
-
-        A save that compares replicas divides nothing, since whole tensors are compared.
-        """
-        if self._compares_replicas:
-            return ()
-        return self._saves.capture.node_ranks(self._context.epoch.nodes, self.identity.rank)
 
     # Carried out at once, or by a queue behind training.
 

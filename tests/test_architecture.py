@@ -94,7 +94,7 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (7127, 4900, 23),
     "integrations": (2821, 2900, 21),
-    "managers": (5421, 3600, 21),
+    "managers": (5417, 3600, 21),
     "memory": (817, 700, 7),
     "ranks": (3003, 1600, 14),
     "replication": (3226, 2900, 18),

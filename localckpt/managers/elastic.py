@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 # Connecting, and the transfer itself.
 _DEADLINES = 2
+_Verdict = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+"""What the judge tells all ranks, and what it tells this one."""
 # What judge_structures() tells all ranks.
 _STRUCTURE = {
     **{name: [str] for name in ("missing", "outlines", "expanded", "lines", "names")},
@@ -239,15 +241,13 @@ class ElasticLoad:
 
     # Tell, and plan.
 
-    def _compare_all(
-        self, structure: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    def _compare_all(self, structure: Mapping[str, Any]) -> _Verdict:
         """Compare values and tensors as well, and plan, if all fits."""
         found, lines = Mismatches(), structure["lines"]
         if lines:
             found.note(mismatch(lines))
             self._judge.leave_out(structure["names"])
-        verdict: tuple[Mapping[str, Any], Mapping[str, Any] | None] = {}, None
+        verdict: _Verdict = {}, None
         try:
             with found.noted():
                 verdict = self._tell(self._describe(structure))
@@ -261,9 +261,7 @@ class ElasticLoad:
         found.raise_all()
         return verdict
 
-    def _tell(
-        self, asked: Mapping[str, Any] | None
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    def _tell(self, asked: Mapping[str, Any] | None) -> _Verdict:
         """Tell the root what it asks for; it plans."""
         record: dict[str, Any] = {}
         with Attempt() as telling:
@@ -282,14 +280,12 @@ class ElasticLoad:
                 "packs": self._copies.packs(asked, self._unequal),
             }
         what = f"plan the load of iteration {self._checkpoint.iteration}"
-        verdict, own = self._ranks.agree(
+        verdict: _Verdict = self._ranks.agree(
             *(what, telling, record, self._judge.plan), read=shaped((dict, dict | None))
         )
-        return verdict, own
+        return verdict
 
-    def _settle(
-        self, own: Mapping[str, Any] | None
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    def _settle(self, own: Mapping[str, Any] | None) -> _Verdict:
         """Tell the root the digests of parts that shards do not say are equal; it plans."""
         digests = []
         with Attempt() as reading:
@@ -306,10 +302,10 @@ class ElasticLoad:
                     digests.append([shard, number, of_keys])
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
         record = {"bad": self._copies.bad, "digests": digests}
-        verdict, plan = self._ranks.agree(
+        verdict: _Verdict = self._ranks.agree(
             *(what, reading, record, self._judge.settle), read=shaped((dict, dict | None))
         )
-        return verdict, plan
+        return verdict
 
     def _take_plan(
         self, verdict: Mapping[str, Any], own: Mapping[str, Any] | None, opened: ExitStack

@@ -27,8 +27,8 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from benchmarks.state import parameter_shapes
-from localckpt.managers.restoring import ReadProgress
 from localckpt.replication.progress import Progress
+from localckpt.state_dict.source import ReadProgress
 
 __all__ = ["measure"]
 

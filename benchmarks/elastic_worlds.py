@@ -20,7 +20,6 @@ from benchmarks.setup import Options
 from localckpt.availability.reshard import Keys, TensorGroup
 from localckpt.ids import Checkpoint, Generation
 from localckpt.managers.elastic_judge import ElasticJudge, ValueImages
-from localckpt.ranks.values import Message
 from localckpt.ranks.verdict import PerRank
 from localckpt.state_dict.boxes import Region
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -98,14 +97,7 @@ class _Job:
         self.readers = {s: middle // (2 * self.saved_by) for s, middle in enumerate(middles)}
         self.described = [json.dumps(report) for report in self._describe()]
         self.told = [
-            Message(
-                {
-                    "tables": _TABLES if rank == 0 else [],
-                    "digests": [],
-                    "packs": [],
-                    "address": f"localckpt-{rank:048x}",
-                }
-            ).to_bytes()
+            json.dumps({"tables": _TABLES if rank == 0 else [], "digests": [], "packs": []})
             for rank in range(self.wanted_by)
         ]
 
@@ -120,10 +112,10 @@ class _Job:
         judge = ElasticJudge(checkpoint, {}, *places, STRICT, images)
         asked = judge.compare([json.loads(text) for text in self.described])
         nbytes = _nbytes_of(asked)
-        plan = judge.plan([Message.from_bytes(told) for told in self.told])
+        plan = judge.plan([json.loads(told) for told in self.told])
         nbytes += _nbytes_of(plan)
         seconds = time.process_time() - began
-        takes = sum(len(part.record["takes"]) for part in plan.parts.values())
+        takes = sum(len(part["takes"]) for part in plan.parts.values())
         return _Plan(seconds, takes, nbytes, sum(map(len, [*self.described, *self.told])))
 
     def _describe(self) -> list[dict[str, Any]]:
@@ -157,5 +149,4 @@ def _rows(shape: Sequence[int], rank: int, count: int) -> Region:
 
 
 def _nbytes_of(verdict: PerRank) -> int:
-    parts = (p if isinstance(p, Message) else Message(p) for p in verdict.parts.values())
-    return len(json.dumps(verdict.common)) + sum(len(part.to_bytes()) for part in parts)
+    return sum(len(json.dumps(part)) for part in (verdict.common, *verdict.parts.values()))

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from localckpt.ids import CkptID as CkptID
     from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
+    from localckpt.managers.local import InMemoryCheckpointManager as InMemoryCheckpointManager
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.manager import CheckpointManager as CheckpointManager
-    from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
     from localckpt.managers.replica_check import replicated as replicated
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
@@ -101,7 +101,7 @@ _HOMES = {
     "Explanation": "availability.explanation",
     "FormatVersionError": "errors",
     "GlobalCheckpointManager": "global_tier.manager",
-    "InMemoryCheckpointManager": "managers.memory",
+    "InMemoryCheckpointManager": "managers.local",
     "LazyCliqueReplicationStrategy": "replication.strategies",
     "Lineage": "lineage",
     "LocalCheckpointManager": "managers.local",

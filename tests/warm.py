@@ -12,7 +12,6 @@ import examples.two_tiers
 import localckpt.async_save.queue
 import localckpt.global_tier.manager
 import localckpt.managers.local
-import localckpt.managers.memory
 import tests.cli.commands
 import tests.managers.jobs
 import tests.ranks

@@ -19,7 +19,7 @@ import xxhash
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError, NoReplicasAvailableError
 from localckpt.ids import Checkpoint
-from localckpt.state_dict.boxes import Region, bounds_of, common, volume, without
+from localckpt.state_dict.boxes import Region, bounds_of, common, text_of, volume, without
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.targets import STRICT, TargetRules, listed, mismatch
@@ -87,8 +87,12 @@ class TensorGroup(NamedTuple):
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorGroup:
         name, region, equal_on = fields
-        runs_of = tuple(tuple((start, count) for start, count in runs) for runs in region)
-        return cls(name, runs_of, equal_on)
+        return cls(name, region_of(region), equal_on)
+
+
+def region_of(fields: Sequence[Any]) -> Region:
+    """Return a region from its JSON fields."""
+    return tuple(tuple((start, count) for start, count in runs) for runs in fields)
 
 
 def group_tensors(
@@ -130,6 +134,12 @@ class Take(NamedTuple):
     keys: tuple[str, ...] | None
     region: Region
 
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Take:
+        receiver, shard, reader, wanted, saved, keys, region = fields
+        groups = TensorGroup.from_json(wanted), TensorGroup.from_json(saved)
+        return cls(receiver, shard, reader, *groups, keys, region_of(region))
+
 
 class Unsettled(NamedTuple):
     """Elements of some global tensors that several shards have, and do not say that they are equal.
@@ -167,8 +177,8 @@ def plan_reshard(
     """Decide from whose shard each rank takes the elements that it wants.
 
     A rank reads itself what it takes from a shard that its node, by ``held``, holds; else the
-    shard's reader does. Of equal parts in several shards a rank takes that of its own as a reader,
-    else of one on its node, else the ranks take turns. ``excluded`` are key prefixes of private
+    shard's reader does. Of equal parts in several shards the ranks take turns, those of a node with
+    the shards that it holds. ``excluded`` are key prefixes of private
     tensors that are not taken, ``dropped`` of those that may be wanted by no rank. Raises
     MismatchError, which lists tensors of another dtype or shape, that were saved and are not
     wanted, or the reverse, or of which elements are in no shard.
@@ -176,7 +186,7 @@ def plan_reshard(
     excluded, dropped = frozenset(excluded), frozenset(dropped)
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     places = {shard: held.get(shard) or [nodes[reader]] for shard, reader in readers.items()}
-    sources = _Sources(saved, tables, readers, places)
+    sources = _Sources(saved, tables, places)
     differences = _differences(sources, wanted, tables, dropped, fits)
     plan = ReshardPlan()
 
@@ -193,7 +203,7 @@ def plan_reshard(
             plan.unsettled += _unsettled(keys, tables[name].shape, found)
             for region, parts, lack in _covers(list(regions), list(found)):
                 if lack:
-                    differences += [f"{keys[0]}: elements {_shown(lack[0])} are in no shard"]
+                    differences += [f"{keys[0]}: elements {text_of(lack[0])} are in no shard"]
                     continue
                 for rank in regions[region]:
                     for there, part in parts:
@@ -211,23 +221,19 @@ class _Holders:
     """Shards that have the same elements: one for each set of ranks that says that it is equal."""
 
     def __init__(self) -> None:
-        self._by_reader: dict[int, tuple[int, TensorGroup]] = {}
         # On each node; by an empty name those of all nodes.
         self._on_node: dict[str, list[tuple[int, TensorGroup]]] = {}
         self._turns: dict[str, int] = {}
         self.of_sets: dict[str, tuple[int, TensorGroup]] = {}
 
-    def add(self, shard: int, group: TensorGroup, reader: int, nodes: Collection[str]) -> None:
+    def add(self, shard: int, group: TensorGroup, nodes: Collection[str]) -> None:
         """Add a shard that is on some nodes."""
         self.of_sets.setdefault(group.equal_on, (shard, group))
-        self._by_reader.setdefault(reader, (shard, group))
         for node in ("", *nodes):
             self._on_node.setdefault(node, []).append((shard, group))
 
     def for_rank(self, rank: int, node: str) -> tuple[int, TensorGroup]:
         """Choose the shard that a rank takes the elements from."""
-        if (own := self._by_reader.get(rank)) is not None:
-            return own
         place = node if node in self._on_node else ""
         shards = self._on_node[place]
         turn = self._turns.get(place, rank) % len(shards)
@@ -242,11 +248,10 @@ class _Sources:
         self,
         saved: Mapping[int, Sequence[TensorGroup]],
         tables: Mapping[str, Keys],
-        readers: Mapping[int, int],
         places: Mapping[int, Collection[str]],
     ) -> None:
         self._merged: dict[tuple[str, ...], dict[Region, _Holders]] = {}
-        self._readers, self._places = readers, places
+        self._places = places
         self.holding: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         self.kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         self._members: dict[str, list[tuple[int, TensorGroup]]] = {}
@@ -267,7 +272,7 @@ class _Sources:
                 for shard, group in self._members[name]:
                     if volume(group.region):
                         holders = merged.setdefault(group.region, _Holders())
-                        holders.add(shard, group, self._readers[shard], self._places[shard])
+                        holders.add(shard, group, self._places[shard])
         return self._merged[names]
 
 
@@ -394,8 +399,3 @@ def _differences(
         if not fits.is_partial and not fits.lets_go(key)
     ]
     return lines
-
-
-def _shown(region: Region) -> str:
-    sides = ("+".join(f"{start}:{start + count}" for start, count in runs) for runs in region)
-    return f"[{', '.join(sides)}]"

@@ -50,8 +50,8 @@ from localckpt.events.event import Outcome
 from localckpt.events.jsonl import JsonLines
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from localckpt.managers.local import LocalCheckpointManager
-from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
+from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
+from localckpt.managers.manager import agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt

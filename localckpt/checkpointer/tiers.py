@@ -26,14 +26,13 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from localckpt.managers.local import LocalCheckpointManager
-from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
 from localckpt.managers.restoring import LoadOptions
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.names import ABOUT, OURS
-from localckpt.state_dict.targets import let_nothing_go
+from localckpt.state_dict.targets import TargetRules, let_nothing_go
 
 logger = logging.getLogger(__name__)
 
@@ -332,14 +331,14 @@ class SharedTier:
 
 def _options_of(load: PartsToLoad) -> LoadOptions:
     about = described(load.everything)[ABOUT]
-    return LoadOptions.of(
-        {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts},
+    rules = TargetRules(
         converts=load.selection.allow_dtype_change,
         lets_go=let_nothing_go if load.selection.is_whole else load.lets_go,
         named=load.named,
         compare=partial(why_parts_are_others, is_partial=load.selection.partial),
-        private=load.private,
     )
+    into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
+    return LoadOptions.of(into, rules=rules, private=load.private)
 
 
 def _close(

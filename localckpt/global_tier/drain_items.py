@@ -161,7 +161,7 @@ class ImageItems:
     def _add(self, key: str, value: Any, image: ImageReader) -> None:
         numbers = self._tensors_of(value)
         if isinstance(value, DTensor) and numbers:
-            box = self._box_of(key, value, image.box_of(numbers[0]))
+            box = self._box_of(key, value, image.tables.boxes.get(numbers[0]))
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
             return

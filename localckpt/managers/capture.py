@@ -62,18 +62,13 @@ class StateCapture:
         self._states_are_good = False
         # Until the ranks find that their parts do not fit together.
         self._divides = options.divide_replicated and store.keeps_images
-        self._nodes: Sequence[str] = ()
-        self._node_ranks: tuple[int, ...] = ()
 
     def node_ranks(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks with which a rank divides equal tensors; ``()`` for none."""
-        if not self._divides or not nodes:
+        if not self._divides:
             return ()
-        # Looked for once in an epoch, since there may be many ranks and training waits.
-        if nodes is not self._nodes:
-            here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
-            self._nodes, self._node_ranks = nodes, here if len(here) > 1 else ()
-        return self._node_ranks
+        here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+        return here if len(here) > 1 else ()
 
     def divide_no_more(self, why: str) -> None:
         """Store all tensors whole from now on, as all ranks do."""

@@ -9,18 +9,18 @@ load impossible is found before a tensor is changed.
 
 from __future__ import annotations
 
-import base64
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from localckpt.availability.reshard import assign_readers
+from localckpt.availability.reshard import Take, assign_readers
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
+    NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
@@ -28,12 +28,9 @@ from localckpt.failure_texts import Mismatches, said_by
 from localckpt.managers.context import Context
 from localckpt.managers.elastic_judge import (
     ElasticJudge,
-    Packed,
     ask_for_structures,
-    joined_packs,
     judge_structures,
     kind_of,
-    split_packs,
 )
 from localckpt.managers.elastic_tensors import DescribedTensors, ShardCopies, move_tensors
 from localckpt.managers.recovery import Recovery
@@ -41,7 +38,6 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
-from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
@@ -63,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 # Connecting, and the transfer itself.
 _DEADLINES = 2
+_Verdict = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+"""What the judge tells all ranks, and what it tells this one."""
 # What judge_structures() tells all ranks.
 _STRUCTURE = {
     **{name: [str] for name in ("missing", "outlines", "expanded", "lines", "names")},
@@ -81,8 +79,6 @@ class ElasticLoad:
         self._recovery = recovery
         self._options = options
         self._rules = context.options.rules if options.private is None else options.private
-        self._copies = ShardCopies(context, recovery, self._rules)
-        self._images = self._copies.images
 
     def run(self) -> Loaded | None:
         """Fill the state of every rank.
@@ -92,9 +88,12 @@ class ElasticLoad:
         try:
             while True:
                 self._recovery.drop()
-                computed_by = self._copies.plan_recovery()
-                if computed_by is None:
+                try:
+                    lost = self._recovery.plan()
+                except NoReplicasAvailableError:
                     return None
+                # In turn.
+                computed_by = {shard: shard % self._ranks.world_size for shard in lost}
                 with self._context.events.timed("fetch", self._checkpoint.iteration):
                     if not self._recovery.run(computed_by):
                         continue
@@ -109,6 +108,8 @@ class ElasticLoad:
     def _load(self, readers: dict[int, int], opened: ExitStack) -> Loaded | None:
         """Make one round; ``None`` if it has to be made again."""
         self._readers = readers
+        self._copies = ShardCopies(self._context, self._recovery, self._rules)
+        self._images = self._copies.images
         self._judge = ElasticJudge(
             *(self._checkpoint, self._rules, self._context.nodes, readers),
             *(self._inventory.holders(self._checkpoint), self._options.rules),
@@ -154,27 +155,22 @@ class ElasticLoad:
         )
         if self._copies.take_out(found_bad):
             return None
-        message = Message()
+        record: dict[str, Any] = {}
         with Attempt() as telling:
             asked = asked or {"saved": [], "given": False}
             told = [self._copies.shards[of_digests[digest]] for digest in asked["saved"]]
-            outlines = [
-                Packed("all", -1, self._images.pack_units(saved.outlines)) for saved in told
-            ]
-            about, data = joined_packs(outlines)
             tensors = [t for saved in told for t in saved.tensors.values()]
             converts = self._options.rules.converts
             record = {
                 "saved": [saved.names for saved in told],
                 "given": given if asked["given"] else None,
-                "packs": about,
+                "outlines": [self._images.pack(saved.outlines) for saved in told],
                 "dtypes": {t.key: t.entry.dtype for t in tensors} if converts else {},
                 "expanded": [t.key for t in tensors if t.entry.is_expanded],
             }
-            message = Message(record, data)
         rules = self._options.rules
         structure: Mapping[str, Any] = self._ranks.agree(
-            *(what, telling, message),
+            *(what, telling, record),
             lambda told: judge_structures(told, self._rules, rules),
             read=shaped(_STRUCTURE),
         )
@@ -188,15 +184,12 @@ class ElasticLoad:
 
     # Describe.
 
-    def _describe(
-        self, structure: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-        """Describe the shards that this rank reads, and what this rank wants."""
+    def _describe(self, structure: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Describe the shards that this rank reads, and what it wants; return what it is asked."""
         report: dict[str, Any] = {}
         with Attempt() as opening:
             state, free = self._own, self._options.rules.free
-            images = [base64.b64decode(text) for text in structure["outlines"]]
-            if outlines := merged(list(self._images.units(image)) for image in images):
+            if outlines := merged(map(self._images.unpack, structure["outlines"])):
                 parameters = ParametersOfStates(self._options.given)
                 state = with_outlines(state, outlines, free, parameters)
             self._state = wrapped(state)
@@ -215,17 +208,24 @@ class ElasticLoad:
                 "saved": [
                     [
                         *(shard, self._tensors.saved(shard)),
-                        *(self._copies.described_values(shard), saved.ruled_digests),
+                        {
+                            name: digest_of(of, str)
+                            for name, of in self._copies.sections(shard).items()
+                        },
+                        saved.ruled_digests,
                     ]
                     for shard, saved in shards.items()
                 ],
             }
         what = f"compare iteration {self._checkpoint.iteration} with the states to load into"
+        asked_of_all: Mapping[str, Any]
+        asked: Mapping[str, Any] | None
         asked_of_all, asked = self._ranks.agree(
             *(what, opening, report, self._judge.compare),
             read=shaped(({"unequal": [str], "shared": list}, dict | None)),
         )
-        return asked_of_all, asked
+        self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
+        return asked
 
     def _require_into(self) -> None:
         checkpoint = self._checkpoint
@@ -241,20 +241,16 @@ class ElasticLoad:
 
     # Tell, and plan.
 
-    def _compare_all(
-        self, structure: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Message | None]:
+    def _compare_all(self, structure: Mapping[str, Any]) -> _Verdict:
         """Compare values and tensors as well, and plan, if all fits."""
         found, lines = Mismatches(), structure["lines"]
         if lines:
             found.note(mismatch(lines))
             self._judge.leave_out(structure["names"])
-        verdict: tuple[Mapping[str, Any], Message | None] = {}, None
+        verdict: _Verdict = {}, None
         try:
             with found.noted():
-                asked_of_all, asked = self._describe(structure)
-                self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
-                verdict = self._tell(asked)
+                verdict = self._tell(self._describe(structure))
         except (PeerLostError, StorageError):
             raise
         except CheckpointingException as error:
@@ -265,9 +261,9 @@ class ElasticLoad:
         found.raise_all()
         return verdict
 
-    def _tell(self, asked: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Message | None]:
+    def _tell(self, asked: Mapping[str, Any] | None) -> _Verdict:
         """Tell the root what it asks for; it plans."""
-        message = Message()
+        record: dict[str, Any] = {}
         with Attempt() as telling:
             for shard in self._copies.shards.values():
                 shard.require_together(self._shared)
@@ -278,20 +274,22 @@ class ElasticLoad:
                 for shard, names in asked["sections"]
                 for name in names
             ]
-            about, data = joined_packs(self._copies.packs(asked, self._unequal))
-            tables = self._tensors.tables(asked["tables"])
-            message = Message({"tables": tables, "digests": digests, "packs": about}, data)
+            record = {
+                "tables": self._tensors.tables(asked["tables"]),
+                "digests": digests,
+                "packs": self._copies.packs(asked, self._unequal),
+            }
         what = f"plan the load of iteration {self._checkpoint.iteration}"
-        verdict, own = self._ranks.agree(
-            *(what, telling, message, self._judge.plan), read=shaped((dict, Message | None))
+        verdict: _Verdict = self._ranks.agree(
+            *(what, telling, record, self._judge.plan), read=shaped((dict, dict | None))
         )
-        return verdict, own
+        return verdict
 
-    def _settle(self, own: Message | None) -> tuple[Mapping[str, Any], Message | None]:
+    def _settle(self, own: Mapping[str, Any] | None) -> _Verdict:
         """Tell the root the digests of parts that shards do not say are equal; it plans."""
         digests = []
         with Attempt() as reading:
-            for shard, number, group, keys, part in own.record["digests"] if own else ():
+            for shard, number, group, keys, part in own["digests"] if own else ():
                 if shard in self._copies.found_bad:
                     continue
                 try:
@@ -303,14 +301,14 @@ class ElasticLoad:
                 else:
                     digests.append([shard, number, of_keys])
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
-        message = Message({"bad": self._copies.bad, "digests": digests})
-        verdict, plan = self._ranks.agree(
-            *(what, reading, message, self._judge.settle), read=shaped((dict, Message | None))
+        record = {"bad": self._copies.bad, "digests": digests}
+        verdict: _Verdict = self._ranks.agree(
+            *(what, reading, record, self._judge.settle), read=shaped((dict, dict | None))
         )
-        return verdict, plan
+        return verdict
 
     def _take_plan(
-        self, verdict: Mapping[str, Any], own: Message | None, opened: ExitStack
+        self, verdict: Mapping[str, Any], own: Mapping[str, Any] | None, opened: ExitStack
     ) -> bool:
         """Take in the plan, and the values; on no rank is anything changed if some rank cannot.
 
@@ -318,20 +316,19 @@ class ElasticLoad:
         """
         rank = self._ranks.rank
         with Attempt() as checking:
-            empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": []}
-            record = empty if own is None else own.record
-            read = [(give[0], give[3]) for give in record["gives"]]
+            own = own or {"takes": [], "values": []}
+            takes = [Take.from_json(fields) for fields in own["takes"]]
+            read = [take for take in takes if take.reader == rank]
             self._copies.open(read, self._options.rules.free, opened)
             self._name = str(verdict["name"])
-            self._takes = [self._tensors.take_of(*take) for take in record["takes"]]
-            self._gives = [
-                self._tensors.give_of(*give)
-                for give in record["gives"]
-                if give[0] not in self._copies.found_bad
+            self._transfers = [
+                transfer
+                for take in takes
+                if take.reader != rank or take.shard not in self._copies.found_bad
+                for transfer in self._tensors.transfers_of(take, rank)
             ]
-            images = [base64.b64decode(text) for text in verdict["values"]]
-            images += [p.data for p in split_packs(record["packs"], own.data)] if own else []
-            units = [unit for image in images for unit in self._images.units(image)]
+            texts = [*verdict["values"], *own["values"]]
+            units = [unit for text in texts for unit in self._images.unpack(text)]
             units += self._copies.unequal_of(rank, self._unequal, "keep")
             kept, self._left = self._left_as_given({unit.key for unit in units})
             self._result = with_values(self._state, [*kept, *units])
@@ -378,14 +375,10 @@ class ElasticLoad:
         """Fill the tensors; ``None`` on all ranks if a copy turned out bad on the way."""
         began = time.monotonic()
         timeout_s, rank = self._ranks.timeout_s, self._ranks.rank
-        came = sent = 0
         lost: PeerLostError | None = None
         with Attempt() as moving:
             try:
-                came, sent = move_tensors(
-                    *(self._name, rank, self._copies, self._tensors.tensors),
-                    *(self._takes, self._gives, timeout_s),
-                )
+                move_tensors(self._name, rank, self._copies, self._transfers, timeout_s)
             except (StorageError, CorruptShardError) as error:
                 # Noted where it was read.
                 forget_frames(error)
@@ -410,12 +403,14 @@ class ElasticLoad:
             raise PeerLostError(
                 f"could not load iteration {self._checkpoint.iteration}: {said_by(texts)}"
             ) from lost
-        nbytes = sum(take.nbytes for take in self._takes)
+        taken = [one for one in self._transfers if one.receiver == rank]
+        nbytes = sum(one.nbytes for one in taken)
         logger.info(
             "iteration %d of %d ranks: %d bytes filled in %.3f s, %d of them from this node's "
             "shards; %d bytes sent to other nodes",
             *(self._checkpoint.iteration, self._checkpoint.world_size, nbytes),
-            *(time.monotonic() - began, nbytes - came, sent),
+            *(time.monotonic() - began, sum(one.nbytes for one in taken if one.reader == rank)),
+            sum(one.nbytes for one in self._transfers if one.receiver != rank),
         )
         take_values(self._beside)
         self._say_what_is_dropped()

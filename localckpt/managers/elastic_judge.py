@@ -7,7 +7,7 @@ the second tells, from few ranks, what the names stand for, and the values that 
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,41 +30,26 @@ from localckpt.failure_texts import Mismatches, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
-from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
-from localckpt.state_dict.containers import prefix_in
+from localckpt.state_dict.containers import joined, prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.names import Names, merged_names
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import TargetRules, compare_names
-from localckpt.state_dict.values import Unit, key_of
+from localckpt.state_dict.values import Unit
 
 
 class Packed(NamedTuple):
-    """Image of values beside a report or a verdict, and the rank that saved them; -1 for several.
+    """Text of values in a report or a verdict, and the rank that saved them.
 
     ``kind`` is ``"all"`` for values of every rank, ``"keep"`` for those of one rank, ``"rule"`` for
-    those that a function of the caller's gets, or has made.
+    those that a function of the caller's gets.
     """
 
     kind: str
     shard: int
-    data: bytes
-
-
-def joined_packs(packs: Sequence[Packed]) -> tuple[list[list[Any]], bytes]:
-    """Return what says which values there are, and their bytes, for a :class:`Message`."""
-    about = [[kind, shard, len(data)] for kind, shard, data in packs]
-    return about, b"".join(pack.data for pack in packs)
-
-
-def split_packs(about: Sequence[Sequence[Any]], data: bytes) -> list[Packed]:
-    packs, at = [], 0
-    for kind, shard, nbytes in about:
-        packs.append(Packed(kind, shard, data[at : at + nbytes]))
-        at += nbytes
-    return packs
+    text: str
 
 
 def ask_for_structures(reports: Sequence[Any]) -> PerRank:
@@ -86,7 +71,7 @@ def ask_for_structures(reports: Sequence[Any]) -> PerRank:
 
 
 def judge_structures(
-    reports: Sequence[Message], private: Mapping[str, PrivateRule], rules: TargetRules
+    reports: Sequence[Any], private: Mapping[str, PrivateRule], rules: TargetRules
 ) -> dict[str, Any]:
     """Compare the names of all parts and values.
 
@@ -96,18 +81,16 @@ def judge_structures(
     """
     saved: Names | None = None
     given: Names | None = None
-    images: list[str] = []
+    outlines: list[str] = []
     dtypes: dict[str, str] = {}
     expanded: dict[str, None] = {}
     for report in reports:
-        record = report.record
-        dtypes |= record["dtypes"]
-        expanded |= dict.fromkeys(record["expanded"])
-        for names in record["saved"]:
+        dtypes |= report["dtypes"]
+        expanded |= dict.fromkeys(report["expanded"])
+        for names in report["saved"]:
             saved = merged_names(saved, names)
-        given = merged_names(given, record["given"])
-        packs = split_packs(record["packs"], report.data)
-        images += [base64.b64encode(pack.data).decode() for pack in packs]
+        given = merged_names(given, report["given"])
+        outlines += report["outlines"]
     rules.require_named(saved or ())
     differ = compare_names(
         *(saved, given),
@@ -118,35 +101,32 @@ def judge_structures(
         "missing": differ.missing,
         "lines": differ.lines,
         "names": sorted(differ.names),
-        "outlines": images,
+        "outlines": outlines,
         "dtypes": dtypes,
         "expanded": list(expanded),
     }
 
 
 def kind_of(rule: PrivateRule) -> str:
-    """Return the name of a rule, the same on all ranks."""
     return rule if isinstance(rule, str) else "function"
 
 
 class ValueImages:
-    """Images of values, as they travel."""
+    """Texts of values, by which ranks tell them each other: images in base 64."""
 
     def __init__(self, identity: ShardIdentity, allowed: SafeGlobals) -> None:
         self._identity = identity
         self._allowed = allowed
 
-    def pack(self, value: Any) -> bytes:
-        return bytes(pack(value, self._identity, ImagePlanner(self._allowed)).view)
+    def pack(self, units: Iterable[Unit]) -> str:
+        values = [[list(unit.place), unit.value] for unit in units]
+        image = pack(values, self._identity, ImagePlanner(self._allowed))
+        return base64.b64encode(image.view).decode()
 
-    def unpack(self, image: bytes) -> Any:
-        return unpack(MemorySource(memoryview(bytearray(image))), allowed=self._allowed)
-
-    def pack_units(self, units: Iterable[Unit]) -> bytes:
-        return self.pack([[list(unit.place), unit.value] for unit in units])
-
-    def units(self, image: bytes) -> list[Unit]:
-        return [Unit(tuple(place), value) for place, value in self.unpack(image)]
+    def unpack(self, text: str) -> list[Unit]:
+        image = memoryview(bytearray(base64.b64decode(text)))
+        values = unpack(MemorySource(image), allowed=self._allowed)
+        return [Unit(tuple(place), value) for place, value in values]
 
 
 class ElasticJudge:
@@ -227,14 +207,13 @@ class ElasticJudge:
         tables: dict[str, Keys] = {}
         digests: dict[int, dict[str, str]] = {}
         packs: list[Packed] = []
-        for message in reports:
-            record = message.record
-            for fields in record["tables"]:
+        for report in reports:
+            for fields in report["tables"]:
                 keys = Keys.from_json(fields)
                 tables[keys.name] = keys
-            for shard, of_shard in record["digests"]:
+            for shard, of_shard in report["digests"]:
                 digests.setdefault(shard, {}).update(of_shard)
-            packs += split_packs(record["packs"], message.data)
+            packs += [Packed(*fields) for fields in report["packs"]]
         saved_by = f"was saved by {self._checkpoint.world_size} ranks"
         about = f"iteration {self._checkpoint.iteration} {saved_by}"
         found = Mismatches()
@@ -261,55 +240,38 @@ class ElasticJudge:
             for shard, group in holders:
                 wanted = asked.setdefault(self._readers[shard], [])
                 wanted.append([shard, number, group, those, region])
-        return PerRank(
-            {"name": None}, {rank: Message({"digests": of}) for rank, of in asked.items()}
-        )
+        return PerRank({"name": None}, {rank: {"digests": of} for rank, of in asked.items()})
 
-    def settle(self, reports: Sequence[Message]) -> PerRank:
+    def settle(self, reports: Sequence[Any]) -> PerRank:
         """Judge the digests that :meth:`plan` has asked for, and give the plan."""
-        bad = [[rank, *c] for rank, report in enumerate(reports) for c in report.record["bad"]]
+        bad = [[rank, *c] for rank, report in enumerate(reports) for c in report["bad"]]
         if bad:
             return PerRank({"bad": bad}, {})
         digests: dict[int, dict[str, list[str]]] = {}
         for report in reports:
-            for shard, number, of_keys in report.record["digests"]:
+            for shard, number, of_keys in report["digests"]:
                 digests.setdefault(shard, {})[str(number)] = of_keys
         require_equal(self._plan.unsettled, digests)
         return self._planned()
 
     def _planned(self) -> PerRank:
-        packs = self._packs
-        takes: dict[int, list[Any]] = {}
-        gives: dict[int, list[Any]] = {}
-        for take in self._plan.takes:
-            mine = takes.setdefault(take.receiver, [])
-            gives.setdefault(take.reader, []).append(
-                [take.shard, take.receiver, len(mine), take.saved, take.keys, take.region]
-            )
-            mine.append([take.reader, take.wanted, take.keys, take.region])
-        own = self._own_values(packs)
-        parts: dict[int, Message] = {}
-        for rank in takes.keys() | gives.keys() | own.keys():
-            about, data = joined_packs(own.get(rank, ()))
-            record = {
-                "takes": takes.get(rank, []),
-                "gives": gives.get(rank, []),
-                "packs": about,
-            }
-            parts[rank] = Message(record, data)
-        values = [base64.b64encode(pack.data).decode() for pack in packs if pack.kind == "all"]
-        return PerRank({"name": new_name(), "values": values}, parts)
+        parts: dict[int, dict[str, list[Any]]] = {}
 
-    def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
-        own: dict[int, list[Packed]] = {}
-        for packed in packs:
+        def part_of(rank: int) -> dict[str, list[Any]]:
+            return parts.setdefault(rank, {"takes": [], "values": []})
+
+        for take in self._plan.takes:
+            for rank in {take.reader, take.receiver}:
+                part_of(rank)["takes"].append(take)
+        for packed in self._packs:
             if packed.kind == "keep":
-                own.setdefault(packed.shard, []).append(packed)
+                part_of(packed.shard)["values"].append(packed.text)
         saved_by, loaded_by = self._checkpoint.world_size, len(self._nodes)
-        made = ruled_values(self._rules, packs, saved_by, loaded_by, self._images)
-        for rank, image in made.items():
-            own.setdefault(rank, []).append(Packed("rule", -1, image))
-        return own
+        made = ruled_values(self._rules, self._packs, saved_by, loaded_by, self._images)
+        for rank, text in made:
+            part_of(rank)["values"].append(text)
+        values = [packed.text for packed in self._packs if packed.kind == "all"]
+        return PerRank({"name": new_name(), "values": values}, parts)
 
     def _rule_of(self, key: str) -> PrivateRule:
         return self._rules[prefix_in(key, self._rules) or ""]
@@ -321,46 +283,36 @@ def ruled_values(
     saved_by: int,
     loaded_by: int,
     images: ValueImages,
-) -> dict[int, bytes]:
+) -> Iterator[tuple[int, str]]:
     """Call the functions that the caller has for values that differ.
 
-    Returns for each rank the image of what they have made for it.
+    Yields ranks, and what the functions have made for them.
     """
     saved: dict[tuple[Any, ...], dict[int, Any]] = {}
     for packed in packs:
         if packed.kind == "rule":
-            for place, value in images.units(packed.data):
+            for place, value in images.unpack(packed.text):
                 saved.setdefault(place, {})[packed.shard] = value
-
-    def made(place: tuple[Any, ...], rank: int) -> Unit:
-        key = key_of(place)
+    for place, of_shards in saved.items():
+        key = joined(place)
         rule = rules[prefix_in(key, rules) or ""]
         assert callable(rule), "only such rules are told values"
-        try:
-            values = [saved[place].get(shard) for shard in range(saved_by)]
-            return Unit(place, rule(values, rank, loaded_by))
-        except Exception as error:
-            raise MismatchError(
-                f"the function for {key!r} in private= raised {with_class(error)}. Nothing was "
-                f"changed"
-            ) from error
-
-    def packed_for(rank: int) -> bytes:
-        units = [made(place, rank) for place in saved]
-        try:
-            return images.pack_units(units)
-        except CheckpointingException:
-            for unit in units:
-                try:
-                    images.pack_units([unit])
-                except CheckpointingException as error:
-                    raise MismatchError(
-                        f"what the function for {unit.key!r} in private= returned for rank {rank} "
-                        f"cannot be sent to it: {error}. Nothing was changed"
-                    ) from error
-            raise
-
-    return {rank: packed_for(rank) for rank in range(loaded_by)} if saved else {}
+        for rank in range(loaded_by):
+            try:
+                values = [of_shards.get(shard) for shard in range(saved_by)]
+                made = rule(values, rank, loaded_by)
+            except Exception as error:
+                raise MismatchError(
+                    f"the function for {key!r} in private= raised {with_class(error)}. Nothing "
+                    f"was changed"
+                ) from error
+            try:
+                yield rank, images.pack([Unit(place, made)])
+            except CheckpointingException as error:
+                raise MismatchError(
+                    f"what the function for {key!r} in private= returned for rank {rank} cannot "
+                    f"be sent to it: {error}. Nothing was changed"
+                ) from error
 
 
 def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
-from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
+from localckpt.availability.reshard import Keys, Take, TensorGroup, group_tensors, region_of
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
-    NoReplicasAvailableError,
     RestoreError,
     StorageError,
 )
@@ -26,7 +25,8 @@ from localckpt.ids import Piece, ShardIdentity
 from localckpt.managers.context import Context
 from localckpt.managers.elastic_judge import Packed, ValueImages, kind_of
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.restoring import ReadProgress, incurable
+from localckpt.managers.restoring import incurable
+from localckpt.memory.tensor_bytes import integer_view
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
@@ -34,38 +34,34 @@ from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parts import PackedPart, Parcel, exchange_parts, parcels_of
 from localckpt.state_dict.boxes import Region, volume
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.resharded import FilledPart, WantedTensor, require_full
-from localckpt.state_dict.runs import InMemory, Sink, run_in
-from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor, Wanted
-from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
+from localckpt.state_dict.resharded import Target, WantedTensor, copy_part
+from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor
+from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.stateful import Freedom
-from localckpt.state_dict.values import Unit, digest_of
+from localckpt.state_dict.values import Unit, with_tensors
 
 _Groups = dict[TensorGroup, list[list[int]]]
 """For each group the numbers of its tensors, by key."""
 
 
-class Taken(NamedTuple):
-    """Elements that this rank takes from a shard, which ``reader`` reads.
+class Transfer(NamedTuple):
+    """Elements that a rank takes from a tensor of a shard, which it or another rank reads.
 
-    ``numbers`` are its tensors, by the number of the key; several where they are the same part.
+    The reader knows the ``number`` of the saved tensor, and the receiver the ``targets``: several,
+    where they are the same part.
     """
 
-    reader: int
-    numbers: list[list[int]]
-    region: Region
-    nbytes: int
-
-
-class Given(NamedTuple):
-    """Elements that this rank gives; ``item`` is their number among all that the receiver takes."""
-
     shard: int
+    reader: int
     receiver: int
-    item: int
-    numbers: list[int]
+    number: int
+    targets: list[Target]
     region: Region
-    nbytes: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.region) * self.itemsize
 
 
 class DescribedTensors:
@@ -99,29 +95,29 @@ class DescribedTensors:
     def tables(self, names: Sequence[str]) -> list[Keys]:
         return [self._tables[name] for name in names]
 
-    def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Taken:
-        numbers, region = self._find(self._wanted, group, keys), _region_of(fields)
-        itemsize = self.tensors[numbers[0][0]].tensor.itemsize
-        return Taken(reader, numbers, region, volume(region) * itemsize * len(numbers))
-
-    def give_of(
-        self,
-        shard: int,
-        receiver: int,
-        item: int,
-        group: Any,
-        keys: Sequence[str] | None,
-        fields: Any,
-    ) -> Given:
-        found, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
-        numbers = [of_key[0] for of_key in found]
-        itemsize = self._shards[shard].tensors[numbers[0]].itemsize
-        nbytes = volume(region) * itemsize * len(numbers)
-        return Given(shard, receiver, item, numbers, region, nbytes)
+    def transfers_of(self, take: Take, rank: int) -> Iterator[Transfer]:
+        """Yield this rank's part in what a rank takes, for each key."""
+        saved, wanted = list[int](), list[list[Target]]()
+        if take.receiver == rank:
+            found = self._find(self._wanted, take.wanted, take.keys)
+            wanted = [[self.tensors[number].target for number in of_key] for of_key in found]
+        if take.reader == rank:
+            found = self._find(self._groups_of(take.shard), take.saved, take.keys)
+            saved = [of_key[0] for of_key in found]
+        for number, targets in zip_longest(saved, wanted):
+            itemsize = (
+                targets[0].tensor.itemsize
+                if targets
+                else self._shards[take.shard].tensors[number].itemsize
+            )
+            yield Transfer(
+                take.shard, take.reader, take.receiver, number, targets, take.region, itemsize
+            )
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
-        numbers, region = self._find(self._groups_of(shard), group, keys), _region_of(fields)
-        return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in numbers]
+        found = self._find(self._groups_of(shard), TensorGroup.from_json(group), keys)
+        region = region_of(fields)
+        return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in found]
 
     def _groups_of(self, shard: int) -> _Groups:
         def equal_on(tensor: SavedTensor) -> str:
@@ -145,91 +141,69 @@ class DescribedTensors:
             for group, of_keys in groups.items()
         }
 
-    def _find(self, groups: _Groups, group: Any, keys: Sequence[str] | None) -> list[list[int]]:
-        found = TensorGroup.from_json(group)
+    def _find(
+        self, groups: _Groups, group: TensorGroup, keys: Sequence[str] | None
+    ) -> list[list[int]]:
         if keys is None:
-            return groups[found]
-        of_key = dict(zip(self._tables[found.name].keys, groups[found], strict=True))
+            return groups[group]
+        of_key = dict(zip(self._tables[group.name].keys, groups[group], strict=True))
         return [of_key[key] for key in keys]
 
 
-def _region_of(fields: Any) -> Region:
-    return TensorGroup.from_json(["", fields, ""]).region
-
-
 def move_tensors(
-    name: str,
-    rank: int,
-    copies: ShardCopies,
-    targets: Sequence[WantedTensor],
-    takes: Sequence[Taken],
-    gives: Sequence[Given],
-    timeout_s: float,
-) -> tuple[int, int]:
+    name: str, rank: int, copies: ShardCopies, transfers: Sequence[Transfer], timeout_s: float
+) -> None:
     """Fill the tensors with what this rank reads, and exchange parts with ranks of other nodes.
 
     ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
-    in ``copies``. Returns the bytes that came from other ranks, and those sent.
+    in ``copies``.
     """
-    # Few regions are those of many tensors.
-    find_rows = cache(run_in)
-    filled: list[FilledPart] = []
-
-    def to_fill(item: int, index: int, region: Region) -> FilledPart:
-        tensors = [targets[number] for number in takes[item].numbers[index]]
-        filled.append(FilledPart(tensors, region, find_rows))
-        return filled[-1]
-
     copies.read(
-        (give.shard, number, to_fill(give.item, index, give.region), give.region)
-        for give in gives
-        if give.receiver == rank
-        for index, number in enumerate(give.numbers)
+        (one.shard, one.number, one.region, one.targets)
+        for one in transfers
+        if one.reader == one.receiver
     )
-    given = {(give.receiver, give.item): give for give in gives if give.receiver != rank}
-    taken = {(take.reader, item): take for item, take in enumerate(takes) if take.reader != rank}
-    outgoing, incoming = _parcels(given), _parcels(taken)
+    # Both ranks of a pair have what is sent between them in the order of the plan.
+    sent: dict[int, list[tuple[int, Region, int]]] = {}
+    received: dict[int, list[tuple[int, Region, int]]] = {}
+    for item, one in enumerate(transfers):
+        part = item, one.region, one.itemsize
+        if one.receiver != rank:
+            sent.setdefault(one.receiver, []).append(part)
+        elif one.reader != rank:
+            received.setdefault(one.reader, []).append(part)
 
     def read(parcels: Mapping[int, tuple[Parcel, memoryview]]) -> None:
-        copies.read(
-            (
-                given[peer, part.item].shard,
-                given[peer, part.item].numbers[part.number],
-                InMemory(memory[part.offset :]),
-                part.region,
-            )
-            for peer, (parcel, memory) in parcels.items()
-            for part in parcel
-        )
+        parts = []
+        for parcel, memory in parcels.values():
+            for part in parcel:
+                one, place = transfers[part.item], memory[part.offset :]
+                to = copies.shards[one.shard].target_in(place, one.number, part.region)
+                parts.append((one.shard, one.number, part.region, [to]))
+        copies.read(parts)
 
     def take(part: PackedPart, peer: int, values: torch.Tensor) -> None:
-        to_fill(part.item, part.number, part.region).take(0, values)
+        one = transfers[part.item]
+        sizes = [sum(count for _, count in runs) for runs in part.region]
+        items = integer_view(values, one.itemsize).view(sizes)
+        copy_part(part.region, items, part.region, one.targets)
 
-    if peers := outgoing.keys() | incoming.keys():
+    if peers := sent.keys() | received.keys():
+        outgoing, incoming = (
+            {peer: parcels_of(parts) for peer, parts in sorted(side.items())}
+            for side in (sent, received)
+        )
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
         with closing(HostTransport(connections)) as transport:
             exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
-    require_full(filled)
-    came, sent = (sum(moved.nbytes for moved in side.values()) for side in (taken, given))
-    return came, sent
-
-
-def _parcels(moved: Mapping[tuple[int, int], Taken | Given]) -> dict[int, list[Parcel]]:
-    """Divide what is sent between this rank and others into parcels, by rank."""
-    of_peers: dict[int, list[tuple[int, int, Region, int]]] = {}
-    for (peer, item), one in sorted(moved.items()):
-        itemsize = one.nbytes // (volume(one.region) * len(one.numbers))
-        parts = [(item, index, one.region, itemsize) for index in range(len(one.numbers))]
-        of_peers.setdefault(peer, []).extend(parts)
-    return {peer: parcels_of(parts) for peer, parts in of_peers.items()}
 
 
 class ShardCopies:
-    """Copies of the shards of one checkpoint that this rank reads, in one round after another.
+    """Copies of the shards of one checkpoint that this rank reads, in one round.
 
     Attributes:
         shards: Shards that are open.
-        found_bad: Shards whose copies were found bad in this round, with the reason.
+        found_bad: Shards whose copies were found bad, with the reason.
     """
 
     def __init__(
@@ -242,18 +216,6 @@ class ShardCopies:
         self.shards: dict[int, SavedShard] = {}
         self.found_bad: dict[int, str] = {}
 
-    def plan_recovery(self) -> dict[int, int] | None:
-        """Begin a round: choose the ranks that compute shards which no node holds, in turn.
-
-        Returns the rank for each shard; ``None`` if some shard cannot be computed.
-        """
-        self.shards, self.found_bad = {}, {}
-        world_size = self._context.ranks.world_size
-        try:
-            return {shard: shard % world_size for shard in self._recovery.plan()}
-        except NoReplicasAvailableError:
-            return None
-
     def describe(self, shards: Iterable[int], free: Freedom, opened: ExitStack) -> None:
         """Open the shards that this rank describes, and note the copies that are bad."""
 
@@ -265,11 +227,11 @@ class ShardCopies:
         for shard in shards:
             self._open(shard, opened, read)
 
-    def open(self, groups: Iterable[tuple[int, Any]], free: Freedom, opened: ExitStack) -> None:
-        """Open the shards of this node that a plan takes groups of, too; as :meth:`describe`."""
+    def open(self, takes: Iterable[Take], free: Freedom, opened: ExitStack) -> None:
+        """Open the shards of this node that a plan takes from, too; as :meth:`describe`."""
         equal_on: dict[int, set[str]] = {}
-        for shard, group in groups:
-            equal_on.setdefault(shard, set()).add(TensorGroup.from_json(group).equal_on)
+        for take in takes:
+            equal_on.setdefault(take.shard, set()).add(take.saved.equal_on)
 
         def read(saved: SavedShard) -> None:
             # Of a tensor that no table of boxes has, only who reads the values knows.
@@ -288,11 +250,11 @@ class ShardCopies:
             self._note_bad(shard, error)
             raise
 
-    def read(self, parts: Iterable[tuple[int, int, Sink, Region]]) -> None:
-        """Read parts of tensors: shard, number of the tensor, receiver, and elements of it."""
-        wanted: dict[int, dict[int, list[Wanted]]] = {}
-        for shard, number, sink, region in parts:
-            wanted.setdefault(shard, {}).setdefault(number, []).append((sink, region))
+    def read(self, parts: Iterable[tuple[int, int, Region, Sequence[Target]]]) -> None:
+        """Read parts of tensors: shard, number of the tensor, elements, and what takes them."""
+        wanted: dict[int, list[tuple[int, Region, Sequence[Target]]]] = {}
+        for shard, number, region, targets in parts:
+            wanted.setdefault(shard, []).append((number, region, targets))
         for shard, of_shard in wanted.items():
             with self.noting(shard):
                 self.shards[shard].read_parts(of_shard)
@@ -314,19 +276,13 @@ class ShardCopies:
         return self._recovery.checkpoint.shard(shard, self._context.session_id)
 
     def _open(self, shard: int, opened: ExitStack, read: Callable[[SavedShard], None]) -> None:
-        identity, computed = self._identity(shard), self._recovery.slots.get(shard)
+        identity = self._identity(shard)
         source: ShardSource | None = None
         try:
-            source = (
-                self._context.store.open(identity)
-                if computed is None
-                else MemorySource(computed.image)
-            )
+            source = self._recovery.open(identity)
             opened.callback(source.close)
-            on_read = ReadProgress(f"reading {identity}", source.nbytes).add
             like = next(iter(self.shards.values()), None)
-            allowed = self._context.allowed
-            saved = SavedShard(source, allowed, identity, like, on_read)
+            saved = SavedShard(source, self._context.allowed, identity, like)
             read(saved)
         except CorruptShardError as error:
             # With good digests another copy says the same.
@@ -359,9 +315,6 @@ class ShardCopies:
 
     # Values that are no part of a global tensor.
 
-    def described_values(self, shard: int) -> dict[str, str]:
-        return {name: digest_of(those, str) for name, those in self.sections(shard).items()}
-
     def sections(self, shard: int) -> dict[str, dict[str, str]]:
         """Digests of values that no rule is for, by the first key of their places, and by key."""
         saved = self.shards[shard]
@@ -372,32 +325,31 @@ class ShardCopies:
 
     def packs(self, asked: Mapping[str, Sequence[Any]], unequal: Sequence[str]) -> list[Packed]:
         rank, world_size = self._context.ranks.rank, self._context.ranks.world_size
-        packs = []
+        told: list[tuple[str, int, list[Unit]]] = []
         for shard, names in asked["sections"]:
             units = [unit for unit in self.shards[shard].others if _section_of(unit) in names]
-            packs.append(Packed("all", shard, self.images.pack_units(SavedShard.values(units))))
+            told.append(("all", shard, SavedShard.values(units)))
         for shard, keys in asked["equal"]:
-            told = set(keys)
-            units = [unit for unit in self.shards[shard].ruled if unit.key in told]
-            packs.append(Packed("all", shard, self.images.pack_units(SavedShard.values(units))))
+            units = [unit for unit in self.shards[shard].ruled if unit.key in set(keys)]
+            told.append(("all", shard, SavedShard.values(units)))
         for shard in self.shards:
-            if of_function := self.unequal_of(shard, unequal, "function"):
-                packs.append(Packed("rule", shard, self.images.pack_units(of_function)))
-            kept = self.unequal_of(shard, unequal, "keep")
-            if kept and shard != rank and shard < world_size:
-                packs.append(Packed("keep", shard, self.images.pack_units(kept)))
-        return packs
+            told.append(("rule", shard, self.unequal_of(shard, unequal, "function")))
+            if shard != rank and shard < world_size:
+                told.append(("keep", shard, self.unequal_of(shard, unequal, "keep")))
+        return [
+            Packed(kind, shard, self.images.pack(units)) for kind, shard, units in told if units
+        ]
 
     def unequal_of(self, shard: int, unequal: Sequence[str], kind: str) -> list[Unit]:
         """Values of a shard that not all shards have alike, and that a kind of rule is for."""
         if shard not in self.shards:
             return []
         saved, rules, those = self.shards[shard], self._rules, set(unequal)
-        return saved.whole_values(
-            unit
+        return [
+            Unit(unit.place, with_tensors(unit.value, saved.tensor_of))
             for unit in saved.ruled
             if unit.key in those and kind_of(rules[prefix_in(unit.key, rules) or ""]) == kind
-        )
+        ]
 
 
 def _section_of(unit: Unit) -> str:

@@ -87,13 +87,11 @@ class JobCheckpoints:
         self._lineage = self.lineages[lineage.epoch] = lineage
 
     def refresh(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
-        """Refresh the level of a checkpoint from the inventory of the nodes."""
         protection = self._redundancy.protection
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
     @property
     def metrics(self) -> dict[Checkpoint, tuple[str, float]]:
-        """Metrics of the complete checkpoints that have one."""
         metrics = ((c, self.trusts[c].metric) for c in self.complete)
         return {c: metric for c, metric in metrics if metric is not None}
 
@@ -103,7 +101,6 @@ class JobCheckpoints:
         self.trusts = Trusts({**self.trusts, checkpoint: trust})
 
     def add(self, checkpoint: Checkpoint, reached: Durability) -> None:
-        """Add a checkpoint that was saved and is complete."""
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         self._reached[checkpoint] = reached
@@ -113,7 +110,6 @@ class JobCheckpoints:
         self.under_way = [other for other in self.under_way if other != iteration]
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out of the complete ones."""
         self.complete = [other for other in self.complete if other != checkpoint]
         self.exhausted.pop(checkpoint, None)
 
@@ -186,5 +182,4 @@ class JobCheckpoints:
         return [checkpoint for checkpoint in older if self.trusts[checkpoint].mark == "good"][:1]
 
     def marked(self, mark: Mark) -> list[Checkpoint]:
-        """Return the complete checkpoints with a mark."""
         return [checkpoint for checkpoint in self.complete if self.trusts[checkpoint].mark == mark]

@@ -35,7 +35,6 @@ from localckpt.managers.restoring import (
     BadShardError,
     Loaded,
     LoadOptions,
-    ReadProgress,
     compare_with_shard,
     incurable,
     restore,
@@ -46,8 +45,7 @@ from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan
 from localckpt.replication.retrieval import WatchedSource
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.storage.store import Slot
+from localckpt.state_dict.source import ReadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +74,6 @@ class Load:
         self._ranks = context.ranks
         self._strategy = context.strategy
         self._store = context.store
-        self._allowed = context.allowed
         self._checkpoints = context.checkpoints
         self._session_id = context.session_id
         # What each node holds; copies that turn out bad are taken out of it.
@@ -85,8 +82,7 @@ class Load:
         self.bad: list[BadCopy] = []
         # Why no copy at all can be loaded on this rank, until it is reported.
         self._failure: Exception | None = None
-        # Slots of the shards that peers have sent, by their ranks, and who sent them.
-        self._arrived: dict[int, Slot] = {}
+        # Who sent the shards that have arrived, by the ranks of these.
         self._senders: dict[int, int] = {}
         # Reader of this rank's shard that was compared with the state to load into.
         self._compared: ImageReader | None = None
@@ -155,7 +151,9 @@ class Load:
                     return None
                 step = self._checkpoint.iteration
                 with self._context.events.timed("fetch", step):
-                    if not self._recover_and_fetch(plan):
+                    if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
+                        continue
+                    if plan.transfers and not self._fetch(plan):
                         continue
                     if self._store.keeps_images:
                         lacking = self._compare_with_shards()
@@ -177,11 +175,6 @@ class Load:
         ranks = range(self._ranks.world_size)
         wanted = {rank: [rank] for rank in ranks if rank not in groups}
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
-
-    def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
-            return False
-        return self._fetch(plan) if plan.transfers else True
 
     def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
         """Plan the transfers of shards that hold parts of tensors of ranks on other nodes."""
@@ -215,13 +208,8 @@ class Load:
         progress = ReadProgress(f"sending {len(sends)} shards to peers", nbytes)
 
         def open_source(id_: CkptID) -> WatchedSource:
-            computed = self._recovery.slots.get(id_.rank)
             try:
-                source: ShardSource = (
-                    self._store.open(self._named(id_.rank))
-                    if computed is None
-                    else MemorySource(computed.image)
-                )
+                source = self._recovery.open(self._named(id_.rank))
             except (StorageError, CorruptShardError) as error:
                 refused[id_.rank] = error
                 raise
@@ -234,7 +222,7 @@ class Load:
 
         def reserve(id_: CkptID, nbytes: int) -> memoryview:
             slot = self._store.reserve(self._named(id_.rank), nbytes, timeout_s, is_kept=False)
-            self._arrived[id_.rank] = slot
+            self._recovery.arrived[id_.rank] = slot
             return slot.image
 
         try:
@@ -265,8 +253,7 @@ class Load:
         with Attempt() as comparing:
             try:
                 self._compared, differs, parts, misfit = compare_with_shard(
-                    *(self._store, self._mine, self._images(), self._options, self._allowed),
-                    is_elastic=self._context.options.elastic,
+                    self._context, self._recovery, self._mine, self._options
                 )
                 held = self._inventory.shards_on(
                     self._checkpoint, self._inventory.node_of(self._ranks.rank)
@@ -294,13 +281,6 @@ class Load:
             self._agree(f"load iteration {step}")
         return {rank: those for rank, (*_, those) in reports.items() if those}
 
-    def _images(self) -> dict[int, memoryview]:
-        """Return the images that are not in this node's store, by the rank of the shard."""
-        images = {owner: slot.image for owner, slot in self._arrived.items()}
-        if (computed := self._recovery.slots.get(self._ranks.rank)) is not None:
-            images[self._ranks.rank] = computed.image
-        return images
-
     def _verify_and_restore(self) -> tuple[Loaded | None, list[_Bad]]:
         """Read this rank's shard from the store, a peer's bytes, or the computed image."""
         rank = self._ranks.rank
@@ -311,8 +291,7 @@ class Load:
             came_from = self._recovery.groups[rank].kind
         try:
             state, nbytes = restore(
-                *(self._store, self._mine, self._images(), self._options, self._allowed),
-                self._compared,
+                self._context, self._recovery, self._mine, self._options, self._compared
             )
         except BadShardError as bad:
             # Its text alone is reported. It may refer to the state that was to be filled.
@@ -324,7 +303,8 @@ class Load:
             self._failure = incurable(error)
             return None, []
         # What was computed is kept by the caller.
-        self._release_arrived()
+        self._store.release([s for s in self._recovery.arrived.values() if not s.is_kept])
+        self._recovery.arrived, self._senders = {}, {}
         return Loaded(self._checkpoint, state, nbytes, came_from), []
 
     # Agree.
@@ -345,10 +325,6 @@ class Load:
                 self._recovery.take_out(Piece(owner), holder, why)
         return not reports
 
-    def _release_arrived(self) -> None:
-        self._store.release([slot for slot in self._arrived.values() if not slot.is_kept])
-        self._arrived, self._senders = {}, {}
-
     def _drop_slots(self) -> None:
-        self._recovery.drop([self._mine, *map(self._named, self._arrived)])
-        self._arrived, self._senders, self._compared = {}, {}, None
+        self._recovery.drop([self._mine])
+        self._senders, self._compared = {}, None

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk of each node."""
+"""Managers whose nodes keep images: on a disk, and in memory that outlives the process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from typing import Unpack
 
-from localckpt.managers.manager import CheckpointManager
+from localckpt.errors import CheckpointingException
+from localckpt.managers.manager import CheckpointManager, agreed_session
 from localckpt.options import Options, StoreOptions
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
+from localckpt.storage.memory import MemoryStore, default_root
 
 
 class LocalCheckpointManager(CheckpointManager):
@@ -56,3 +58,62 @@ class LocalCheckpointManager(CheckpointManager):
     def local_ckpt_dir(self) -> Path:
         """The folder of this rank's shards."""
         return self.store.folder
+
+
+class InMemoryCheckpointManager(CheckpointManager):
+    """Keeps each rank's shards, and replicas of others', in the node's shared memory.
+
+    They are there after the trainer has died, and gone after the node has. A save is one copy into
+    the file that keeps it.
+
+    Args:
+        session_id: A name for the training run. Without it, and without ``root``, it names the
+            program: its main script, its arguments and the working directory, as the first rank
+            has them.
+        repl_strategy: Protects this rank's shards on other nodes; ``None`` for none.
+        root: Directory in shared memory, the same for all ranks of a node; ``None`` for
+            ``/dev/shm/localckpt-<uid>``.
+        options: See :class:`localckpt.options.Options`. ``keep_last`` is 1 by default; memory holds
+            one more for each save under way.
+
+    Raises:
+        CheckpointingException: There is neither a ``session_id`` nor a ``root``, and nothing to
+            name the program by.
+        StorageError: The directory cannot be used, or another live job uses it.
+        SameMachineReplicationException: Replicas would be lost together with their originals.
+    """
+
+    store: DirectoryStore
+
+    def __init__(
+        self,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        root: str | os.PathLike[str] | None = None,
+        **options: Unpack[StoreOptions],
+    ) -> None:
+        names_itself = root is None and not session_id
+        group, timeout = options.get("process_group"), options.get("timeout")
+        with refused_together("session" if names_itself else MANAGER, group, timeout):
+            chosen = Options.of_store(options, keep_last=1)
+            if names_itself and chosen.read_only:
+                raise CheckpointingException(
+                    f"read_only=True in {default_root()}: give the session_id of the job whose "
+                    f"checkpoints are to be loaded (localckpt ls shows them)"
+                )
+        if names_itself:
+            ranks = Ranks("session", group, chosen.timeout)
+            try:
+                session_id = agreed_session(ranks)
+            finally:
+                ranks.close()
+
+        def open_store(ranks: Ranks, allowed: SafeGlobals) -> DirectoryStore:
+            place = root or default_root(), session_id, ranks.rank, chosen.timeout
+            if chosen.read_only:
+                return ReadOnlyStore(*place)
+            buffers, most = chosen.num_buffers, chosen.retention.most
+            return MemoryStore(*place, num_buffers=buffers, keep_last=most)
+
+        super().__init__(session_id, repl_strategy, chosen, open_store)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from localckpt.availability.coverage import describe_choice, judge_newest
@@ -20,106 +19,61 @@ from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.context import Context
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
 from localckpt.replication.schemes import SCHEMES
-from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.resuming import Resuming
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store, Stored
 
 logger = logging.getLogger(__name__)
 
 
-class Look:
-    """One look at all nodes; all ranks make it together.
-
-    Attributes:
-        found: Checkpoints that were found; the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        store: Store,
-        nodes: Sequence[str],
-        strategy: ReplicationStrategy,
-        resuming: Resuming,
-    ) -> None:
-        self._ranks = ranks
-        self._resuming = resuming
-        self._inventory = Inventory(ranks_by_node(nodes), SCHEMES)
-        mine = None
-        with Attempt() as looking:
-            # On every rank, since each may have to read files of its node.
-            found = store.list_stored()
-            if self._inventory.is_leader(ranks.rank):
-                mine = _report(store, found)
-        judge = partial(self._judge, strategy)
-        self.found: Found = ranks.agree(
-            *("find the latest checkpoint", looking, mine, judge), read=Found.from_json
-        )
-
-    def _judge(self, strategy: ReplicationStrategy, reports: Sequence[Any]) -> list[Any]:
-        self._inventory.merge_all(reports)
-        return Found.among(
-            self._inventory,
-            strategy.protection,
-            self._resuming.max_attempts,
-        ).to_json()
-
-    def is_leader(self, rank: int) -> bool:
-        """True if a rank acts for its node."""
-        return self._inventory.is_leader(rank)
-
-    def inventory(self) -> Inventory:
-        """Inventory of all nodes, which the root sends to every rank; all ranks call it."""
-        reports = self._ranks.agree(
-            "learn what the nodes hold",
-            Attempt(),
-            None,
-            lambda _: packed(self._inventory.reports()),
-            read=unpacked,
-        )
-        self._inventory = Inventory(self._inventory.ranks_on, SCHEMES)
-        self._inventory.merge_all(reports)
-        return self._inventory
-
-
 class Finder:
     """Search for what a restart can load, for one manager; all ranks make the same calls.
 
     Attributes:
-        last: The last look; ``None`` once a save has made it out of date.
+        found: Checkpoints that the last look found; ``None`` once a save has made it out of date.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.last: Look | None = None
+        self.found: Found | None = None
+        self._inventory = Inventory({})
 
-    def look(self) -> Look:
-        """Look at all nodes; raises as :class:`Look`."""
+    def look(self) -> Found:
+        """Look at all nodes, each of which one rank reports."""
         context = self._context
+        inventory = self._inventory = self._empty_inventory()
+        mine = None
         with context.events.timed("find"):
-            look = Look(
-                context.ranks,
-                context.store,
-                context.epoch.nodes,
-                context.strategy,
-                context.resuming,
+            with Attempt() as looking:
+                # On every rank, since each may have to read files of its node.
+                stored = context.store.list_stored()
+                if inventory.is_leader(context.ranks.rank):
+                    mine = _report(context.store, stored)
+            found: Found = context.ranks.agree(
+                *("find the latest checkpoint", looking, mine, self._judge), read=Found.from_json
             )
-        self.last = look
-        context.checkpoints.take_in(look.found)
-        context.resuming.trusts = look.found.trusts
-        if look.found.quarantined and not context.options.read_only:
-            self._quarantine(look)
-        return look
+        self.found = found
+        context.checkpoints.take_in(found)
+        context.resuming.trusts = found.trusts
+        if found.quarantined and not context.options.read_only:
+            self._quarantine(found)
+        return found
 
-    def _quarantine(self, look: Look) -> None:
+    def _empty_inventory(self) -> Inventory:
+        return Inventory(ranks_by_node(self._context.epoch.nodes), SCHEMES)
+
+    def _judge(self, reports: Sequence[Any]) -> list[Any]:
+        self._inventory.merge_all(reports)
+        protection = self._context.strategy.protection
+        max_attempts = self._context.resuming.max_attempts
+        return Found.among(self._inventory, protection, max_attempts).to_json()
+
+    def _quarantine(self, found: Found) -> None:
         """Quarantine what this node holds of the checkpoints that are given up."""
         context = self._context
-        for checkpoint, why in look.found.quarantined.items():
+        for checkpoint, why in found.quarantined.items():
             logger.warning("iteration %d is quarantined: %s", checkpoint.iteration, why)
-            if not look.is_leader(context.ranks.rank):
+            if not self._inventory.is_leader(context.ranks.rank):
                 continue
             try:
                 # The mark first: nodes that are away now may come back with their pieces.
@@ -129,11 +83,11 @@ class Finder:
                 # Other nodes have the mark, and an error would be raised on this rank alone.
                 logger.error("that is not done on this node: %s", error)
 
-    def has_changed(self, deadline: Deadline) -> bool:
-        """Look again, and return whether a job has saved or pruned since the last look."""
-        before = self._found
-        if self.look().found == before:
-            return False
+    def look_again(self, deadline: Deadline) -> Found | None:
+        """Look again; return ``None`` if no job has saved or pruned since the last look."""
+        before = self.found
+        if (found := self.look()) == before:
+            return None
 
         def require_time(is_late: list[bool]) -> None:
             if any(is_late):
@@ -144,25 +98,18 @@ class Finder:
                 )
 
         self._context.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)
-        return True
-
-    @property
-    def _found(self) -> Found:
-        assert self.last is not None, "a look comes first"
-        return self.last.found
+        return found
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or ``None``."""
-        found, checkpoints, epoch = (
-            self.look().found,
-            self._context.checkpoints,
-            self._context.epoch,
-        )
+        found, checkpoints, epoch = self.look(), self._context.checkpoints, self._context.epoch
         if self._context.options.read_only:
             deadline = Deadline.after(self._context.ranks.timeout_s)
             # Folders are read one after another, and a job may save and prune in between.
-            while not found.complete and found.incomplete and self.has_changed(deadline):
-                found = self._found
+            while not found.complete and found.incomplete:
+                if (changed := self.look_again(deadline)) is None:
+                    break
+                found = changed
         checkpoints.job_has_looked = True
         world_size, is_elastic = self._context.ranks.world_size, self._context.options.elastic
         judge_newest(checkpoints.complete, world_size, is_elastic=is_elastic)
@@ -186,10 +133,18 @@ class Finder:
         return None
 
     def inventory(self) -> Inventory:
-        """Inventory of all nodes at the last look; all ranks call it, as :meth:`Look.inventory`."""
-        assert self.last is not None, "a look comes first"
+        """Inventory of all nodes at the last look, which the root has; all ranks call it."""
         with self._context.events.timed("find"):
-            return self.last.inventory()
+            reports = self._context.ranks.agree(
+                "learn what the nodes hold",
+                Attempt(),
+                None,
+                lambda _: packed(self._inventory.reports()),
+                read=unpacked,
+            )
+        self._inventory = self._empty_inventory()
+        self._inventory.merge_all(reports)
+        return self._inventory
 
     def iterations(self) -> list[int]:
         """Iterations that can be loaded, in the order in which a restart tries them."""
@@ -205,7 +160,7 @@ class Finder:
         """Explain the pieces on all nodes, and the choice of a restart; the same on all ranks."""
         context = self._context
         ranks, store, resuming = context.ranks, context.store, context.resuming
-        inventory = Inventory(ranks_by_node(context.epoch.nodes), SCHEMES)
+        inventory = self._empty_inventory()
         mine: list[Any] = [None, []]
         with Attempt() as looking:
             found = store.list_stored()

@@ -53,7 +53,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import (
     LazyCliqueReplicationStrategy,
@@ -63,9 +63,11 @@ from localckpt.replication.strategies import (
 from localckpt.resuming import Resuming
 from localckpt.state_dict.basic import give_states, unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import TargetRules
 from localckpt.storage.catalog import Problem
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.kept_shard import KeptShard
+from localckpt.storage.memory import default_session
 from localckpt.storage.store import Store
 from localckpt.trust import is_orderly
 
@@ -433,7 +435,7 @@ class CheckpointManager:
             MismatchError: As for :meth:`find_latest`.
             PeerLostError: A rank did not answer in time.
         """
-        if self._finder.last is None:
+        if self._finder.found is None:
             self._find_latest()
         return self._finder.iterations()
 
@@ -484,9 +486,8 @@ class CheckpointManager:
             UnsafeGlobalError: A shard names a class or function that is not allowed.
             PeerLostError: A rank did not answer in time.
         """
-        options = LoadOptions.of(
-            into, map_location, is_partial=partial, converts=allow_dtype_change
-        )
+        rules = TargetRules(is_partial=partial, converts=allow_dtype_change)
+        options = LoadOptions.of(into, map_location, rules)
         return self._load_as(options, iteration)
 
     def load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
@@ -497,7 +498,7 @@ class CheckpointManager:
         called = time.monotonic()
         if iteration is not None:
             self._saves.require_none(f"load iteration {iteration}")
-        if self._finder.last is None:
+        if self._finder.found is None:
             self._find_latest()
         self._await_reprotected()
         try:
@@ -557,7 +558,7 @@ class CheckpointManager:
                 return load.run(iteration, self._finder, self._reprotection)
             except NoReplicasAvailableError:
                 may_differ = self.read_only and iteration is None
-                if not (may_differ and self._finder.has_changed(deadline)):
+                if not may_differ or self._finder.look_again(deadline) is None:
                     raise
 
     def warm_up(self, state_dict: Any) -> None:
@@ -639,11 +640,7 @@ class CheckpointManager:
         shard = KeptShard(images, identity, self._context.allowed)
         promotion = Promotion(checkpoint, shard, to, rate_limit, metrics, checkpoints)
         self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
-        return promotion.request(partial(self._finalize_promotion, promotion))
-
-    def _finalize_promotion(self, promotion: Promotion) -> None:
-        promotion.finalize()
-        logger.info("iteration %d is drained", promotion.checkpoint.iteration)
+        return promotion.request()
 
     def wait_staged(self) -> None:
         """Wait until no save reads the state, which may then be changed in any way.
@@ -908,4 +905,14 @@ class CheckpointManager:
 
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
-        self._finder.last = None
+        self._finder.found = None
+
+
+def agreed_session(ranks: Ranks) -> str:
+    """Name the session of a program that gives none, by the first rank; all ranks call it."""
+    return ranks.decide(
+        "name the session",
+        lambda: default_session() if ranks.is_root else "",
+        lambda names: names[ranks.root],
+        read=shaped(str),
+    )

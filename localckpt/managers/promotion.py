@@ -9,7 +9,7 @@ so that no rank prunes them, until all ranks have finalized the promotion in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, SupportsFloat
 
 from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
@@ -59,8 +59,6 @@ class DrainTarget(Protocol):
 
 
 class Promotion:
-    """One promotion."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -85,10 +83,9 @@ class Promotion:
 
     @property
     def is_over(self) -> bool:
-        """True once the promotion is finalized, or given up."""
         return not self._is_held
 
-    def request(self, finalize: Callable[[], None]) -> AsyncRequest:
+    def request(self) -> AsyncRequest:
         """Make a request that waits for the drain in its queue, and finalizes the promotion."""
         call = AsyncCall(
             self._await_drained,
@@ -97,7 +94,7 @@ class Promotion:
             waits_for_fn=self._drain.waits_for,
             name="promote",
         )
-        return AsyncRequest(call, (), [finalize])
+        return AsyncRequest(call, (), [self.finalize])
 
     @runs_in_trainer
     def _await_drained(self) -> None:
@@ -112,11 +109,11 @@ class Promotion:
             )
 
     def finalize(self) -> None:
-        """Complete the promotion, as all ranks do."""
         if self._is_held:
             self._target.note_drained(self.checkpoint.iteration)
             self._checkpoints.note(self.checkpoint, is_drained=True)
             self._release()
+            logger.info("iteration %d is drained", self.checkpoint.iteration)
 
     def give_up(self) -> None:
         """End the drain if it is not over, and release the checkpoint."""

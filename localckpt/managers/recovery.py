@@ -14,7 +14,7 @@ from localckpt.ids import SHARD_KIND, Checkpoint, Group, Piece, ShardIdentity
 from localckpt.managers.context import Context
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES
-from localckpt.state_dict.source import ImageBytes
+from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Slot
 
@@ -28,6 +28,7 @@ class Recovery:
         groups: Shards that are computed, each with the group that it is computed from.
         nbytes: Sizes of the shards that were computed.
         slots: Slots of those that were computed on this rank.
+        arrived: Slots of shards that peers have sent to this rank.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Recovery:
         self.nbytes: dict[int, int] = {}
         self.computed_by: Mapping[int, int] = {}
         self.slots: dict[int, Slot] = {}
+        self.arrived: dict[int, Slot] = {}
 
     def plan(self) -> Mapping[int, Group]:
         """Find groups from which the shards that no node holds can be computed."""
@@ -73,13 +75,23 @@ class Recovery:
             self.nbytes |= recovered.nbytes
         return True
 
+    def is_here(self, shard: int) -> bool:
+        return shard in self.slots or shard in self.arrived
+
+    def open(self, identity: ShardIdentity) -> ShardSource:
+        """Open a shard that was computed or has arrived here, or else this node's."""
+        slot = self.slots.get(identity.rank) or self.arrived.get(identity.rank)
+        if slot is None:
+            return self._context.store.open(identity)
+        return MemorySource(slot.image)
+
     def drop(self, also: Collection[ShardIdentity] = ()) -> None:
-        """Release the slots of computed shards, and of other given shards."""
-        mine = {self._identity(shard) for shard in self.groups} | set(also)
+        """Release the slots of shards that were computed or have arrived, and of given ones."""
+        mine = {*map(self._identity, (*self.groups, *self.arrived)), *also}
         # From the store: an interrupt may have come before one was noted.
         store = self._context.store
         store.release([slot for slot in store.slots if slot.identity in mine])
-        self.slots, self.nbytes = {}, {}
+        self.slots, self.arrived, self.nbytes = {}, {}, {}
 
     def take_out(self, piece: Piece, reader: int, why: str) -> None:
         """Leave a piece that was bad where a rank read it out of what is read as good.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -75,10 +74,11 @@ class ReplicaCheck:
         is_concerned = any(of.may_be_named(rank) for of in divergence.sets)
         report = [socket.gethostname(), told] if is_concerned else None
         phase = f"name the tensors of iteration {iteration} that differ"
-        judge = partial(_judge, divergence)
         try:
             divergence = self._ranks.agree(
-                *(phase, Attempt(), report, judge), read=Divergence.from_json
+                *(phase, Attempt(), report),
+                lambda reports: judge_differences(divergence, reports).to_json(),
+                read=Divergence.from_json,
             )
         except PeerLostError as lost:
             # That they differ is known on all ranks already.
@@ -94,21 +94,14 @@ class ReplicaCheck:
         error.ranks = divergence.suspects
         error.nodes = divergence.nodes
         error.is_minority = bool(divergence.minority)
-        self._events.emit("diverged", step=iteration, error=error, details=_details(error))
+        details = {
+            "keys": list(error.keys),
+            "ranks": list(error.ranks),
+            "nodes": list(error.nodes),
+            "minority": error.is_minority,
+        }
+        self._events.emit("diverged", step=iteration, error=error, details=details)
         return error
-
-
-def _judge(divergence: Divergence, reports: list[Any]) -> list[Any]:
-    return judge_differences(divergence, reports).to_json()
-
-
-def _details(error: DivergenceError) -> dict[str, Any]:
-    return {
-        "keys": list(error.keys),
-        "ranks": list(error.ranks),
-        "nodes": list(error.nodes),
-        "minority": error.is_minority,
-    }
 
 
 def replicated(obj: Any, group: dist.ProcessGroup | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Replication of saved shards to other ranks: at once, or behind training.
+"""Replication of a saved shard to other ranks: at once, or behind training.
 
 Replications are made one after the other in the order in which the saves were called, which is the
 same on all ranks; who runs the requests that ``save`` returns, and when, does not matter to them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from functools import partial
 
 from localckpt.errors import CheckpointingException, PeerLostError
@@ -17,18 +16,15 @@ from localckpt.options import Options
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.storage.store import Slot, Store
-from localckpt.threads import Latch, Task
+from localckpt.threads import Task
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
 class Replication:
-    """State of the replication of one save.
+    """Replication of one save.
 
     Attributes:
-        identity: Identity of this rank's shard.
-        task: Returns the slots of other ranks' shards; ``None`` before it is begun.
         comes_later: Whether the copies are made behind training.
         kept: Ranks whose shards have come here.
         group: The group for which a piece of another kind is kept here.
@@ -36,55 +32,41 @@ class Replication:
         sent_nbytes: Bytes that this rank sent; ``None`` before it is over, or if nobody counts.
     """
 
-    identity: ShardIdentity
-    task: Task[list[Slot]] | None = None
-    comes_later: bool = False
-    kept: list[int] = field(default_factory=list)
-    group: Group | None = None
-    seconds: float | None = None
-    sent_nbytes: int | None = None
-
-
-class Replicator:
-    """Replication of one manager's saves."""
-
-    def __init__(self, strategy: ReplicationStrategy, options: Options) -> None:
+    def __init__(
+        self, strategy: ReplicationStrategy, options: Options, identity: ShardIdentity
+    ) -> None:
         self._strategy = strategy
-        self._timeout_s = options.timeout
-        self._background = options.background
-        self._strict = options.strict
-        self._last: Latch | None = None
+        self._options = options
+        self._identity = identity
+        # Returns the slots of other ranks' shards.
+        self._task: Task[list[Slot]] | None = None
+        self.comes_later = False
+        self.kept: list[int] = []
+        self.group: Group | None = None
+        self.seconds: float | None = None
+        self.sent_nbytes: int | None = None
 
     @property
-    def is_behind_training(self) -> bool:
-        """True if :meth:`begin` returns before the copies are made."""
-        if self._background is None:
-            return not self._strategy.sends_from_devices
-        return self._background
+    def _is_behind_training(self) -> bool:
+        background = self._options.background
+        return not self._strategy.sends_from_devices if background is None else background
 
-    def begin(
-        self,
-        replication: Replication,
-        store: Store,
-        own: Slot | None,
-        error: str | None = None,
-    ) -> None:
-        """Begin to make the copies of a save; all ranks call it once for each save.
+    def begin(self, store: Store, own: Slot | None, error: str | None = None) -> None:
+        """Begin to make the copies; all ranks call it once for each save.
 
         Without ``own``, which could not be captured, the others of the clique raise ``error``, too.
         """
         self._strategy.begin_copies()
-        copies = replication.task = Task(partial(self._replicate, replication, store, own, error))
-        if self.is_behind_training:
+        copies = self._task = Task(partial(self._replicate, store, own, error))
+        if self._is_behind_training:
             try:
                 self._strategy.thread.submit(copies)
             except BaseException:
                 # No thread can be had, as while the interpreter ends, or an interrupt.
                 if copies.call_off():
-                    replication.task = None
+                    self._task = None
                 raise
-            self._last = copies.over
-            replication.comes_later = True
+            self.comes_later = True
             return
         self._strategy.thread.run(copies)
         failure = copies.error
@@ -95,16 +77,16 @@ class Replicator:
                 # Else the error would keep itself by these variables.
                 del failure, copies
 
-    def finish(self, replication: Replication) -> list[Slot]:
+    def finish(self) -> list[Slot]:
         """Return the slots of other ranks' shards that have come here."""
         # Looked at once: another thread may drop them when they have failed.
-        if (copies := replication.task) is None:
+        if (copies := self._task) is None:
             return []
-        self.await_exchanged(replication)
+        self.wait()
         if not copies.done():
             raise CheckpointingException(
-                f"replicating iteration {replication.identity.iteration} has not ended after "
-                f"{STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
+                f"replicating iteration {self._identity.iteration} has not ended after "
+                f"{STEPS * self._options.timeout:g} s: is a disk or a network interface stuck?"
             )
         try:
             return copies.result()
@@ -112,38 +94,28 @@ class Replicator:
             # An error keeps the frames that it came through: it must not be in one of them itself.
             del copies
 
-    def await_exchanged(self, replication: Replication) -> None:
-        """Wait until nothing is sent or received for a save, or its deadlines have passed."""
-        if (copies := replication.task) is not None:
-            copies.wait(STEPS * self._timeout_s)
+    def wait(self) -> None:
+        """Wait until nothing is sent or received, or its deadlines have passed."""
+        if (copies := self._task) is not None:
+            copies.wait(STEPS * self._options.timeout)
 
-    def waits_for(self, replication: Replication) -> str:
-        """Describe, in any thread, the peers that a replication waits for; empty if it is over."""
-        if (copies := replication.task) is None or copies.done():
+    def waits_for(self) -> str:
+        """Describe, in any thread, the peers that it waits for; empty if it is over."""
+        if (copies := self._task) is None or copies.done():
             return ""
         if not (peers := self._strategy.waits_for()):
             return ""
-        own = replication.identity
+        own = self._identity
         return f"rank {own.rank} was replicating iteration {own.iteration}, and waited for {peers}"
 
-    def cancel(self) -> None:
-        """End the exchange that is under way; the other ranks may not come any more."""
-        self._strategy.give_up()
+    def forget_error(self) -> None:
+        """Drop what is over: it may hold an error, whose frames hold the save."""
+        if self._task is not None and self._task.done():
+            self._task = None
 
-    def close(self) -> None:
-        """Wait for the replications that are under way."""
-        if self._last is not None:
-            self._last.wait()
-
-    def _replicate(
-        self,
-        replication: Replication,
-        store: Store,
-        own: Slot | None,
-        error: str | None,
-    ) -> list[Slot]:
+    def _replicate(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
         try:
-            return self._exchange(replication, store, own, error)
+            return self._exchange(store, own, error)
         except Exception as failure:
             # Else the frames, and with them the images, would stay until cycles are collected.
             forget_frames(failure)
@@ -152,9 +124,7 @@ class Replicator:
             if own is not None:
                 own.end_hold("replication")
 
-    def _exchange(
-        self, replication: Replication, store: Store, own: Slot | None, error: str | None
-    ) -> list[Slot]:
+    def _exchange(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
         began = time.monotonic()
         with Attempt() as staging:
             if own is not None:
@@ -162,26 +132,26 @@ class Replicator:
         try:
             slots = self._strategy.protect(
                 own,
-                replication.identity,
+                self._identity,
                 store,
-                self._timeout_s,
-                on_gpu=bool(own and own.gpu) and not self.is_behind_training,
+                self._options.timeout,
+                on_gpu=bool(own and own.gpu) and not self._is_behind_training,
                 error=error or staging.error_text,
             )
         except PeerLostError as failure:
-            if self._strict:
+            if self._options.strict:
                 raise
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
-                replication.identity.iteration,
+                self._identity.iteration,
                 str(failure),
             )
             forget_frames(failure)
             return []
         pieces = [slot.identity.piece for slot in slots]
-        replication.kept = [piece.rank for piece in pieces if piece.is_shard]
+        self.kept = [piece.rank for piece in pieces if piece.is_shard]
         if not all(piece.is_shard for piece in pieces):
-            replication.group = self._strategy.protection[replication.identity.rank]
-        replication.seconds = time.monotonic() - began
-        replication.sent_nbytes = self._strategy.sent_nbytes
+            self.group = self._strategy.protection[self._identity.rank]
+        self.seconds = time.monotonic() - began
+        self.sent_nbytes = self._strategy.sent_nbytes
         return slots

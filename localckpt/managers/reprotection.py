@@ -120,17 +120,14 @@ class Reprotection:
             raise
 
     def _make_all(self, work: _Work) -> None:
-        began, events = time.monotonic(), self._context.events
+        began, emit = time.monotonic(), self._context.events.emit
         iteration = work.checkpoint.iteration
         try:
             problems = work.keep_computed() if work.computed else []
             problems += work.make_copies() if work.lacking.copies else []
             problems += work.lacking.renewal.make(work) if work.lacking.renewal else []
         except CheckpointingException as error:
-            why = described(error)
-            logger.warning("shards of iteration %d stay with fewer copies: %s", iteration, why)
-            events.emit("reprotected", began=began, step=iteration, error=error)
-            return
+            problems = [described(error)]
         finally:
             work.disconnect()
             work.drop()
@@ -143,15 +140,10 @@ class Reprotection:
                 iteration,
                 why,
             )
-            events.emit(
-                "reprotected",
-                began=began,
-                step=iteration,
-                outcome="failed",
-                details={"error": short(why)},
-            )
+            details = {"error": short(why)}
+            emit("reprotected", began=began, step=iteration, outcome="failed", details=details)
             return
-        events.emit("reprotected", began=began, step=iteration, nbytes=work.nbytes)
+        emit("reprotected", began=began, step=iteration, nbytes=work.nbytes)
         logger.info(
             "all shards of iteration %d have their copies again: %d bytes came here in %.3f s",
             *(iteration, work.nbytes, time.monotonic() - began),
@@ -193,7 +185,6 @@ class _Work(Keeper):
             self.lacking.renewal.connect(name, rank, timeout_s, rate_limit)
 
     def disconnect(self) -> None:
-        """Close the connections."""
         for connected in (self._transport, self.lacking.renewal):
             if connected is not None:
                 connected.close()
@@ -205,7 +196,6 @@ class _Work(Keeper):
                 connected.abort()
 
     def drop(self) -> None:
-        """Release all slots."""
         try:
             self._store.release(self.slots)
         except StorageError as error:

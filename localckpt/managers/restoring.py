@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,24 +19,21 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
+from localckpt.managers.context import Context
+from localckpt.managers.recovery import Recovery
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
-from localckpt.state_dict.names import Names, read_names
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.names import read_names
+from localckpt.state_dict.restore import ImageReader, open_images
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
+from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.targets import (
     STRICT,
-    LetsGo,
     TargetRules,
     Targets,
     find_targets,
-    let_nothing_go,
 )
 from localckpt.storage.hooks import HookStore
-from localckpt.storage.store import Store
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,17 +59,11 @@ class LoadOptions:
         cls,
         into: Any,
         map_location: str | torch.device | None = None,
-        *,
-        is_partial: bool = False,
-        converts: bool = False,
-        lets_go: LetsGo = let_nothing_go,
-        named: frozenset[str] = frozenset(),
-        compare: Callable[[Names, Names], Mapping[str, list[str]]] | None = None,
+        rules: TargetRules = STRICT,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
-        rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
-        if compare is not None:
-            rules = replace(rules, compare=compare)
+        """Return the options; the rules get the freedom that the values of ``into`` have."""
+        rules = replace(rules, free=freedom_in(into))
         return cls(None if into is None else wrapped(into), into, map_location, rules, private)
 
 
@@ -104,33 +92,31 @@ class BadShardError(CheckpointingException):
 
 
 def restore(
-    store: Store,
+    context: Context,
+    recovery: Recovery,
     identity: ShardIdentity,
-    arrived: Mapping[int, memoryview],
     options: LoadOptions,
-    allowed: SafeGlobals,
     compared: ImageReader | None = None,
 ) -> tuple[Any, int]:
-    """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
+    """Read a shard from this node, or what was computed or has arrived in its place.
 
     For ``compared`` see :func:`compare_with_shard`. Returns the state, and the bytes that were read
     for it: 0 for a state that the hooks gave as it is.
     """
-    is_plain = options == LoadOptions()
-    if isinstance(store, HookStore) and is_plain and identity.rank not in arrived:
+    store, is_plain = context.store, options == LoadOptions()
+    if isinstance(store, HookStore) and is_plain and not recovery.is_here(identity.rank):
         with _naming(identity):
             state, nbytes = store.load(identity), 0
     else:
-        state, nbytes = _read(store, identity, arrived, options, allowed, compared)
+        state, nbytes = _read(recovery, identity, options, context.allowed, compared)
     if not store.keeps_images and is_plain:
         state.restore_tensor_device(non_blocking=False)
     return state, nbytes
 
 
 def _read(
-    store: Store,
+    recovery: Recovery,
     identity: ShardIdentity,
-    arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
     compared: ImageReader | None,
@@ -138,17 +124,14 @@ def _read(
     sources: dict[ShardIdentity, ShardSource] = {}
     with ExitStack() as opened:
 
-        def open_image(of: ShardIdentity, like: ImageReader | None) -> ImageReader:
+        def open_noted(of: ShardIdentity) -> ShardSource:
             with _naming(of):
-                sources[of], on_read = _opened(store, of, arrived)
-                opened.callback(sources[of].close)
-                return ImageReader(sources[of], allowed, of, like, on_read)
+                sources[of] = recovery.open(of)
+            opened.callback(sources[of].close)
+            return sources[of]
 
         try:
-            reader = open_image(identity, compared)
-            for rank in reader.co_owners:
-                owner = identity.checkpoint.shard(rank, identity.session_id)
-                reader.join(open_image(owner, reader))
+            reader = open_images(open_noted, identity, allowed, compared)
             state = reader.restore(options.targets, options.map_location)
             return state, reader.nbytes_read
         except (StorageError, CorruptShardError) as error:
@@ -167,49 +150,32 @@ def _read(
 
 
 def compare_with_shard(
-    store: Store,
-    identity: ShardIdentity,
-    arrived: Mapping[int, memoryview],
-    options: LoadOptions,
-    allowed: SafeGlobals,
-    *,
-    is_elastic: bool,
+    context: Context, recovery: Recovery, identity: ShardIdentity, options: LoadOptions
 ) -> tuple[ImageReader, bool, list[str], MismatchError | None]:
     """Compare a state to load into with a shard, before any of it is read.
-
-    The arguments are those of :func:`restore`.
 
     Returns a reader, by which :func:`restore` need not compare again; whether tensors to load into
     are other parts of global tensors than those of the shard, which matters to an elastic load
     alone; the parts of the shard, where the caller has named some; and what does not fit.
     """
     parts, misfit = list[str](), None
-    source, on_read = _opened(store, identity, arrived)
-    with closing(source):
-        reader = ImageReader(source, allowed, identity, on_read=on_read)
+    with closing(recovery.open(identity)) as source:
+        reader = ImageReader(source, context.allowed, identity)
         tables = reader.tables[:2]
         if (targets := options.targets) is None:
             return reader, False, [], None
-        differs = is_elastic and targets.are_sharded_otherwise(*tables, reader.dtensors)
+        differs = context.options.elastic and targets.are_sharded_otherwise(
+            *tables, reader.dtensors
+        )
         if options.rules.named:
             skeleton, _ = reader.checked_skeleton
-            parts = list(read_names(skeleton, allowed, options.rules.free) or ())
+            parts = list(read_names(skeleton, context.allowed, options.rules.free) or ())
         try:
             if not differs:
                 reader.match(targets)
         except MismatchError as error:
             misfit = error
         return reader, differs, parts, misfit
-
-
-def _opened(
-    store: Store, identity: ShardIdentity, arrived: Mapping[int, memoryview]
-) -> tuple[ShardSource, Callable[[int], None]]:
-    """Open an image; what was read of it is to be counted by the function."""
-    if identity.rank in arrived:
-        return MemorySource(arrived[identity.rank]), lambda nbytes: None
-    source = store.open(identity)
-    return source, ReadProgress(f"reading {identity}", source.nbytes).add
 
 
 @contextmanager
@@ -238,34 +204,3 @@ def incurable(error: Exception) -> CheckpointingException:
     )
     refusal.__cause__ = error
     return refusal
-
-
-_EVERY_S = 10.0
-
-
-class ReadProgress:
-    """Progress of a read, logged every ten seconds while it goes on."""
-
-    def __init__(self, what: str, nbytes: int) -> None:
-        self._what = what
-        self._nbytes = nbytes
-        self._done_nbytes = 0
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-        self._logged = self._began
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that have been read; may be called from several threads."""
-        now = time.monotonic()
-        with self._lock:
-            self._done_nbytes += nbytes
-            done_nbytes = self._done_nbytes
-            if now - self._logged < _EVERY_S or done_nbytes >= self._nbytes:
-                return
-            self._logged = now
-        rate = done_nbytes / (now - self._began)
-        logger.info(
-            "%s: %.1f of %.1f GB after %.0f s, %.2f GB/s, about %.0f s left",
-            self._what, done_nbytes / 1e9, self._nbytes / 1e9, now - self._began, rate / 1e9,
-            (self._nbytes - done_nbytes) / rate,
-        )  # fmt: skip

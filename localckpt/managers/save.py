@@ -26,7 +26,6 @@ from localckpt.errors import (
     DivergenceError,
     PeerLostError,
     SaveFailedError,
-    StorageError,
 )
 from localckpt.events.event import Tier
 from localckpt.events.saves import SaveRecord
@@ -35,7 +34,7 @@ from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
 from localckpt.managers.replica_check import ReplicaCheck
-from localckpt.managers.replicator import Replication, Replicator
+from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import MemoryPlan, SaveReport
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
@@ -45,12 +44,9 @@ from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.replica_digests import PartDigest, replica_digests, tensor_views
 from localckpt.storage.store import Slot
-from localckpt.threads import SerialThread, Task
+from localckpt.threads import SerialThread
 
 logger = logging.getLogger(__name__)
-
-# Notes of metrics that a stuck disk holds up do not hold up the end.
-_NOTED_S = 2.0
 
 
 def _kept(text: str) -> str:
@@ -64,11 +60,12 @@ class Save:
 
     Attributes:
         slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
+        replication: Copies of the shard on other nodes.
         error: Text of this rank's first error, which is reported when the save is finalized.
         bad: Reason why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
         is_scheduled: True once a queue, or the trainer itself, runs the save.
-        is_handed_over: True once a queue of another library has taken the request.
+        handed_over: Work that a queue of another library waits for, once it has the request.
         is_complete: True once all ranks have agreed that the save is complete.
     """
 
@@ -93,11 +90,11 @@ class Save:
         self._replicas: list[PartDigest] | None = None
         self._divided: tuple[Agreed, ...] = ()
         self.ticket: Ticket | None = None
-        self.is_scheduled = self.is_handed_over = self.is_complete = False
-        self._handed_over: HandedOver | None = None
+        self.is_scheduled = self.is_complete = False
+        self.handed_over: HandedOver | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._previous_iteration = context.epoch.newest_iteration
-        self._replication = Replication(identity)
+        self.replication = Replication(context.strategy, context.options, identity)
         self._verdict: SaveVerdict | None = None
         self._called = self._captured = self._returned = called
         self._durable: float | None = None
@@ -118,17 +115,30 @@ class Save:
         own: Slot | None = None
         began = time.monotonic()
         with Attempt() as capturing:
+            node_ranks: tuple[int, ...] = ()
+            if not self._compares_replicas:
+                # Whole tensors are compared.
+                node_ranks = self._saves.capture.node_ranks(context.epoch.nodes, self.identity.rank)
             with record_function("localckpt.stage"):
                 own, self._divided = self._saves.capture.capture(
                     *(wrapped(state), self.identity),
-                    is_sent=self._saves.replicator is not None,
-                    node_ranks=self._node_ranks(),
+                    is_sent=self._saves.is_protected,
+                    node_ranks=node_ranks,
                 )
-            self._note_captured(own, began)
+            self.slots.append(own)
+            if self._compares_replicas:
+                own.hold("comparison")
+            self._captured = time.monotonic()
+            # The wait for a buffer that an older save has counts as well.
+            self._record.waited_s += own.reserved_at - began
+            self._record.copied = own.reserved_at, self._captured
+            self._record.nbytes = own.nbytes
         with Attempt() as copying:
             # Also without an image: the ranks that were to get copies are not left waiting.
-            self._begin_copies(own, capturing.error_text)
-            if capturing.succeeded and not self._replication.comes_later:
+            if self._saves.is_protected:
+                with record_function("localckpt.replicate"):
+                    self.replication.begin(context.store, own, capturing.error_text)
+            if capturing.succeeded and not self.replication.comes_later:
                 self._take_copies()
             best = context.options.retention.best
             if best is not None and self.identity.rank == 0:
@@ -139,30 +149,6 @@ class Save:
         del capturing, copying, failure
         self._metrics = None
         self._returned = time.monotonic()
-
-    def _note_captured(self, own: Slot, began: float) -> None:
-        self.slots.append(own)
-        if self._compares_replicas:
-            own.hold("comparison")
-        self._captured = time.monotonic()
-        # The wait for a buffer that an older save has counts as well.
-        self._record.waited_s += own.reserved_at - began
-        self._record.copied = own.reserved_at, self._captured
-        self._record.nbytes = own.nbytes
-
-    def _begin_copies(self, own: Slot | None, error: str | None) -> None:
-        if self._saves.replicator is not None:
-            with record_function("localckpt.replicate"):
-                self._saves.replicator.begin(self._replication, self._context.store, own, error)
-
-    def _node_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that this save divides equal tensors among.
-
-        A save that compares replicas divides nothing, since whole tensors are compared.
-        """
-        if self._compares_replicas:
-            return ()
-        return self._saves.capture.node_ranks(self._context.epoch.nodes, self.identity.rank)
 
     # Carried out at once, or by a queue behind training.
 
@@ -208,7 +194,7 @@ class Save:
             name="save",
             failure_fns=[self.fail],
             stop_fns=[self._saves.stop_waiting],
-            waits_for_fn=self._waits_for,
+            waits_for_fn=self.replication.waits_for,
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
             hand_over=cache(self._hand_over),
@@ -226,9 +212,10 @@ class Save:
 
     def _hand_over(self) -> Callable[[], None]:
         """Carry the save out in a thread; return what a foreign queue's process waits for it by."""
-        self.is_scheduled = self.is_handed_over = True
-        self._handed_over = self._saves.run_in_thread(self._run_here)
-        return self._handed_over.function
+        self.is_scheduled = True
+        self.handed_over = HandedOver(self._run_here, self._context.options.timeout)
+        self._saves.foreign.submit(self.handed_over.task)
+        return self.handed_over.function
 
     def _run_here(self) -> str | None:
         try:
@@ -264,7 +251,7 @@ class Save:
             self._digest_replicas()
         except Exception:
             # The save is not over while other ranks send to it.
-            self._await_exchanged()
+            self.replication.wait()
             raise
 
     def _check(self) -> None:
@@ -300,7 +287,7 @@ class Save:
         if self._durable is not None:
             return
         self._digest_replicas()
-        if self._replication.comes_later:
+        if self.replication.comes_later:
             captured = len(self.slots)
             try:
                 self._take_copies()
@@ -317,8 +304,7 @@ class Save:
             self.slots[0].end_hold("comparison")
 
     def _take_copies(self) -> None:
-        if self._saves.replicator is not None:
-            self.slots += self._saves.replicator.finish(self._replication)
+        self.slots += self.replication.finish()
         # Now that all slots of this rank are reserved.
         self._saves.check_space()
 
@@ -327,9 +313,8 @@ class Save:
         missing: list[CkptID] = []
         context, identity = self._context, self.identity
         with Attempt() as finishing:
-            handed_over, self._handed_over = self._handed_over, None
-            if handed_over is not None:
-                self.error = self.error or handed_over.await_error()
+            if self.handed_over is not None:
+                self.error = self.error or self.handed_over.await_error()
             self.protect()
             holds = context.store.holds
             missing += [s.identity.ckpt_id for s in self.slots if not holds(s.identity)]
@@ -338,9 +323,9 @@ class Save:
             identity.generation,
             self.error or finishing.error_text,
             tuple(missing),
-            tuple(self._replication.kept),
+            tuple(self.replication.kept),
             context.checkpoints.copies_wanted(identity.rank),
-            self._replication.group,
+            self.replication.group,
             self.bad,
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
             self._divided,
@@ -442,7 +427,7 @@ class Save:
         Without an error it is a save that nobody carries out.
         """
         context, identity = self._context, self.identity
-        self._await_exchanged()
+        self.replication.wait()
         self._end()
         context.checkpoints.forget(identity.iteration)
         if context.epoch.newest_iteration == identity.iteration:
@@ -469,7 +454,7 @@ class Save:
 
     def leave(self) -> None:
         """End the save and keep what was written: other ranks may have found it complete."""
-        self._await_exchanged()
+        self.replication.wait()
         self._end()
         self._settle("release", partial(self._context.store.release, self._all_slots()))
         self._context.checkpoints.forget(self.identity.iteration)
@@ -496,19 +481,17 @@ class Save:
             )
 
     def report(self) -> SaveReport:
-        """Return a report of the save so far."""
         return SaveReport(
             self.identity.iteration,
             self.slots[0].nbytes if self.slots else 0,
             self._captured - self._called,
-            self._replication.seconds,
+            self.replication.seconds,
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
-            self._replication.sent_nbytes,
+            self.replication.sent_nbytes,
         )
 
     def _all_slots(self) -> list[Slot]:
-        """Return all slots of this save, filled or not."""
         checkpoint = self.identity.checkpoint
         return [s for s in self._context.store.slots if s.identity.checkpoint == checkpoint]
 
@@ -518,17 +501,6 @@ class Save:
         self._saves.in_flight = [other for other in self._saves.in_flight if other is not self]
         # A queue keeps its last error, whose frames keep the save.
         self.ticket = None
-
-    def _await_exchanged(self) -> None:
-        """Wait until nothing is sent or received for this save, or the deadlines have passed."""
-        if self._saves.replicator is not None:
-            self._saves.replicator.await_exchanged(self._replication)
-
-    def _waits_for(self) -> str:
-        """Describe which other ranks this rank's save waits for; empty for none."""
-        if self._saves.replicator is None:
-            return ""
-        return self._saves.replicator.waits_for(self._replication)
 
     def note_error(self, error: Exception) -> None:
         """Log an error of this rank, and keep its text for the outcome; the first one counts."""
@@ -542,9 +514,7 @@ class Save:
         )
         # What went wrong first is why; what follows from it says less.
         self.error, self.slots = self.error or with_class(error), []
-        if self._replication.task is not None and self._replication.task.done():
-            # The task may hold this error, whose frames hold this save.
-            self._replication.task = None
+        self.replication.forget_error()
 
 
 class Saves:
@@ -554,8 +524,9 @@ class Saves:
         in_flight: Saves that are captured and not finalized, the oldest first; the same on all
             ranks.
         capture: Captures states in slots of the store.
-        replicator: Replicates what is saved; ``None`` without a strategy.
+        is_protected: Whether what is saved is replicated.
         replica_check: Compares what ranks have in common.
+        foreign: Carries out the saves that queues of other libraries have.
         is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
     """
 
@@ -567,12 +538,9 @@ class Saves:
         self.in_flight: list[Save] = []
         job = Job(ranks.rank, ranks.global_ranks)
         self.capture = StateCapture(context.store, context.allowed, options, job)
-        self.replicator = Replicator(context.strategy, options) if is_protected else None
+        self.is_protected = is_protected
         self.replica_check = ReplicaCheck(options, ranks, context.events)
-        self._foreign = SerialThread("localckpt-foreign")
-        self._handed_over: list[HandedOver] = []
-        self._noting = SerialThread("localckpt-note")
-        self._noted: Task[None] | None = None
+        self.foreign = SerialThread("localckpt-foreign")
         self._has_checked_space = False
 
     # Which may begin.
@@ -631,7 +599,6 @@ class Saves:
         return not ranks
 
     def not_scheduled(self) -> list[Save]:
-        """Return the saves whose request was given to no queue."""
         return [save for save in self.in_flight if not save.is_scheduled]
 
     def require_none(self, what: str) -> None:
@@ -647,7 +614,7 @@ class Saves:
     @property
     def _limited(self) -> list[Save]:
         """Saves that count; a foreign queue finalizes its own by itself."""
-        return [save for save in self.in_flight if not save.is_handed_over]
+        return [save for save in self.in_flight if save.handed_over is None]
 
     @property
     def _is_full(self) -> bool:
@@ -703,63 +670,34 @@ class Saves:
         here = [rank for rank, node in enumerate(nodes) if node == nodes[images.rank]]
         over = checkpoints.keep(saved, retention)
         kept = sorted({checkpoint.iteration for checkpoint in checkpoints.complete})
-        if retention.best is not None and images.rank == here[0]:
-            self._note_metrics()
+        is_leader = images.rank == here[0]
+        metrics = checkpoints.metrics if retention.best is not None and is_leader else None
 
         def prune() -> None:
-            if over is None:
-                return
-            began = time.monotonic()
-            # Ranks whose folders this one cleans up now run on other nodes.
-            adopted = images.claim.ranks() - set(here) if images.rank == here[0] else set[int]()
-            if images.prune(lambda shard: over.takes(shard.checkpoint), adopted):
-                context.events.emit("pruned", began=began, step=saved, details={"kept": kept})
+            if over is not None:
+                began = time.monotonic()
+                # Ranks whose folders this one cleans up now run on other nodes.
+                adopted = images.claim.ranks() - set(here) if is_leader else set[int]()
+                if images.prune(lambda shard: over.takes(shard.checkpoint), adopted):
+                    context.events.emit("pruned", began=began, step=saved, details={"kept": kept})
+            if metrics is not None:
+                # All of them, since the node may have taken the place of another one. Saves under
+                # way may have noted theirs.
+                context.store.claim.keep_metrics(metrics, checkpoints.under_way)
 
         return prune
 
-    def _note_metrics(self) -> None:
-        """Have this node note the metrics of complete checkpoints, and no others, behind training.
-
-        All of them, since the node may have taken the place of another one.
-        """
-        claim, checkpoints = self.context.store.claim, self.context.checkpoints
-        metrics = checkpoints.metrics
-
-        def note() -> None:
-            try:
-                # Saves under way may have noted theirs.
-                claim.keep_metrics(metrics, checkpoints.under_way)
-            except StorageError as error:
-                logger.warning("this node has not noted the metrics of checkpoints: %s", error)
-
-        self._noted = Task(note)
-        try:
-            self._noting.submit(self._noted)
-        except RuntimeError:
-            self._noted.run()
-
-    def run_in_thread(self, work: Callable[[], str | None]) -> HandedOver:
-        """Carry a save out in a thread, for a foreign queue; ``work`` returns what went wrong."""
-        self._handed_over = [call for call in self._handed_over if not call.is_closed]
-        call = HandedOver(work, self.context.options.timeout)
-        self._handed_over.append(call)
-        self._foreign.submit(call.task)
-        return call
-
     def stop_waiting(self) -> None:
         """End the exchange with other ranks, which may not come any more."""
-        if self.replicator is not None:
-            self.replicator.cancel()
+        if self.is_protected:
+            self.context.strategy.give_up()
 
     def closing_steps(self) -> Iterable[Callable[[], object]]:
         """Yield what ends all work, in the order in which it has to be done."""
-        if self.replicator is not None:
-            yield self.replicator.close
-        yield self._foreign.close
-        yield from (call.close for call in self._handed_over)
+        yield from (save.replication.wait for save in self.in_flight)
+        yield self.foreign.close
+        yield from (save.handed_over.close for save in self.in_flight if save.handed_over)
         yield self._forget_all
-        if self._noted is not None:
-            yield partial(self._noted.wait, min(_NOTED_S, self.context.options.timeout))
 
     def _forget_all(self) -> None:
         # Memory that is being filled, as when a capture was interrupted.

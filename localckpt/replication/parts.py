@@ -14,7 +14,7 @@ import torch
 from localckpt.memory.host_memory import round_up
 from localckpt.ranks.deadline import Deadline
 from localckpt.replication.transport import Transport
-from localckpt.state_dict.boxes import Region, narrowed_rows, volume
+from localckpt.state_dict.boxes import Region, divided, volume
 from localckpt.state_dict.source import MemorySource
 
 PARCEL_NBYTES = 16 << 20
@@ -23,13 +23,9 @@ _ALIGN = 16
 
 
 class PackedPart(NamedTuple):
-    """Elements of a tensor, a run of bytes in a parcel.
-
-    ``item`` is the number of what a rank takes of one shard, ``number`` that of a tensor in it.
-    """
+    """Elements of a tensor, a run of bytes in a parcel; ``item`` is the caller's number for it."""
 
     item: int
-    number: int
     region: Region
     offset: int
     nbytes: int
@@ -43,32 +39,21 @@ class Parcel(list[PackedPart]):
         return round_up(self[-1].offset + self[-1].nbytes, _ALIGN)
 
 
-def parcels_of(parts: Iterable[tuple[int, int, Region, int]]) -> list[Parcel]:
-    """Divide parts among parcels, in their order: item, number, region and size of an element.
+def parcels_of(parts: Iterable[tuple[int, Region, int]]) -> list[Parcel]:
+    """Divide parts among parcels, in their order: item, region and size of an element.
 
     Parts that are larger than a parcel are divided by rows.
     """
     parcels: list[Parcel] = []
-    for item, number, whole, itemsize in parts:
-        for region in _divided(whole, itemsize):
+    for item, whole, itemsize in parts:
+        for region in divided(whole, PARCEL_NBYTES // itemsize):
             nbytes = volume(region) * itemsize
             offset = parcels[-1].nbytes if parcels else 0
             if not parcels or offset + nbytes > PARCEL_NBYTES:
                 parcels.append(Parcel())
                 offset = 0
-            parcels[-1].append(PackedPart(item, number, region, offset, nbytes))
+            parcels[-1].append(PackedPart(item, region, offset, nbytes))
     return parcels
-
-
-def _divided(region: Region, itemsize: int) -> Iterable[Region]:
-    if volume(region) * itemsize <= PARCEL_NBYTES:
-        yield region
-        return
-    sizes = [sum(count for _, count in runs) for runs in region]
-    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-    half = sizes[dim] // 2
-    yield from _divided(narrowed_rows(region, dim, 0, half), itemsize)
-    yield from _divided(narrowed_rows(region, dim, half, sizes[dim] - half), itemsize)
 
 
 def exchange_parts(

@@ -126,11 +126,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return self._is_hollow
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        if not self._is_hollow:
-            raise CheckpointingException("this state has its tensors: pop_tensors() comes first")
-        tensors = list(tensor_data)
-        places: list[_Hollow] = []
-        map_tensors(self.state_dict, places.append, _Hollow)
+        tensors, places = list(tensor_data), self._places()
         if len(tensors) != len(places):
             raise MismatchError(f"{len(tensors)} tensors given for {len(places)} places")
         remaining = iter(tensors)
@@ -138,14 +134,9 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._is_hollow = False
 
     def init_tensors(self) -> None:
-        if not self._is_hollow:
-            raise CheckpointingException("this state has its tensors: pop_tensors() comes first")
-        self.state_dict = map_tensors(
-            self.state_dict,
-            lambda h: torch.empty(h.shape, dtype=h.dtype, device=h.device),
-            _Hollow,
+        self.insert_tensors(
+            torch.empty(h.shape, dtype=h.dtype, device=h.device) for h in self._places()
         )
-        self._is_hollow = False
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         self._refuse_hollow()
@@ -169,6 +160,13 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def remember_devices(self, original: BasicTensorAwareStateDict) -> None:
         """Make :meth:`restore_tensor_device` move tensors to the devices of ``original``'s."""
         self._devices = [str(tensor.device) for tensor in original.tensors]
+
+    def _places(self) -> list[_Hollow]:
+        if not self._is_hollow:
+            raise CheckpointingException("this state has its tensors: pop_tensors() comes first")
+        places: list[_Hollow] = []
+        map_tensors(self.state_dict, places.append, _Hollow)
+        return places
 
     def _refuse_hollow(self) -> None:
         if self._is_hollow:

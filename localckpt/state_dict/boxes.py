@@ -72,7 +72,6 @@ class RankSet:
 
     @property
     def last(self) -> int:
-        """Highest rank."""
         return self._ranges()[-1][-1]
 
     def _ranges(self) -> list[range]:
@@ -98,10 +97,7 @@ class Box(NamedTuple):
     @property
     def place(self) -> str:
         """Text of the place in the global tensor, as in ``[0:3, 4:8] of [10, 8]``."""
-        sides = (
-            "+".join(f"{start}:{start + count}" for start, count in runs) for runs in self.runs
-        )
-        return f"[{', '.join(sides)}] of {list(self.shape)}"
+        return f"{text_of(self.runs)} of {list(self.shape)}"
 
     @property
     def is_shared(self) -> bool:
@@ -134,7 +130,6 @@ class Box(NamedTuple):
             return False
 
     def is_at(self, other: Box) -> bool:
-        """Return whether two boxes are the same part of the same global tensor."""
         return self[:3] == other[:3]
 
 
@@ -245,25 +240,18 @@ class Bounds(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Cut(NamedTuple):
-    """Rectangle of a tensor.
-
-    Its first indices are those in the tensor (``local``) and in the global tensor (``first``).
-    """
-
-    local: tuple[int, ...]
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 def whole(shape: Sequence[int]) -> Region:
-    """Return the region of a whole tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def volume(region: Region) -> int:
-    """Return the number of elements of a region."""
     return math.prod(sum(count for _, count in runs) for runs in region)
+
+
+def text_of(region: Region) -> str:
+    """Return the text of a region, as in ``[0:3, 4:8]``."""
+    sides = ("+".join(f"{start}:{start + count}" for start, count in runs) for runs in region)
+    return f"[{', '.join(sides)}]"
 
 
 def bounds_of(region: Region) -> Bounds:
@@ -298,32 +286,10 @@ def without(region: Region, other: Region) -> list[Region]:
     return [part for part in rest if volume(part)]
 
 
-def cuts_of(
-    region: Region, part: Region, starts: Sequence[int], sizes: Sequence[int]
-) -> Iterator[Cut]:
-    """Cut out of a tensor what a part of its region has in common with a rectangle of the tensor.
-
-    The indices of the region follow each other in the tensor; all of the part are in the region.
-    """
-    sides = []
-    for runs, wanted, start, size in zip(region, part, starts, sizes, strict=True):
-        side, local = [], 0
-        for first, count in runs:
-            low, high = max(start, local), min(start + size, local + count)
-            if low < high:
-                shift = first - local
-                for begin, length in _common_runs(((low + shift, high - low),), wanted):
-                    side.append((begin - shift, begin, length))
-            local += count
-        if not side:
-            return
-        sides.append(side)
-    for chosen in product(*sides):
-        yield (
-            Cut(*(tuple(numbers) for numbers in zip(*chosen, strict=True)))
-            if chosen
-            else Cut((), (), ())
-        )
+def rectangles_of(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the rectangles that a region is made of: first indices and sizes, in order."""
+    for chosen in product(*region):
+        yield tuple(first for first, _ in chosen), tuple(count for _, count in chosen)
 
 
 def local_starts(region: Region, first: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -348,32 +314,29 @@ def narrowed_rows(region: Region, dim: int, start: int, count: int) -> Region:
     return (*region[:dim], tuple(runs) or ((region[dim][0][0], 0),), *region[dim + 1 :])
 
 
-def flat_rectangles(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Divide the elements of a tensor that are in order from a number on into rectangles.
+def rows_of(region: Region, part: Region) -> tuple[int, int, Region]:
+    """Find the rows of the tensor of a region that hold a part of it.
 
-    Yields first indices and sizes of each, in ascending order. The last index runs fastest.
+    Returns the number of the first row, the number of rows, and the elements of the rows: those of
+    the part, if its items are all of them. A tensor without a dimension is a row.
     """
-    if start >= stop:
+    if not region:
+        return 0, 1, region
+    ends = part[0][0][0], sum(part[0][-1]) - 1
+    first, last = (local_starts(region[:1], (end,), (1,))[0] for end in ends)
+    return first, last + 1 - first, narrowed_rows(region, 0, first, last + 1 - first)
+
+
+def divided(region: Region, most: int) -> Iterator[Region]:
+    """Divide a region into parts of at most so many elements, each of consecutive rows."""
+    if volume(region) <= most:
+        yield region
         return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and (start % row or stop % row):
-        for starts, sizes in flat_rectangles(shape[1:], start - first * row, stop - first * row):
-            yield (first, *starts), (1, *sizes)
-        return
-    if start % row:
-        yield from flat_rectangles(shape, start, (first + 1) * row)
-        first += 1
-    end = stop // row
-    if first < end:
-        yield (first, *(0 for _ in shape[1:])), (end - first, *shape[1:])
-    if end * row < stop:
-        yield from flat_rectangles(shape, end * row, stop)
+    sizes = [sum(count for _, count in runs) for runs in region]
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    half = sizes[dim] // 2
+    yield from divided(narrowed_rows(region, dim, 0, half), most)
+    yield from divided(narrowed_rows(region, dim, half, sizes[dim] - half), most)
 
 
 def _common_runs(one: Runs, other: Runs) -> Runs:

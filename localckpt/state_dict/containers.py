@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,27 @@ def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return None
 
 
+def with_children(container: Any, children: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container with other members in places of :func:`children_of`."""
+    if isinstance(container, tuple):
+        members = list(container)
+        fields = getattr(container, "_fields", range(len(members)))
+        for key, child in children.items():
+            members[fields.index(key)] = child
+        return getattr(container, "_make", type(container))(members)
+    return _filled(copy.copy(container), children)
+
+
+def _filled(container: Any, children: Mapping[Any, Any]) -> Any:
+    for key, child in children.items():
+        if isinstance(container, dict | list):
+            container[key] = child
+        else:
+            # The class's own __setattr__ raises if the dataclass is frozen.
+            object.__setattr__(container, key, child)
+    return container
+
+
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """Copy the containers of ``state``, with each value of type ``leaf`` replaced.
 
@@ -106,22 +127,12 @@ def _map(value: Any, replace: Callable[[Any], Any], leaf: type, done: dict[int, 
         return replace(value)
     if id(value) in done:
         return done[id(value)]
-    result = value
-    if isinstance(value, dict):
-        result = done[id(value)] = copy.copy(value)
-        for key, child in value.items():
-            result[key] = _map(child, replace, leaf, done)
-    elif isinstance(value, list):
-        result = done[id(value)] = copy.copy(value)
-        result[:] = [_map(child, replace, leaf, done) for child in value]
-    elif isinstance(value, tuple):
-        children = [_map(child, replace, leaf, done) for child in value]
-        make = getattr(value, "_make", type(value))
-        result = done[id(value)] = make(children)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        result = done[id(value)] = copy.copy(value)
-        for field in dataclasses.fields(value):
-            child = _map(getattr(value, field.name), replace, leaf, done)
-            # The class's own __setattr__ raises if the dataclass is frozen.
-            object.__setattr__(result, field.name, child)
-    return result
+    members = children_of(value)
+    if members is None:
+        return value
+    if isinstance(value, tuple):
+        children = {key: _map(child, replace, leaf, done) for key, child in members}
+        return done.setdefault(id(value), with_children(value, children))
+    # Noted before its members, of which one may hold it.
+    result = done[id(value)] = copy.copy(value)
+    return _filled(result, {key: _map(child, replace, leaf, done) for key, child in members})

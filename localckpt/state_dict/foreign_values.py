@@ -83,9 +83,11 @@ def _parts_of(array: numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
     described = _described(array.dtype)
     data: Any
     if array.dtype.hasobject and array.dtype.names is not None:
-        # Each field is as large as its bytes, so none takes memory that the file is not worth.
-        data = {name: numpy.asarray(array)[name] for name in array.dtype.names}
-    elif array.dtype.hasobject:
+        raise CheckpointingException(
+            f"an array of dtype {array.dtype} has objects in its fields: save each field as an "
+            f"array of its own"
+        )
+    if array.dtype.hasobject:
         data = array.ravel(order).tolist()
     elif is_data(array):
         data = _bytes_of(array)
@@ -110,31 +112,22 @@ def _bytes_of(array: numpy.ndarray[Any, Any]) -> ArrayTensor:
 
 
 def restore_array(
-    data: bytes | list[Any] | dict[str, Any] | torch.Tensor,
+    data: bytes | list[Any] | torch.Tensor,
     described: tuple[Any, ...],
     shape: tuple[int, ...],
     order: str,
     is_writable: bool,
     kind: type[numpy.ndarray[Any, Any]] = numpy.ndarray,
 ) -> numpy.ndarray[Any, Any]:
-    """Make an array from its bytes, items or fields; a tensor's bytes are not copied."""
+    """Make an array from its bytes or items; a tensor's bytes are not copied."""
     dtype = restore_dtype(*described)
     if any(type(n) is not int or n < 0 for n in shape):
         _refuse(f"an array of shape {shape!r:.100}")
     array: Any
     flat: Any
-    if dtype.hasobject and dtype.fields is not None:
-        kinds = {name: dtype.fields[name][0] for name in dtype.names or ()}
-        if type(data) is not dict or {n: _kind(part) for n, part in data.items()} != {
-            name: (kind.base, (*shape, *kind.shape)) for name, kind in kinds.items()
-        }:
-            _refuse("an array of other fields")
-        array = numpy.zeros(shape, dtype, order="F" if order == "F" else "C")
-        for name, part in data.items():
-            array[name] = part
-    elif dtype.hasobject:
+    if dtype.hasobject:
         # The items of such an array are a list; bytes would become pointers.
-        if type(data) is not list or len(data) != math.prod(shape):
+        if dtype.names or type(data) is not list or len(data) != math.prod(shape):
             _refuse("an array of other items")
         array = numpy.fromiter(data, dtype, len(data)).reshape(shape, order=order)  # type: ignore[call-overload]
     else:
@@ -154,10 +147,6 @@ def restore_array(
         array = array.view(kind)
     array.flags.writeable = is_writable
     return array  # type: ignore[no-any-return]
-
-
-def _kind(part: Any) -> tuple[Any, Any]:
-    return (part.dtype, part.shape) if isinstance(part, numpy.ndarray) else (None, None)
 
 
 def restore_number(*parts: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.boxes import Box, RankSet, Run
+from localckpt.state_dict.boxes import Box, RankSet, Run, narrowed_rows
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.replicated import Replicated
@@ -95,7 +95,6 @@ class NamedTensors(NamedTuple):
 
 
 def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
-    """Find the paths of a state's tensors."""
     found = NamedTensors({}, [])
     _collect(vars(state) if isinstance(state, TensorAwareStateDict) else state, "", None, found)
     names = found.names
@@ -106,9 +105,7 @@ def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
 
 
 def _collect(root: Any, above: str, marked: Sequence[int] | None, found: NamedTensors) -> None:
-    wanted: tuple[type, ...] = (torch.Tensor, numpy.ndarray, Replicated)
-    if (megatron := _megatron_class()) is not None:
-        wanted = (*wanted, megatron)
+    wanted = (torch.Tensor, numpy.ndarray, Replicated, *megatron_classes())
     names, tellers = found
     kinds: dict[type, _Kind] = {torch.Tensor: "plain", torch.nn.Parameter: "plain"}
     for path, value in named_values(root, wanted, above):
@@ -231,7 +228,6 @@ class LocalParts:
         return self._of_specs[which]
 
     def fits(self, box: Box, tensor: torch.Tensor) -> bool:
-        """Return whether a box can be that of a tensor."""
         local = tuple(tensor.shape)
         which = local, box.shape, box.runs
         if which not in self._fitting:
@@ -307,24 +303,15 @@ def _share(runs: Sequence[Run], strides: int, parts: int, number: int) -> list[R
     for stride in range(strides):
         start, end = _chunk(0, total, strides, stride)
         start, end = _chunk(start, end, parts, number)
-        begin = 0
-        for first, count in runs:
-            low, high = max(start, begin), min(end, begin + count)
-            if low < high:
-                taken.append((first + low - begin, high - low))
-            begin += count
-    return _joined_up(taken) or [(sum(runs[-1]), 0)]
-
-
-def _joined_up(runs: Sequence[Run]) -> list[Run]:
-    """Make one run of those that follow each other."""
-    joined_up: list[Run] = []
-    for start, count in runs:
-        if joined_up and sum(joined_up[-1]) == start:
-            start, before = joined_up.pop()
-            count += before
-        joined_up.append((start, count))
-    return joined_up
+        (side,) = narrowed_rows((tuple(runs),), 0, start, end - start)
+        for first, count in side:
+            # One run of those that follow each other.
+            if count and taken and sum(taken[-1]) == first:
+                first, before = taken.pop()
+                count += before
+            if count:
+                taken.append((first, count))
+    return taken or [(sum(runs[-1]), 0)]
 
 
 def _chunk(start: int, end: int, parts: int, number: int) -> tuple[int, int]:
@@ -352,10 +339,11 @@ def _kind_of(value: Any) -> _Kind:
         return "DTensor"
     if isinstance(value, torch.Tensor) and is_sharded(value):
         return "ShardedTensor"
-    megatron = _megatron_class()
-    return "Megatron" if megatron is not None and isinstance(value, megatron) else "other"
+    return "Megatron" if isinstance(value, megatron_classes()) else "other"
 
 
-def _megatron_class() -> type | None:
+def megatron_classes() -> tuple[Any, ...]:
+    """Return Megatron-Core's ShardedTensor, if it is imported."""
     module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
-    return getattr(module, "ShardedTensor", None)
+    found = getattr(module, "ShardedTensor", None)
+    return () if found is None else (found,)

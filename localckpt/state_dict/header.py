@@ -138,7 +138,6 @@ class Skeleton(NamedTuple):
 
     @classmethod
     def split(cls, joined: bytes) -> Skeleton:
-        """Split the bytes again."""
         texts, at = [], 24
         for begin in (0, 8, 16):
             end = at + int.from_bytes(joined[begin : begin + 8], "little")
@@ -226,7 +225,6 @@ def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
 
 
 def kind_of(metadata: dict[str, Any]) -> str:
-    """Return the kind of the piece whose header has this metadata."""
     for key in metadata:
         kind = key.removesuffix(_OF)
         if kind != key and kind != SHARD_KIND and _KIND.fullmatch(kind):

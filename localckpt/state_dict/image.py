@@ -175,7 +175,6 @@ class Capture:
 
     @property
     def data_nbytes(self) -> int:
-        """Size of all tensors in bytes."""
         return self.plan.layout.nbytes
 
     @property
@@ -184,7 +183,6 @@ class Capture:
         return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
     def nbytes(self, identity: ShardIdentity) -> int:
-        """Return the size of the image in bytes."""
         return self._header(identity)[1]
 
     def write(

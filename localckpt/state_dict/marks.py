@@ -37,7 +37,6 @@ def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
 
 
 def set_marks(tensor: torch.Tensor, marks: Mapping[str, Any]) -> None:
-    """Set a tensor's saved attributes."""
     if not isinstance(tensor, torch.Tensor) or type(marks) is not dict:
         raise TypeError(f"attributes of a tensor are set on a {type(tensor).__name__}")
     for name, value in marks.items():

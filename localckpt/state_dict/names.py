@@ -82,7 +82,6 @@ def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | 
 
 
 def merged_names(one: Names | None, other: Names | None) -> Names | None:
-    """Return the names of both of two ranks."""
     if one is None or other is None:
         return other if one is None else one
     return one | {

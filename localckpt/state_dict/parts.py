@@ -152,7 +152,6 @@ def parse_parts(
     rank: int,
     world_size: int,
 ) -> dict[str, DividedSlot]:
-    """Parse and check the text of a table: the divided slots by name."""
     try:
         lists, rows = json.loads(text)
         groups = [_parse_ranks(ranks, rank, world_size) for ranks in lists]

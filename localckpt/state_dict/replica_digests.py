@@ -10,29 +10,18 @@ digests are xxh3 without a seed, so that they are alike on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import xxhash
 
-from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import flat_bytes, integer_view
 from localckpt.state_dict.boxes import NO_BOXES, Box, parse_boxes
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.source import MemorySource, read_header
 from localckpt.state_dict.tensor_table import TableEntry, dtype_named, parse_entries
-
-# torch copies no values of a dozen dtypes, and bytes are what is compared.
-_INTEGERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-# Values that do not lie in order are copied so many bytes at a time.
-_PIECE_NBYTES = 4 << 20
 
 
 class PartDigest(NamedTuple):
@@ -105,24 +94,10 @@ def _digest(entry: TableEntry, content: memoryview) -> int:
         hasher.update(content)
     elif len(content) and 0 not in entry.shape:
         offset, strides = entry.view
-        dtype = _INTEGERS[entry.torch_dtype().itemsize]
-        items = torch.frombuffer(content, dtype=torch.uint8)
-        first = items[offset : entry.reach_nbytes()].view(dtype)
-        for piece in _pieces(first.as_strided(entry.shape, strides)):
-            hasher.update(memory_at(piece.data_ptr(), piece.numel() * piece.itemsize))
+        reached = torch.frombuffer(content[offset : entry.reach_nbytes()], dtype=torch.uint8)
+        items = integer_view(reached, entry.torch_dtype().itemsize)
+        hasher.update(flat_bytes(items.as_strided(entry.shape, strides).contiguous()).numpy().data)
     return hasher.intdigest()
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the values of a tensor in order, as contiguous tensors of a limited size."""
-    if tensor.dim() == 0 or tensor.numel() * tensor.itemsize <= _PIECE_NBYTES:
-        yield tensor.contiguous()
-        return
-    row_nbytes = tensor[0].numel() * tensor.itemsize
-    rows = max(1, _PIECE_NBYTES // row_nbytes)
-    for first in range(0, len(tensor), rows):
-        part = tensor[first : first + rows]
-        yield from _pieces(part[0] if row_nbytes > _PIECE_NBYTES else part)
 
 
 _CHUNK_NBYTES = 8 << 20

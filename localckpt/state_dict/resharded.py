@@ -8,11 +8,9 @@ the saved ones.
 from __future__ import annotations
 
 import copy
-import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,24 +24,54 @@ from localckpt.memory.tensor_bytes import (
     narrowed,
 )
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
-from localckpt.state_dict.boxes import (
-    Region,
-    cuts_of,
-    flat_rectangles,
-    local_starts,
-    volume,
-    whole,
+from localckpt.state_dict.boxes import Region, local_starts, rectangles_of, rows_of, whole
+from localckpt.state_dict.containers import (
+    children_of,
+    joined,
+    map_tensors,
+    named_tensors,
+    named_values,
+    with_children,
 )
-from localckpt.state_dict.containers import children_of, map_tensors, named_tensors, named_values
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.replicated import Replicated, without_marker, without_markers
-from localckpt.state_dict.runs import Reserved, copy_reserved, run_in
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.stateful import Freedom, ParametersOfStates, TensorKind
 from localckpt.state_dict.targets import find_overlaps
-from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed, root_of
+from localckpt.state_dict.values import Placeholder, Unit, above, placed, root_of
 
-FindRows = Callable[[Region, Region], tuple[int, int] | None]
+
+class Target(NamedTuple):
+    """Tensor that takes elements of a global tensor, and those that it has."""
+
+    tensor: torch.Tensor
+    region: Region
+
+    def memory_of(self, part: Region) -> memoryview | None:
+        """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
+        first, count, rows = rows_of(self.region, part)
+        if rows != part or not is_host_run(self.tensor):
+            return None
+        total = sum(n for _, n in self.region[0]) if self.region else 1
+        row_nbytes = self.tensor.nbytes // total
+        return memory_at(self.tensor.data_ptr() + first * row_nbytes, count * row_nbytes)
+
+    def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        """Copy a rectangle of the global tensor, as integers of its items' size, to its place."""
+        starts = local_starts(self.region, first, sizes)
+        local = self.tensor.detach()
+        local = local[(None,) * (len(self.region) - local.dim())]
+        place = narrowed(local, starts, sizes)
+        with torch.no_grad():
+            copy_values(place, values.view(place.dtype))
+
+
+def copy_part(part: Region, items: torch.Tensor, region: Region, targets: Sequence[Target]) -> None:
+    """Copy a part of a region to its places; ``items`` are the region's, as integers."""
+    for first, sizes in rectangles_of(part):
+        values = narrowed(items, local_starts(region, first, sizes), sizes)
+        for target in targets:
+            target.fill(first, sizes, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,99 +87,9 @@ class WantedTensor:
     def dtype(self) -> str:
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    def memory_of(self, part: Region, find_rows: FindRows) -> memoryview | None:
-        """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
-        local = self.tensor
-        rows = find_rows(self.region, part)
-        if rows is None or not (nbytes := local.nbytes) or not is_host_run(local):
-            return None
-        _, count = find_rows(self.region, self.region) or rows
-        row_nbytes = nbytes // count
-        return memory_at(local.data_ptr() + rows[0] * row_nbytes, rows[1] * row_nbytes)
-
-    def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
-        """Copy a rectangle of the global tensor, as integers of its items' size, to its place."""
-        starts = local_starts(self.region, first, sizes)
-        local = self.tensor.detach()
-        extra = len(self.region) - local.dim()
-        if extra:
-            local = local[(None,) * extra]
-        target = narrowed(local, starts, sizes)
-        with torch.no_grad():
-            copy_values(target, values.view(target.dtype))
-
-
-class FilledPart:
-    """Part of this rank's tensors that is filled, by several threads; a :class:`Sink`.
-
-    Args:
-        tensors: The tensors: all that are the same part of one global tensor.
-        region: Elements of the global tensor that the part is.
-        find_rows: :func:`run_in`, maybe with a cache: few regions are those of many tensors.
-
-    Attributes:
-        lacking: Number of its items that did not come yet.
-    """
-
-    def __init__(
-        self, tensors: Sequence[WantedTensor], region: Region, find_rows: FindRows = run_in
-    ) -> None:
-        self.key = tensors[0].key
-        self.lacking = volume(region)
-        self._tensors = tensors
-        self._region = region
-        self._itemsize = tensors[0].tensor.itemsize
-        self._lock = threading.Lock()
-        # Its bytes, if it is one run of one tensor in host memory.
-        self._memory: memoryview | None = None
-        if len(tensors) == 1:
-            self._memory = tensors[0].memory_of(region, find_rows)
-
-    def reserve(self, offset: int, nbytes: int) -> Reserved | None:
-        """Return the part's own bytes."""
-        if self._memory is None:
-            return None
-        return self._memory[offset : offset + nbytes], lambda: self._count(nbytes)
-
-    def take(self, offset: int, values: torch.Tensor) -> None:
-        """Fill consecutive items of the part."""
-        end, itemsize = offset + values.nbytes, self._itemsize
-        if end > volume(self._region) * itemsize or offset % itemsize or end % itemsize:
-            raise ValueError(f"bytes {offset}:{end} are no items of {self.key!r}")
-        if (reserved := self.reserve(offset, values.nbytes)) is not None:
-            copy_reserved(reserved, values)
-            return
-        self._take_items(offset // itemsize, integer_view(values, itemsize))
-        self._count(values.nbytes)
-
-    def _take_items(self, begin: int, items: torch.Tensor) -> None:
-        shape = [sum(count for _, count in runs) for runs in self._region]
-        done = 0
-        for starts, sizes in flat_rectangles(shape, begin, begin + items.numel()):
-            count = math.prod(sizes)
-            # Rows that were picked out of others are one rectangle, and do not lie side by side.
-            if items.shape != sizes:
-                rectangle = items.reshape(-1)[done : done + count].view(sizes)
-            else:
-                rectangle = items
-            done += count
-            for cut in cuts_of(self._region, self._region, starts, sizes):
-                inside = [a - b for a, b in zip(cut.local, starts, strict=True)]
-                for wanted in self._tensors:
-                    wanted.fill(cut.first, cut.sizes, narrowed(rectangle, inside, cut.sizes))
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.lacking -= nbytes // self._itemsize
-
-
-def require_full(parts: Iterable[FilledPart]) -> None:
-    """Check that every part has got all of its items, each once."""
-    if odd := [part.key for part in parts if part.lacking]:
-        raise MismatchError(
-            f"{len(odd)} tensors were not filled as planned, {odd[0]!r} among them. They may "
-            f"be partly filled; load again"
-        )
+    @property
+    def target(self) -> Target:
+        return Target(self.tensor, self.region)
 
 
 @collection_paused()
@@ -283,16 +221,16 @@ def outlines_of(
     def outline(value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, Placeholder):
             return tensor(value)
-        is_divided = key_of(place) in above_rules
+        is_divided = joined(place) in above_rules
         children = children_of(value)
         if children is None or not (is_divided or named_values(value, (Placeholder,))):
             return None
-        return _with_children(value, {k: outline(child, (*place, k)) for k, child in children})
+        return with_children(value, {k: outline(child, (*place, k)) for k, child in children})
 
     found: list[Unit] = []
 
     def find(value: Any, place: tuple[Any, ...]) -> None:
-        if place and free.covers(key_of(place)):
+        if place and free.covers(joined(place)):
             found.append(Unit(place, outline(value, place)))
         elif isinstance(value, dict):
             for key, child in value.items():
@@ -363,7 +301,7 @@ def with_outlines(
     for place, outline in outlines:
         if place[0] not in state:
             continue
-        for name, saved in named_tensors({key_of(place): outline}):
+        for name, saved in named_tensors({joined(place): outline}):
             if id(saved) not in made:
                 made[id(saved)] = target(name, saved)
         units.append(Unit(place, map_tensors(outline, lambda saved: made[id(saved)])))
@@ -382,17 +320,13 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
         of_keys.setdefault(key, []).append(Unit(tuple(names), value))
     for key, parts in of_keys.items():
         own = without_marker(state[key])
-        if isinstance(own, Mapping) and not free.covers(key_of((key,))):
-            own = {n: v for n, v in own.items() if not free.covers(key_of((key, n)))}
+        if isinstance(own, Mapping) and not free.covers(joined((key,))):
+            own = {n: v for n, v in own.items() if not free.covers(joined((key, n)))}
         value = placed(own, parts)
         marker = state[key]
         is_marked = isinstance(marker, Replicated)
         result[key] = Replicated(value, marker.ranks) if is_marked else value
     return result
-
-
-def _with_children(container: Any, children: Mapping[Any, Any]) -> Any:
-    return placed(container, [Unit((key,), child) for key, child in children.items()])
 
 
 def _merged(one: Any, other: Any) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -30,10 +30,9 @@ from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
 from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
-from localckpt.state_dict.runs import Run, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Run, ShardSource
 from localckpt.state_dict.targets import FIT, Matched, NamesDiffer, Targets, compare_names
 from localckpt.state_dict.tensor_table import (
     ARRAY,
@@ -52,7 +51,7 @@ class ImageReader(ImageBytes):
     """Reader of one image.
 
     Args:
-        source, expect, on_read: As for :class:`ImageBytes`.
+        source, expect: As for :class:`ImageBytes`.
         allowed: Allow-list for the classes and functions that the image names.
         like: Reader of the same image, or of another one of the checkpoint: what is the same in
             both is not parsed, checked and compared again.
@@ -69,9 +68,8 @@ class ImageReader(ImageBytes):
         allowed: SafeGlobals,
         expect: ShardIdentity | None = None,
         like: ImageReader | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, expect, on_read)
+        super().__init__(source, expect)
         self._like = like
         self._texts = b"", b""
         self._matches: tuple[Targets, NamesDiffer, Matched] | None = None
@@ -140,7 +138,8 @@ class ImageReader(ImageBytes):
                 logger.warning(
                     "saved and not given, as partial=True allows: %s", ", ".join(differ.missing)
                 )
-            dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
+            locals_given = {id(matched.given.get(number)) for number in boxes}
+            dtensors = {key: into.dtensors[key] for key in locals_given & into.dtensors.keys()}
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
         left = {n: _make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
         given = filled | left
@@ -152,12 +151,12 @@ class ImageReader(ImageBytes):
         bases = made | matched.targets
         # Of what is left nothing is read.
         own = {name: base for name, base in bases.items() if name not in holders}
-        self._fill(own, alone=bool(left))
+        self._fill(own, is_all_verified=not left)
         self.nbytes_read = self.header.nbytes
         for rank, reader in self.joined.items():
             slots = {slot: there for slot, (of, there) in holders.items() if of == rank}
             targets = {there: bases[slot] for slot, there in slots.items() if slot in bases}
-            reader._fill(targets, alone=True)
+            reader._fill(targets)
             self.nbytes_read += sum(base.nbytes for base in targets.values())
         # Else tensors that were made in inference mode could not be changed.
         with torch.inference_mode():
@@ -183,8 +182,7 @@ class ImageReader(ImageBytes):
         differ = compare_names(saved, into.parts, rules=into.rules)
         matched = into.match(
             *(entries, boxes, contents.of_meshes | contents.composed),
-            lambda: self._paths(skeleton, contents),
-            differ,
+            *(self._paths, differ),
         )
         self._require_sizes(matched.targets)
         self._matches = into, differ, matched
@@ -192,13 +190,13 @@ class ImageReader(ImageBytes):
 
     def dtensors(self) -> set[int]:
         """Return the numbers of the local tensors of DTensors in the containers of the state."""
-        found = self._placeholders(*self.checked_skeleton)
+        found = self._placeholders()
         return {number for _, value in found if value.is_dtensor for number in value.numbers}
 
-    def _paths(self, skeleton: bytes, contents: Contents) -> dict[int, str]:
+    def _paths(self) -> dict[int, str]:
         """Return the paths of the tensors in the containers of the state, by their numbers."""
         paths: dict[int, str] = {}
-        for path, placeholder in self._placeholders(skeleton, contents):
+        for path, placeholder in self._placeholders():
             for number in placeholder.numbers:
                 paths.setdefault(number, self.path_of(number, path, placeholder))
         return paths
@@ -210,11 +208,11 @@ class ImageReader(ImageBytes):
         slot = self.entries[number].slot or ""
         return slot if slot.startswith(f"{path}.") else f"{path}.?"
 
-    def _placeholders(self, skeleton: bytes, contents: Contents) -> list[tuple[str, Placeholder]]:
-        entries = self.tables.entries
+    def _placeholders(self) -> list[tuple[str, Placeholder]]:
+        skeleton, contents = self.checked_skeleton
 
         def tensor(number: int) -> torch.Tensor | None:
-            entry = entries[number]
+            entry = self.entries[number]
             name = (entry.slot or "").removeprefix(SHARED)
             is_in_container = entry.kind != ARRAY and name != f"{UNNAMED}{number}"
             if is_in_container or number in contents.composed:
@@ -256,7 +254,7 @@ class ImageReader(ImageBytes):
         found = {}
         for slot, part in self.absent.items():
             number, owner = numbers[slot], self.joined[part.owner]
-            box, nbytes = self.tables.boxes[number], self._whole_nbytes(slot)
+            box, nbytes = self.tables.boxes[number], self._whole_nbytes[slot]
             there = places[part.owner].get(box[:3])
             other = None if there is None else owner.entries[there]
             if (
@@ -283,6 +281,9 @@ class ImageReader(ImageBytes):
 
     def _read_skeleton(self) -> tuple[Tables, bytes]:
         header, identity = self.header, self.identity
+        for _ in self.pieces(0, header.data_start):
+            # The places of the tensors are the header's, so its blocks are verified, too.
+            pass
         framed = bytearray(header.digests_start - header.skeleton_start)
         self.read_into(header.skeleton_start, memoryview(framed))
         try:
@@ -331,7 +332,7 @@ class ImageReader(ImageBytes):
     def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
         """Check that each given tensor has as many bytes as the saved one."""
         for name, base in bases.items():
-            nbytes = self._whole_nbytes(name)
+            nbytes = self._whole_nbytes[name]
             if nbytes != base.nbytes:
                 raise MismatchError(
                     f"the state to load into differs from the saved one, and was left as it is: "
@@ -348,21 +349,17 @@ class ImageReader(ImageBytes):
             device = map_location if map_location is not None else entry.device
             if entry.kind == ARRAY:
                 device = "cpu"
-            bases[entry.slot] = _allocate(self._whole_nbytes(entry.slot), device)
+            bases[entry.slot] = _allocate(self._whole_nbytes[entry.slot], device)
         return bases
 
-    def _whole_nbytes(self, name: str) -> int:
-        """Return the size of a slot, were it not divided."""
-        if name not in self.absent:
-            return self.header.slots[name].nbytes
-        return self._nbytes_of_absent[name]
-
     @cached_property
-    def _nbytes_of_absent(self) -> dict[str, int]:
-        return {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
+    def _whole_nbytes(self) -> dict[str, int]:
+        """Sizes of the slots by name, as they would be without division."""
+        nbytes = {name: slot.nbytes for name, slot in self.header.slots.items()}
+        return nbytes | {e.slot: e.reach_nbytes() for e in self.entries if e.slot in self.absent}
 
-    def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
-        """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
+    def _fill(self, bases: dict[str, torch.Tensor], *, is_all_verified: bool = False) -> None:
+        """Fill the targets of slots."""
         data_start = self.header.data_start
         runs: list[Run] = []
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -380,11 +377,15 @@ class ImageReader(ImageBytes):
                     )
                     apart.append((tensor, whole))
                     tensor = whole
-                memory = memory_at(tensor.data_ptr(), slot.nbytes) if tensor.is_cpu else None
-                to = _OnGpu(flat_bytes(tensor), bounce) if memory is None else memory
+                to = (
+                    memory_at(tensor.data_ptr(), slot.nbytes)
+                    if tensor.is_cpu
+                    else partial(_copy_up, flat_bytes(tensor), bounce)
+                )
                 runs.append(Run(start, start + slot.nbytes, to))
-            stream_runs(
-                *(self, runs, [(0, data_start)] if alone else None),
+            self.read_runs(
+                runs,
+                is_all_verified=is_all_verified,
                 scratch=lambda nbytes: bounce.buffer()[:nbytes],
                 finish=bounce.finish,
             )
@@ -402,9 +403,6 @@ class ImageReader(ImageBytes):
     def arrays(self) -> set[int]:
         """Numbers of the tensors that are numpy arrays in the state."""
         return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
-
-    def box_of(self, number: int) -> Box | None:
-        return self.tables.boxes.get(number)
 
     @collection_paused()
     def rebuild(self, filled: Collection[int]) -> tuple[Any, list[torch.Tensor]]:
@@ -453,23 +451,32 @@ class ImageReader(ImageBytes):
         ``None`` if they lie in another order or in several images, or have no data.
         """
         entry = self.entries[number]
-        if entry.slot is None or entry.slot in self.absent or not _is_contiguous(entry):
+        if entry.slot is None or entry.slot in self.absent or not entry.is_contiguous:
             return None
         start = self.start_of(number) + (0 if entry.view is None else entry.view[0])
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
 
 
-class _OnGpu(NamedTuple):
-    """Bytes of a tensor in device memory, which are copied piece by piece."""
+def open_images(
+    open_source: Callable[[ShardIdentity], ShardSource],
+    identity: ShardIdentity,
+    allowed: SafeGlobals,
+    like: ImageReader | None = None,
+) -> ImageReader:
+    """Open a shard's image, and join those that hold parts of its tensors.
 
-    flat: torch.Tensor
-    bounce: BounceBuffers
+    The sources are the caller's to close.
+    """
+    image = ImageReader(open_source(identity), allowed, identity, like)
+    for rank in image.co_owners:
+        owner = identity.checkpoint.shard(rank, identity.session_id)
+        image.join(ImageReader(open_source(owner), allowed, owner, image))
+    return image
 
-    def reserve(self, offset: int, nbytes: int) -> None:
-        return None
 
-    def take(self, offset: int, values: torch.Tensor) -> None:
-        self.bounce.begin(self.flat[offset : offset + len(values)], values)
+def _copy_up(flat: torch.Tensor, bounce: BounceBuffers, offset: int, data: memoryview) -> None:
+    """Begin to copy bytes to their place in device memory."""
+    bounce.begin(flat[offset : offset + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
@@ -518,9 +525,3 @@ def _without_data(entry: TableEntry) -> torch.Tensor:
         return _make_tensor(entry, {})
     base = torch.empty(entry.reach_nbytes(), dtype=torch.uint8, device="meta")
     return _make_tensor(entry, {entry.slot: base})
-
-
-def _is_contiguous(entry: TableEntry) -> bool:
-    if entry.view is None:
-        return True
-    return torch.empty_strided(entry.shape, entry.view[1], device="meta").is_contiguous()

@@ -116,7 +116,6 @@ class SafeGlobals:
             )
 
     def also(self, kinds: Iterable[type]) -> SafeGlobals:
-        """Return an allow-list with further classes."""
         more = SafeGlobals(kinds)
         more._extra = [*self._extra, *more._extra]
         return more

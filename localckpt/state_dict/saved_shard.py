@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 import xxhash
@@ -15,24 +20,21 @@ from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
-from localckpt.state_dict.boxes import (
-    Box,
-    Region,
-    cuts_of,
-    local_starts,
-    narrowed_rows,
-    volume,
-    whole,
-)
+from localckpt.state_dict.boxes import Region, divided, rows_of, volume, whole
 from localckpt.state_dict.names import Names, names_of
-from localckpt.state_dict.resharded import outlines_of, require_one, values_below
+from localckpt.state_dict.resharded import (
+    Target,
+    copy_part,
+    outlines_of,
+    require_one,
+    values_below,
+)
 from localckpt.state_dict.restore import ImageReader
-from localckpt.state_dict.runs import InMemory, Run, Sink, run_in, stream_runs
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import Run, ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
-from localckpt.state_dict.tensor_table import ARRAY, TableEntry
+from localckpt.state_dict.tensor_table import ARRAY, UNNAMED, TableEntry
 from localckpt.state_dict.values import (
     Placeholder,
     Unit,
@@ -40,17 +42,14 @@ from localckpt.state_dict.values import (
     read_tree,
     root_of,
     units_of,
-    with_tensors,
 )
 
 PRIVATE = "private"
 """Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
 
-# Memory for rows that parts are picked out of, but for a part that needs more by itself.
-_PICKED_NBYTES = 64 << 20
-
-Wanted = tuple[Sink, Region]
-"""Receiver of elements of a global tensor, as one run in the order of their indices."""
+# Parts that are copied are divided into parts of this size, and so many bytes are read at once.
+_COPIED_NBYTES = 16 << 20
+_WAITING_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,35 +74,20 @@ class SavedTensor:
         return self.entry.torch_dtype().itemsize
 
     @cached_property
-    def local(self) -> tuple[int, ...]:
-        """Shape of the tensor, with as many dimensions as the global one."""
-        shape = self.entry.shape
-        return (1,) * (len(self.region) - len(shape)) + shape
-
-    @cached_property
     def nbytes(self) -> int:
-        """Bytes from its first item to its last one in the image."""
         offset = 0 if self.entry.view is None else self.entry.view[0]
         return self.entry.reach_nbytes() - offset
 
     def span(self, first: int, count: int) -> tuple[int, int]:
         """Return first byte and end of some rows of a tensor that :attr:`is_in_order`."""
-        row_nbytes = math.prod(self.local[1:]) * self.itemsize
+        row_nbytes = volume(self.region[1:]) * self.itemsize
         start = self.start + first * row_nbytes
         return start, start + count * row_nbytes
 
     @cached_property
     def is_in_order(self) -> bool:
         """True if its items are one run of the image's items, in the order of their indices."""
-        if self.start % self.itemsize:
-            return False
-        step = 1
-        strides = self.entry.strides or ()
-        for size, stride in zip(self.entry.shape[::-1], strides[::-1], strict=False):
-            if size > 1 and stride != step:
-                return False
-            step *= size
-        return True
+        return self.start % self.itemsize == 0 and self.entry.is_contiguous
 
 
 class SavedShard(ImageReader):
@@ -122,9 +106,8 @@ class SavedShard(ImageReader):
         allowed: SafeGlobals,
         identity: ShardIdentity,
         like: ImageReader | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        super().__init__(source, allowed, identity, like, on_read)
+        super().__init__(source, allowed, identity, like)
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []
@@ -148,14 +131,14 @@ class SavedShard(ImageReader):
         boxes = self.tables.boxes
         skeleton, contents = self.checked_skeleton
         values = set(contents.composed)
-        root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+        root = root_of(read_tree(skeleton, self.allowed, partial(self._value_tensor, values)))
         # What others are made of is there to be filled in strict parts only.
         if new := values_below(root, free, lambda n: self.entries[n].slot is None):
             values |= new
-            root = root_of(read_tree(skeleton, self.allowed, self._value_tensor(boxes, values)))
+            root = root_of(read_tree(skeleton, self.allowed, partial(self._value_tensor, values)))
         self.ruled, self.others = units_of(root, boxes.__contains__, rules)
         self.names = names_of(root, free)
-        self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
+        self.outlines = outlines_of(root, free, rules, self._kind_of)
         below = (part for unit in self.ruled for part in _parts_of(unit))
         private: set[str] = set()
         for unit in (*self.others, *below):
@@ -198,9 +181,6 @@ class SavedShard(ImageReader):
         parts = (part for unit in units for part in _parts_of(unit))
         return [part for part in parts if not isinstance(part.value, Placeholder)]
 
-    def whole_values(self, units: Iterable[Unit]) -> list[Unit]:
-        return [Unit(place, with_tensors(value, self.tensor_of)) for place, value in units]
-
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests of the values and private tensors that no rule is for, by their keys."""
@@ -212,64 +192,72 @@ class SavedShard(ImageReader):
         return self._digests_of(self.ruled)
 
     def tensor_of(self, number: int) -> torch.Tensor:
-        """Read a tensor as a plain one, contiguous, into host memory."""
         tensor = self.tensor(number).detach()
         return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
         memory = memoryview(bytearray(volume(region) * self.tensors[number].itemsize))
-        self.read_parts({number: [(InMemory(memory), region)]})
+        self.read_parts([(number, region, [self.target_in(memory, number, region)])])
         return xxhash.xxh3_64_hexdigest(memory)
 
-    def read_parts(self, wanted: Mapping[int, Iterable[Wanted]]) -> None:
-        """Read parts of tensors, each for all who want it, and only the pieces that hold them.
+    def target_in(self, memory: memoryview, number: int, region: Region) -> Target:
+        """Return memory as what takes elements of a tensor, in their order."""
+        sizes = [sum(count for _, count in runs) for runs in region]
+        itemsize = self.tensors[number].itemsize
+        flat = torch.frombuffer(memory[: math.prod(sizes) * itemsize], dtype=torch.uint8)
+        return Target(integer_view(flat, itemsize).view(sizes), region)
 
-        Rows of a tensor are read to where they belong; other parts are picked out of rows in memory
-        of their own, some parts at a time.
+    def read_parts(self, parts: Iterable[tuple[int, Region, Sequence[Target]]]) -> None:
+        """Read parts of tensors, given by their numbers, and only the blocks that hold them.
+
+        Rows of a tensor are read to where they belong; other parts are copied out of memory of
+        their own, some parts at a time.
         """
-        runs: list[Run] = []
-        picks: list[_Pick] = []
-        for number, parts in wanted.items():
+        waiting: list[_Part] = []
+        copied_nbytes = 0
+        for number, whole_part, targets in parts:
             tensor = self.tensors[number]
-            for sink, part in parts:
-                rows = run_in(tensor.region, part) if tensor.is_in_order else None
-                if rows is not None:
-                    start, stop = tensor.span(*rows)
-                    runs.append(Run(start, stop, sink))
-                    continue
-                picks.append(_Pick(tensor, part, sink))
-                runs.append(picks[-1].run)
-                if sum(len(pick.memory) for pick in picks) >= _PICKED_NBYTES:
-                    self._read_runs(runs, picks)
-                    runs, picks = [], []
-        self._read_runs(runs, picks)
+            part = _Part(tensor, whole_part, targets)
+            if part.memory is not None or not tensor.is_in_order:
+                pieces = [part]
+            else:
+                regions = divided(whole_part, _COPIED_NBYTES // tensor.itemsize)
+                pieces = [_Part(tensor, region, targets) for region in regions]
+            for piece in pieces:
+                waiting.append(piece)
+                copied_nbytes += 0 if piece.memory is not None else piece.stop - piece.start
+                if copied_nbytes >= _WAITING_NBYTES:
+                    self._read(waiting)
+                    waiting, copied_nbytes = [], 0
+        self._read(waiting)
 
-    def _read_runs(self, runs: Sequence[Run], picks: Sequence[_Pick]) -> None:
-        stream_runs(self, runs)
-        for pick in picks:
-            pick.give()
+    def _read(self, parts: Sequence[_Part]) -> None:
+        runs: list[Run] = []
+        copies: list[tuple[_Part, torch.Tensor]] = []
+        for sharing in _clusters(parts):
+            start, stop = sharing[0].start, max(part.stop for part in sharing)
+            if len(sharing) == 1 and (memory := sharing[0].memory) is not None:
+                runs.append(Run(start, stop, memory))
+                continue
+            data = torch.empty(stop - start, dtype=torch.uint8)
+            runs.append(Run(start, stop, memory_at(data.data_ptr(), stop - start)))
+            copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
+        self.read_runs(runs)
+        for part, data in copies:
+            part.copy(data)
 
-    def _kind_of(self, boxes: Mapping[int, Box]) -> Callable[[int], TensorKind]:
-        def kind(number: int) -> TensorKind:
-            entry, box = self.entries[number], boxes.get(number)
-            return entry.torch_dtype(), entry.shape if box is None else box.shape
+    def _kind_of(self, number: int) -> TensorKind:
+        entry, box = self.entries[number], self.tables.boxes.get(number)
+        return entry.torch_dtype(), entry.shape if box is None else box.shape
 
-        return kind
-
-    def _value_tensor(
-        self, boxes: Mapping[int, Any], values: Container[int]
-    ) -> Callable[[int], torch.Tensor | None]:
+    def _value_tensor(self, values: Container[int], number: int) -> torch.Tensor | None:
         """Give tensors that are in no container: arrays, those in objects, and parts of values."""
-
-        def tensor(number: int) -> torch.Tensor | None:
-            entry = self.entries[number]
-            is_unnamed = entry.slot is not None and entry.slot.startswith("tensor.")
-            is_value = entry.kind == ARRAY or number in values
-            if not is_value and (not is_unnamed or number in boxes):
-                return None
-            return self.tensor_of(number)
-
-        return tensor
+        entry = self.entries[number]
+        is_unnamed = entry.slot is not None and entry.slot.startswith(UNNAMED)
+        is_value = entry.kind == ARRAY or number in values
+        if not is_value and (not is_unnamed or number in self.tables.boxes):
+            return None
+        return self.tensor_of(number)
 
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
@@ -307,38 +295,46 @@ def _parts_of(unit: Unit) -> list[Unit]:
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
 
 
-class _Pick:
-    """Part of a tensor that is no run, and memory for the rows that it is picked out of."""
+class _Part:
+    """Part of a tensor, what takes it, and the bytes of the image that hold it.
 
-    def __init__(self, tensor: SavedTensor, part: Region, sink: Sink) -> None:
-        self._tensor, self._part, self._sink = tensor, part, sink
-        self._region = tensor.region
-        start, stop = tensor.start, tensor.start + tensor.nbytes
-        if tensor.is_in_order:
-            ends = part[0][0][0], sum(part[0][-1]) - 1
-            first, last = (local_starts(tensor.region[:1], (end,), (1,))[0] for end in ends)
-            start, stop = tensor.span(first, last + 1 - first)
-            self._region = narrowed_rows(tensor.region, 0, first, last + 1 - first)
-        self._bytes = torch.empty(stop - start, dtype=torch.uint8)
-        self.memory = memory_at(self._bytes.data_ptr(), stop - start)
-        self.run = Run(start, stop, InMemory(self.memory))
-
-    def give(self) -> None:
-        tensor, items = self._tensor, integer_view(self._bytes, self._tensor.itemsize)
-        if not tensor.is_in_order and tensor.entry.strides is not None:
-            items = items.as_strided(tensor.entry.shape, tensor.entry.strides)
-        items = items.reshape([sum(count for _, count in runs) for runs in self._region])
-        self._sink.take(0, _picked(items, self._region, self._part))
-
-
-def _picked(items: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
-    """Pick elements of the tensor of a region, in the order of their indices.
-
-    The tensor has as many dimensions as the region.
+    ``memory`` is where these bytes belong, in their order, if that is so.
     """
-    for dim, (runs, wanted) in enumerate(zip(region, part, strict=True)):
-        if runs != wanted:
-            cuts = cuts_of((runs,), (wanted,), (0,), (items.shape[dim],))
-            sides = [items.narrow(dim, cut.local[0], cut.sizes[0]) for cut in cuts]
-            items = sides[0] if len(sides) == 1 else torch.cat(sides, dim)
-    return items
+
+    def __init__(self, tensor: SavedTensor, part: Region, targets: Sequence[Target]) -> None:
+        self._tensor, self._part, self._targets = tensor, part, targets
+        self._region = tensor.region
+        self.start, self.stop = tensor.start, tensor.start + tensor.nbytes
+        self.memory: memoryview | None = None
+        if tensor.is_in_order:
+            first, count, self._region = rows_of(tensor.region, part)
+            self.start, self.stop = tensor.span(first, count)
+            if self._region == part and len(targets) == 1:
+                self.memory = targets[0].memory_of(part)
+
+    def copy(self, data: torch.Tensor) -> None:
+        """Copy the part out of the bytes that hold it."""
+        tensor = self._tensor
+        if data.storage_offset() % tensor.itemsize:
+            data = data.clone()
+        items = integer_view(data, tensor.itemsize)
+        if not tensor.is_in_order and tensor.entry.strides is not None:
+            items = items.as_strided(
+                tensor.entry.shape, tensor.entry.strides, items.storage_offset()
+            )
+        items = items.reshape([sum(count for _, count in runs) for runs in self._region])
+        copy_part(self._part, items, self._region, self._targets)
+
+
+def _clusters(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Divide parts into groups of which no two share a byte of the image."""
+    cluster: list[_Part] = []
+    end = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        if cluster and part.start >= end:
+            yield cluster
+            cluster = []
+        end = max(end, part.stop) if cluster else part.stop
+        cluster.append(part)
+    if cluster:
+        yield cluster

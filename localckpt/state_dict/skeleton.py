@@ -72,7 +72,6 @@ def collection_paused() -> Iterator[None]:
 
 
 def take_tensors(state: Any) -> Taken:
-    """Split an object graph into skeleton and tensors."""
     buffer = io.BytesIO()
     pickler = _SkeletonPickler(buffer)
     _dump(pickler, state)

@@ -6,9 +6,12 @@ Nothing here needs torch, so a process without it can identify and verify files.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity, ShardRecord
@@ -21,6 +24,8 @@ from localckpt.state_dict.header import (
     parse_header,
     parse_record,
 )
+
+logger = logging.getLogger(__name__)
 
 PIECE_NBYTES = 2 << 20
 """Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
@@ -184,6 +189,49 @@ class Scratch(threading.local):
         return self._buffer[:nbytes]
 
 
+_EVERY_S = 10.0
+
+
+class ReadProgress:
+    """Progress of a read, logged every ten seconds while it goes on."""
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        self._what = what
+        self._nbytes = nbytes
+        self._done_nbytes = 0
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._logged = self._began
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that have been read; may be called from several threads."""
+        now = time.monotonic()
+        with self._lock:
+            self._done_nbytes += nbytes
+            done_nbytes = self._done_nbytes
+            if now - self._logged < _EVERY_S or done_nbytes >= self._nbytes:
+                return
+            self._logged = now
+        rate = done_nbytes / (now - self._began)
+        logger.info(
+            "%s: %.1f of %.1f GB after %.0f s, %.2f GB/s, about %.0f s left",
+            self._what, done_nbytes / 1e9, self._nbytes / 1e9, now - self._began, rate / 1e9,
+            (self._nbytes - done_nbytes) / rate,
+        )  # fmt: skip
+
+
+class Run(NamedTuple):
+    """Bytes ``[start, stop)`` of an image, and where they go.
+
+    That is memory, or a function, which gets them piece by piece, verified, with the offset of each
+    piece in the run. Several threads call it, and it may keep nothing of a piece.
+    """
+
+    start: int
+    stop: int
+    to: memoryview | Callable[[int, memoryview], None]
+
+
 class ImageBytes:
     """Bytes of one image, of which each block is verified before a byte of it is given.
 
@@ -192,7 +240,8 @@ class ImageBytes:
     Args:
         source: Source of the image's bytes; the caller closes it.
         expect: Identity that the image must have; ``None`` for any.
-        on_read: Called with a number of bytes after each read, in the thread that has read.
+        on_read: Called with a number of bytes after each read, in the thread that has read; by
+            default the progress of a long read is logged.
 
     Raises:
         CorruptShardError: The image is another shard's; and, by the methods, a block is damaged.
@@ -202,13 +251,13 @@ class ImageBytes:
         self,
         source: ShardSource,
         expect: ShardIdentity | None = None,
-        on_read: Callable[[int], None] = lambda nbytes: None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.header = header = read_header(source)
         if expect is not None and header.identity != expect:
             raise CorruptShardError(f"expected {expect}, and found {header.identity}")
         self._source = source
-        self._on_read = on_read
+        self._on_read = on_read or ReadProgress(f"reading {header.identity}", header.nbytes).add
         self._hasher = BlockHasher(header.identity)
         self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
         # The last piece that was read: small tensors lie side by side, and one read serves many.
@@ -243,24 +292,61 @@ class ImageBytes:
             scatter(piece, [memory[done : done + len(piece)]])
             done += len(piece)
 
-    def stream(self, places: Places, filled: Filled, starts: Sequence[int] | None = None) -> None:
-        """Copy bytes into memory that the reader chooses; ``filled`` is called once they are good.
+    def read_runs(
+        self,
+        runs: Iterable[Run],
+        *,
+        is_all_verified: bool = False,
+        scratch: Callable[[int], memoryview] | None = None,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read runs, of which no two share a byte, with several threads.
 
-        The arguments are those of :meth:`ShardSource.stream`.
+        Args:
+            is_all_verified: Whether the whole image is read, rather than the blocks of the runs.
+            scratch: Returns memory of the thread for so many bytes that have no place.
+            finish: Called after each piece, once all bytes of it are given.
         """
+        ordered = sorted((run for run in runs if run.start < run.stop), key=lambda run: run.start)
+        begins = [run.start for run in ordered]
+        scratch = scratch or Scratch().of
+        of_thread = threading.local()
 
-        def verified(start: int, parts: list[memoryview]) -> None:
+        def places(start: int, stop: int) -> list[memoryview]:
+            rest = scratch(stop - start)
+            of_thread.given = []
+            parts, at = [], start
+            first = max(0, bisect_right(begins, start) - 1)
+            for run in ordered[first : bisect_left(begins, stop)]:
+                begin, end = max(start, run.start), min(stop, run.stop)
+                if begin >= end:
+                    continue
+                if callable(run.to):
+                    data = rest[begin - start : end - start]
+                    of_thread.given.append((run.to, begin - run.start, data))
+                    continue
+                if at < begin:
+                    parts.append(rest[at - start : begin - start])
+                parts.append(run.to[begin - run.start : end - run.start])
+                at = end
+            if at < stop:
+                parts.append(rest[at - start : stop - start])
+            return parts
+
+        def filled(start: int, parts: list[memoryview]) -> None:
             self._on_read(sum(map(len, parts)))
             self._hasher.check(start, parts, self._digests)
-            filled(start, parts)
+            for give, offset, data in of_thread.given:
+                give(offset, data)
+            finish()
 
+        blocks = {block for run in ordered for block in _blocks_of(run.start, run.stop)}
+        starts = None if is_all_verified else sorted(blocks)
         self._forget()
-        self._source.stream(self.header.digests_start, places, verified, starts)
+        self._source.stream(self.header.digests_start, places, filled, starts)
 
     def verify(self) -> None:
-        """Read the whole image, with several threads, and verify all its blocks."""
-        scratch = Scratch()
-        self.stream(lambda start, stop: [scratch.of(stop - start)], lambda start, parts: None)
+        self.read_runs((), is_all_verified=True)
 
     def _fetch(self, wanted: int) -> None:
         self._forget()
@@ -273,3 +359,7 @@ class ImageBytes:
     def _forget(self) -> None:
         # A source gives its last piece until the next is read.
         self._piece = memoryview(b"")
+
+
+def _blocks_of(start: int, stop: int) -> range:
+    return range(start // BLOCK_NBYTES * BLOCK_NBYTES, stop, BLOCK_NBYTES)

@@ -128,7 +128,6 @@ def load_module_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None
 
 
 def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load the state of a module."""
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
@@ -175,7 +174,6 @@ def _plain(name: str, wrapped: Iterable[tuple[str, str]]) -> str:
 
 
 def _without(name: str, parts: Collection[str]) -> str:
-    """Leave parts of a dotted name out."""
     if not any(part in name for part in parts):
         return name
     return ".".join(part for part in name.split(".") if part not in parts)

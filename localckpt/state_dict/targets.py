@@ -258,9 +258,6 @@ class Targets:
         of_unnamed = zip(there, unnamed, strict=True)
         return self.names | {id(tensor): f"{UNNAMED}{number}" for number, tensor in of_unnamed}
 
-    def dtensors_of(self, tensors: Iterable[torch.Tensor | None]) -> dict[int, Any]:
-        return {id(t): self.dtensors[id(t)] for t in tensors if id(t) in self.dtensors}
-
     def are_sharded_otherwise(
         self,
         saved: Sequence[TableEntry],
@@ -322,7 +319,6 @@ class Targets:
 
 @collection_paused()
 def find_targets(state: Any, rules: TargetRules = STRICT) -> Targets:
-    """Find the tensors of a state that is to be filled."""
     tensors = find_tensors(state)
     found = named(state, tensors)
     # Places are compared, and not the ranks that have them.
@@ -414,7 +410,6 @@ def _by_slot(
 def _plain_targets(
     saved: Sequence[TableEntry], tensors: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> dict[str, torch.Tensor] | None:
-    """Return the targets if all tensors are alike and none share bytes; ``None`` if not."""
     if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
         return None
     targets = {}

@@ -103,8 +103,15 @@ class TableEntry(NamedTuple):
         return None if self.view is None else self.view[1]
 
     @property
+    def is_contiguous(self) -> bool:
+        """True if the items follow each other in the slot in the order of their indices."""
+        if self.strides is None or 0 in self.shape:
+            return True
+        steps = zip(self.shape, self.strides, _contiguous_strides(self.shape), strict=True)
+        return all(size == 1 or step == contiguous for size, step, contiguous in steps)
+
+    @property
     def is_expanded(self) -> bool:
-        """True if items share memory in the slot."""
         strides = self.strides or (1,) * len(self.shape)
         return any(n > 1 and not s for n, s in zip(self.shape, strides, strict=True))
 
@@ -155,7 +162,6 @@ class TensorTable:
 
 
 def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
-    """Parse the JSON text of a table."""
     try:
         return tuple(_parse_row(row) for row in json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -279,18 +285,13 @@ def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
 def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
     if entry.view is None or entry.slot is None or entry.is_blob:
         return False
-    offset, strides = entry.view
-    sized = [(n, s) for n, s in zip(entry.shape, strides, strict=True) if n > 1]
     if views_of_slot > 1:
-        # The strides of dimensions of size 1 do not matter.
-        contiguous = zip(entry.shape, _contiguous_strides(entry.shape), strict=True)
-        return offset == 0 and sized == [(n, s) for n, s in contiguous if n > 1]
-    # A tensor that repeats items (stride 0) cannot take the values of one that does not.
-    return all(s > 0 for _, s in sized)
+        return entry.view[0] == 0 and entry.is_contiguous
+    # A tensor that repeats items cannot take the values of one that does not.
+    return not entry.is_expanded
 
 
 def dtype_named(label: str) -> torch.dtype:
-    """Return the dtype of a label of the safetensors format that an image uses."""
     return _DTYPES[label]
 
 

@@ -8,11 +8,9 @@ are equal for equal values of different processes.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 import struct
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +29,9 @@ from localckpt.state_dict.containers import (
     map_tensors,
     named_values,
     prefix_in,
+    with_children,
 )
+from localckpt.state_dict.global_view import megatron_classes
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import checked_maker
 from localckpt.state_dict.unpickler import Ignored, Unpickler
@@ -65,13 +65,7 @@ class Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Dotted path of the value."""
-        return key_of(self.place)
-
-
-def key_of(place: Place) -> str:
-    """Return the dotted path of a place in a state."""
-    return joined(place)
+        return joined(self.place)
 
 
 def root_of(state: Any) -> Any:
@@ -153,13 +147,13 @@ def units_of(
     """
     ruled: list[Unit] = []
     others: list[Unit] = []
-    megatron = _megatron_classes()
+    megatron = megatron_classes()
     above_rules = above(rules)
 
     def divide(place: Place, value: Any) -> None:
         if isinstance(value, Placeholder):
             if not all(map(boxed, value.numbers)):
-                (others if prefix_in(key_of(place), rules) is None else ruled).append(
+                (others if prefix_in(joined(place), rules) is None else ruled).append(
                     Unit(place, value)
                 )
             return
@@ -169,7 +163,7 @@ def units_of(
                 divide((*place, "data"), inner)
             return
         held = [part for _, part in named_values(value, (Placeholder,))]
-        key = key_of(place)
+        key = joined(place)
         rule = prefix_in(key, rules)
         is_private = not any(boxed(n) for part in held for n in part.numbers)
         if rule is not None and is_private and (key == rule or not held):
@@ -190,14 +184,7 @@ def units_of(
     return ruled, others
 
 
-def _megatron_classes() -> tuple[Any, ...]:
-    module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
-    return () if module is None else (module.ShardedTensor,)
-
-
 def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """Return a value with tensors in place of its placeholders."""
-
     def replace(part: Placeholder) -> torch.Tensor:
         if len(part.numbers) != 1:
             raise RestoreError("a value made of several tensors cannot be rebuilt by itself")
@@ -221,7 +208,7 @@ def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
     found: dict[str, Unit] = {}
 
     def find(value: Any, place: Place) -> None:
-        if (key := key_of(place)) in keys and place:
+        if (key := joined(place)) in keys and place:
             found[key] = Unit(place, value)
         if key in on_the_way:
             for name, child in children_of(value) or ():
@@ -250,47 +237,20 @@ def placed(root: Any, units: Sequence[Unit]) -> Any:
 
 def _placed(root: Any, units: Sequence[Unit], above: Place) -> Any:
     """Return a part of a state with values in their places; ``above`` is the part's place."""
-
-    def lacking(key: Any) -> LookupError:
-        return LookupError(key_of((*above, key)))
-
     below: dict[Any, list[Unit]] = {}
     for place, value in units:
         if not place:
             return value
         below.setdefault(place[0], []).append(Unit(place[1:], value))
-    if not below:
-        return root
-    if isinstance(root, dict):
-        result = copy.copy(root)
-        for key, inner in below.items():
-            if key not in root and (deeper := next((p for p, _ in inner if p), None)):
-                raise lacking(key_of((key, *deeper)))
-            result[key] = _placed(root.get(key), inner, (*above, key))
-        return result
-    if isinstance(root, list | tuple) and not hasattr(root, "_fields"):
-        members = list(root)
-        for key, inner in below.items():
-            if type(key) is not int or not 0 <= key < len(members):
-                raise lacking(key)
-            members[key] = _placed(members[key], inner, (*above, key))
-        return members if isinstance(root, list) else tuple(members)
-    if names := getattr(root, "_fields", ()):
-        if unknown := sorted(map(str, below.keys() - set(names))):
-            raise lacking(unknown[0])
-        fields = {
-            key: _placed(getattr(root, str(key)), inner, (*above, key))
-            for key, inner in below.items()
-        }
-        return type(root)(*(fields.get(key, getattr(root, key)) for key in names))
-    if children_of(root) is None:
-        raise lacking(next(iter(below)))
-    result = copy.copy(root)
+    children = dict(children_of(root) or ())
+    changed = {}
     for key, inner in below.items():
-        if not hasattr(root, str(key)):
-            raise lacking(key)
-        object.__setattr__(result, key, _placed(getattr(root, key), inner, (*above, key)))
-    return result
+        deeper = next((place for place, _ in inner if place), ())
+        # A dict may get new members, but what is not there has no place for others.
+        if key not in children and (deeper or not isinstance(root, dict)):
+            raise LookupError(joined((*above, key, *deeper)))
+        changed[key] = _placed(children.get(key), inner, (*above, key))
+    return with_children(root, changed) if changed else root
 
 
 # Deeper values are unequal to all others: rather an error that names them than no end.
@@ -299,7 +259,6 @@ _PLAIN = (bool, int, str, bytes, type(None))
 
 
 def digest_of(value: Any, of_placeholder: Callable[[Placeholder], str]) -> str:
-    """Compute the digest of a value; tensors that placeholders stand for have their own."""
     return str(_digest(value, of_placeholder, 0).hexdigest())
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from localckpt.errors import CorruptShardError, RestoreError, StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.restore import ImageReader, open_images
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.catalog import Problem
@@ -66,11 +66,7 @@ class KeptShard:
             opened.append(identity)
             return source
 
-        image = ImageReader(open_here(self.identity), self.allowed, self.identity)
-        for rank in image.co_owners:
-            identity = self.identity.checkpoint.shard(rank, self.identity.session_id)
-            image.join(ImageReader(open_here(identity), self.allowed, identity, image))
-        return image
+        return open_images(open_here, self.identity, self.allowed)
 
     def _quarantine(self, damage: CorruptShardError, opened: Sequence[ShardIdentity]) -> None:
         """Put the copies in quarantine that are bad when they are read by themselves, too."""

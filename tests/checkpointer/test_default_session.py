@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import localckpt
-from localckpt.managers.memory import agreed_session
+from localckpt.managers.manager import agreed_session
 from localckpt.ranks.ranks import Ranks
 from localckpt.storage.memory import default_root, default_session
 from tests.cli.commands import call

@@ -53,7 +53,7 @@ def _true_states() -> list[Any]:
     marked = torch.nn.Parameter(torch.arange(4.0))
     marked.partition_dim = 1  # type: ignore[attr-defined]
     generator = numpy.random.Generator(numpy.random.MT19937(3))
-    structured = numpy.zeros(3, [("a", "<i4"), ("b", "O"), ("c", ">f8", (2,))])
+    structured = numpy.zeros(3, [("a", "<i4"), ("b", "u1"), ("c", ">f8", (2,))])
     return [
         [numpy.arange(6, dtype=">i4").reshape(2, 3), numpy.arange(600.0), numpy.float32(2)],
         [numpy.array(["ab"]), numpy.array([1, None], dtype=object), structured],

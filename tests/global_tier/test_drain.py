@@ -704,7 +704,7 @@ def test_a_damaged_image_is_quarantined_and_nothing_of_it_is_on_shared_storage(
     with _Job(tmp_path) as job:
         job.nodes.save({"weight": torch.randn(1_000_000)}, 5)
         (path,) = tmp_path.rglob("*.safetensors")
-        damage(path)
+        damage(path, 0.7)
         text = error_of(lambda: job.promote(5), CorruptShardError)
 
         assert "iteration 5 of rank 0" in text

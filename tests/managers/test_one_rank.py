@@ -489,7 +489,7 @@ def test_a_long_load_logs_its_progress(
         manager.load()
         quick = list(caplog.messages)
         # No load of a test takes ten seconds.
-        monkeypatch.setattr("localckpt.managers.restoring._EVERY_S", 0.0)
+        monkeypatch.setattr("localckpt.state_dict.source._EVERY_S", 0.0)
         manager.load(into=state)
 
     assert not [text for text in quick if text.startswith("reading")]

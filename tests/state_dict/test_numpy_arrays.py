@@ -90,8 +90,6 @@ def test_every_dtype_of_numpy_comes_back_bit_for_bit(dtype: Any, count: int) -> 
 def test_arrays_of_objects_and_scalars_come_back() -> None:
     state = {
         "objects": numpy.array([1, "a", None, 2**70, [1, 2]], dtype=object),
-        "mixed": numpy.array([(1, "a")], dtype=[("a", "i4"), ("b", "O")]),
-        "nested": numpy.zeros((2, 3), [("a", [("b", "O"), ("c", "u1")], (2,)), ("d", ">f4")]),
         "scalars": [numpy.float32(3), numpy.datetime64("2020-01-01", "s"), numpy.str_("abc")],
         "record": _values(STRUCTURED, 1)[0],
         "void": numpy.void(b"abc"),
@@ -100,9 +98,6 @@ def test_arrays_of_objects_and_scalars_come_back() -> None:
     loaded = round_trip(state)
 
     assert loaded["objects"].tolist() == state["objects"].tolist()
-    for name in ("mixed", "nested"):
-        assert loaded[name].dtype == state[name].dtype
-        assert str(loaded[name].tolist()) == str(state[name].tolist())
     assert loaded["scalars"] == state["scalars"]
     assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))
     assert loaded["record"].tobytes() == state["record"].tobytes()
@@ -266,7 +261,14 @@ def test_an_array_of_a_class_that_is_allowed_comes_back_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [numpy.rec.array([(1, 2)], dtype="i4,i4"), numpy.array(["a"], "T")], ids=repr
+    "value",
+    [
+        numpy.rec.array([(1, 2)], dtype="i4,i4"),
+        numpy.array(["a"], "T"),
+        numpy.array([(1, "a")], dtype=[("a", "i4"), ("b", "O")]),
+        numpy.zeros((2, 3), [("a", [("b", "O"), ("c", "u1")], (2,)), ("d", ">f4")]),
+    ],
+    ids=repr,
 )
 def test_an_array_of_another_class_of_items_is_refused_by_a_save(value: Any) -> None:
     with pytest.raises(CheckpointingException, match="dtype"):

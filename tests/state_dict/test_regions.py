@@ -14,9 +14,9 @@ from localckpt.state_dict.boxes import (
     Region,
     bounds_of,
     common,
-    cuts_of,
-    flat_rectangles,
+    divided,
     local_starts,
+    rectangles_of,
     volume,
     whole,
     without,
@@ -67,49 +67,27 @@ def test_regions_are_sets(drawn: tuple[tuple[int, ...], list[Region]]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_consecutive_elements_are_few_rectangles_in_order(shape: list[int], data: Any) -> None:
-    total = math.prod(shape)
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-
-    found = list(flat_rectangles(shape, start, stop))
-
-    elements = [element for rectangle in found for element in _rectangle(*rectangle)]
-    assert elements == list(itertools.product(*map(range, shape)))[start:stop]
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_regions(), st.data())
-def test_cuts_tell_where_each_element_is_on_both_sides(
-    drawn: tuple[tuple[int, ...], list[Region]], data: Any
+@given(_regions(1), st.integers(1, 40))
+def test_a_region_is_its_rectangles_and_can_be_divided(
+    drawn: tuple[tuple[int, ...], list[Region]], most: int
 ) -> None:
-    _, (region, other) = drawn
-    part = common(region, other)
-    if part is None:
-        return
-    sides = [[i for s, n in runs for i in range(s, s + n)] for runs in region]
-    starts = [data.draw(st.integers(0, len(side) - 1)) for side in sides]
-    sizes = [
-        data.draw(st.integers(1, len(side) - start))
-        for side, start in zip(sides, starts, strict=True)
-    ]
+    _, (region,) = drawn
 
-    cuts = list(cuts_of(region, part, starts, sizes))
+    found = [_rectangle(first, sizes) for first, sizes in rectangles_of(region)]
+    parts = list(divided(region, most))
 
-    found = []
-    for cut in cuts:
-        there, here = _rectangle(cut.first, cut.sizes), _rectangle(cut.local, cut.sizes)
-        for element, local in zip(there, here, strict=True):
-            assert element == tuple(side[i] for side, i in zip(sides, local, strict=True))
-        found += there
-        assert local_starts(region, cut.first, cut.sizes) == cut.local
-    wanted = {
-        tuple(side[i] for side, i in zip(sides, local, strict=True))
-        for local in _rectangle(starts, sizes)
-    }
-    assert sorted(found) == sorted(wanted & _elements(part))
+    for pieces in (found, [sorted(_elements(part)) for part in parts]):
+        assert set().union(*pieces) == _elements(region)
+        assert sum(map(len, pieces)) == volume(region)
+    assert all(volume(part) <= most for part in parts)
+    for first, sizes in rectangles_of(region):
+        if math.prod(sizes):
+            starts = local_starts(region, first, sizes)
+            sides = [[i for s, n in runs for i in range(s, s + n)] for runs in region]
+            ends = zip(sides, starts, sizes, strict=True)
+            assert [side[at : at + n] for side, at, n in ends] == [
+                list(range(a, a + n)) for a, n in zip(first, sizes, strict=True)
+            ]
 
 
 def test_a_rectangle_outside_of_a_region_is_refused() -> None:

@@ -78,8 +78,8 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         Raises:
             CheckpointingException: A file of NVRx's cannot be read on some rank; every rank raises.
         """
-        # After a save, _finder.last is None: the base class then looks for checkpoints anew.
-        if not self._theirs or self._finder.last is None:
+        # After a save, _finder.found is None: the base class then looks for checkpoints anew.
+        if not self._theirs or self._finder.found is None:
             return super().load(**options)
         called, iteration = time.monotonic(), max(self._theirs)
         path, state = self._theirs[iteration], None

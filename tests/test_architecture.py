@@ -88,16 +88,16 @@ _BUDGETS = {
     "top": (2092, 1300, 14),
     "async_save": (1645, 1400, 7),
     "availability": (2789, 2000, 11),
-    "checkpointer": (4447, 1800, 18),
+    "checkpointer": (4394, 1800, 18),
     "cli": (3119, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
-    "global_tier": (6455, 4900, 20),
+    "global_tier": (6454, 4900, 20),
     "integrations": (2821, 2900, 21),
-    "managers": (5402, 3600, 21),
+    "managers": (5383, 3600, 21),
     "memory": (817, 700, 7),
-    "ranks": (3003, 1600, 14),
-    "replication": (3091, 2900, 17),
+    "ranks": (2902, 1600, 13),
+    "replication": (3089, 2900, 17),
     "replication/parity": (1800, 1700, 12),
     "state_dict": (7413, 5000, 30),
     "storage": (3382, 3100, 17),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (181, 150)
+_CORE_MODULES = (180, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -54,7 +54,7 @@ def test_a_decision_takes_few_operations_a_rank_and_its_verdict_is_the_same_on_a
         assert set(outcomes.values()) == {sum(range(_WORLD))}
 
     taken = [after - b for b, after in zip(before, world.operations(), strict=True)]
-    # A rank that is the last of its team, and the root, do more; together it is a few for each.
+    # The root does more; together it is a few for each.
     assert sorted(taken)[_WORLD // 2] <= 3 * 7
     assert sum(taken) <= 3 * 12 * _WORLD
 

@@ -32,8 +32,9 @@ from localckpt import (
     save_state_dict_async_plan,
 )
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.job_store import default_store
+from localckpt.ranks.job_store import Members, default_store
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.store_part import StorePart
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
@@ -93,17 +94,6 @@ def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.T
     assert told == [[*([[r, n] for r in range(3)] for n in range(3)), [0, 1, 2]]] * 3
 
 
-def test_keys_of_attempts_do_not_pile_up(job_store: dist.TCPStore) -> None:
-    counts = []
-    for _ in range(3):
-        for point in ("gathering", None):
-            dead = range(3) if point else ()
-            run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
-        counts.append(job_store.num_keys())
-
-    assert counts[0] == counts[1] == counts[2]
-
-
 def _remake(rank: int, world_size: int, port: int) -> list[int]:
     counts = []
     for number in range(4):
@@ -122,6 +112,16 @@ def test_a_group_made_anew_in_the_same_processes_counts_from_the_beginning(
     job_store: dist.TCPStore,
 ) -> None:
     assert run_ranks(_remake, 3, job_store.port, init_group=False) == [[3] * 4] * 3
+
+
+def test_the_name_of_an_opening_that_is_over_may_go_while_another_rank_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = StorePart("test", Members(1, (0, 1), dist.HashStore()), _TIMEOUT_S)
+    published = iter(["0123456789abcdef", ""])
+    monkeypatch.setattr(part, "_published", lambda: next(published))
+
+    assert part._await_name({""}) == "0123456789abcdef"
 
 
 def _open_when_all_are_there(rank: int, world_size: int) -> str:

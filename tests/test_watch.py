@@ -219,7 +219,7 @@ class _Dying:
         return asked
 
 
-# The root; one in its team; and one that is the last of its team, since that has no other.
+# The root, and two others.
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("dying", [0, 3, 16])
 def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_say(

@@ -55,8 +55,7 @@ from localckpt.managers.manager import agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.ranks.refusals import refused_together
+from localckpt.ranks.ranks import Ranks, refused_together, shaped
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path, session_name

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
 from localckpt.memory.tensor_bytes import copy_values, is_number
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS, Names
@@ -25,7 +25,6 @@ from localckpt.state_dict.stateful import (
     freedom_of,
     is_same_tensor,
     load_module,
-    load_optimizer,
     plain_names,
 )
 
@@ -66,8 +65,6 @@ def parts_of(state: Mapping[str, Any], epochs: Any, *, rng: bool) -> dict[str, A
 def _part_of(key: str, value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return ModulePart(value)
-    if isinstance(value, torch.optim.Optimizer):
-        return OptimizerPart(value)
     if is_stateful(value):
         return value
     if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
@@ -110,8 +107,8 @@ def kind_of(part: Any) -> str:
     sort, value = "part", part
     if isinstance(part, ModulePart):
         sort, value = "module", part.module
-    elif isinstance(part, OptimizerPart):
-        sort, value = "optimizer", part.optimizer
+    elif isinstance(part, torch.optim.Optimizer):
+        sort = "optimizer"
     return f"{sort} {type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -130,9 +127,9 @@ def described(parts: Mapping[str, Any]) -> Names:
     found: Names = {}
     for key, part in plain.items():
         order = None
-        if isinstance(part, OptimizerPart):
-            groups = part.optimizer.param_groups
-            order = "\n".join(names.get(id(p), "") for group in groups for p in group["params"])
+        if isinstance(part, torch.optim.Optimizer):
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            order = "\n".join(names.get(id(p), "") for p in parameters)
         found[key] = described_part(kind_of(part), order)
     return {ABOUT: found}
 
@@ -152,7 +149,7 @@ class ModulePart:
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
 
-    If it ``is_partial``, a load leaves out what the module has not, and what it lacks.
+    If it ``is_partial``, a load leaves what the module lacks as it is.
 
     Attributes:
         module: The module without the wrappers around it.
@@ -181,24 +178,17 @@ class ModulePart:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was loaded; tensors that were filled in place are there already."""
-        own, free = self._own_state(), self.freedom
+        own = self._own_state()
         names = {plain: name for name, plain in plain_names(self.module, own).items()}
-        unknown = sorted(name for name in state.keys() - names.keys() if not free.covers(name))
-        if self._is_partial:
-            state = {name: value for name, value in state.items() if name not in unknown}
-        elif unknown:
-            raise MismatchError(
-                f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
-                f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
-            )
         loaded = OrderedDict((names.get(name, name), value) for name, value in state.items())
         # A hook needs all that its module saved, and FSDP1's own tensors are copies.
-        is_whole = self.is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
+        free = self.freedom.below
+        is_whole = self.is_fsdp1 or any(not name.endswith("_extra_state") for name in free)
         if not is_whole:
             loaded = OrderedDict(
                 (n, v)
                 for n, v in loaded.items()
-                if not is_same_tensor(v, own[n]) and not self._is_copied(n, own[n], v)
+                if not is_same_tensor(v, own.get(n)) and not self._is_copied(n, own.get(n), v)
             )
         if not loaded:
             return
@@ -263,19 +253,6 @@ class ModulePart:
             ShardedStateDictConfig(),
         ):
             yield
-
-
-class OptimizerPart:
-    """An optimizer, whose states keep the dtypes that they are saved in."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_optimizer(self.optimizer, state)
 
 
 class ValuePart:

@@ -11,7 +11,6 @@ from localckpt.checkpointer.epochs import OF_RANK, Epochs
 from localckpt.checkpointer.parts import (
     RNG,
     ModulePart,
-    OptimizerPart,
     RandomPart,
     ValuePart,
     parts_of,
@@ -51,12 +50,10 @@ class TrainingState:
         self.rules: dict[str, PrivateRule] = {}
         self._set({} if callable(given) else parts_of(given, epochs, rng=rng))
 
-    def make(self) -> bool:
-        """Make parts of what the given function returns; False if values were given."""
-        if self._make is None:
-            return False
-        self._set(parts_of(self._make(), self._epochs, rng=self._rng))
-        return True
+    def make(self) -> None:
+        """Make parts of what the given function returns, if one was given."""
+        if self._make is not None:
+            self._set(parts_of(self._make(), self._epochs, rng=self._rng))
 
     def rewind_random(self) -> None:
         """Set the random number generators to the states that were loaded last, if any were."""
@@ -75,7 +72,7 @@ class TrainingState:
         unmarked = {key: without_marker(part) for key, part in parts.items()}
         rules: dict[str, PrivateRule] = {}
         if self._drop:
-            whole = (ModulePart, OptimizerPart, Epochs)
+            whole = (ModulePart, torch.optim.Optimizer, Epochs)
             rules |= {k: "drop" for k, part in unmarked.items() if not isinstance(part, whole)}
         # Ranks may have parts of their own.
         rules[OURS] = "keep"

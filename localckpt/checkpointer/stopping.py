@@ -66,14 +66,7 @@ class StopRequests:
                 )
             return
         for number in signals:
-            try:
-                self._before[number] = signal.signal(number, self._handle)
-            except (OSError, ValueError) as error:
-                self.close()
-                raise CheckpointingException(
-                    f"stop_signals has {number!r}, which a process cannot handle ({error}): leave "
-                    f"it out"
-                ) from error
+            self._before[number] = signal.signal(number, self._handle)
         # Where a shell has it ignored, it stays so.
         if signal.SIGINT not in signals and callable(signal.getsignal(signal.SIGINT)):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
@@ -222,13 +215,16 @@ class LastSave:
         nodes, is_late, is_on_shared = self._nodes, False, False
         patience = self._ranks.patience(f"save step {step}, the last")
 
-        def is_written() -> bool:
-            finalize()
-            return not nodes.is_busy
+        def is_late_on_any_rank(tier: NodeTier | SharedTier) -> bool:
+            """Wait for the saves of a tier; the answer is the same on all ranks."""
 
-        def is_drained() -> bool:
-            finalize()
-            return self._shared is None or not self._shared.is_busy
+            def is_over() -> bool:
+                finalize()
+                return not tier.is_busy
+
+            with self._events.timed("wait", step):
+                patience.until(is_over, self._left_s, tier.queue.waits_for, longest_s=_LOOK_S)
+            return self._ranks.decide("stop in time", lambda: tier.is_busy, any)
 
         try:
             # Twice: a save before it may have failed, or the first attempt, on all ranks.
@@ -236,19 +232,12 @@ class LastSave:
                 if is_late := not self._can_begin():
                     break
                 begin()
-                with self._events.timed("wait", step):
-                    waits_for, pause_s = nodes.queue.waits_for, _LOOK_S
-                    patience.until(is_written, self._left_s, waits_for, longest_s=pause_s)
-                is_late = self._is_on_any_rank(nodes.is_busy)
-                if is_late or nodes.newest == step:
+                if (is_late := is_late_on_any_rank(nodes)) or nodes.newest == step:
                     break
             if (shared := self._shared) is not None and not is_late:
-                with self._events.timed("wait", step):
-                    shared.drain(step, metrics)
-                    waits_for = shared.queue.waits_for
-                    patience.until(is_drained, self._left_s, waits_for, longest_s=_LOOK_S)
-                    is_late = self._is_on_any_rank(shared.is_busy)
-                    is_on_shared = not is_late and shared.newest == step
+                shared.drain(step, metrics)
+                is_late = is_late_on_any_rank(shared)
+                is_on_shared = not is_late and shared.newest == step
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
             logger.error("the last save has failed: %s", described(error))
@@ -309,7 +298,3 @@ class LastSave:
 
         can: bool = self._ranks.decide("make room for the last save", wait, all)
         return can
-
-    def _is_on_any_rank(self, is_late: bool) -> bool:
-        """Return whether time is over for some rank, so that all go on in the same way."""
-        return self._ranks.decide("stop in time", lambda: is_late, any)

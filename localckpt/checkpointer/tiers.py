@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.async_save.request import AsyncRequest
 from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import described
 from localckpt.checkpointer.selection import PartsToLoad
@@ -98,13 +99,52 @@ class Failures:
         self._in_a_row = 0
 
 
-class NodeTier:
-    """Checkpoints on the nodes, saved behind training.
+class _Tier:
+    """Saves of one tier, behind training.
 
     Attributes:
         queue: Queue of the saves.
-        begun: Step of the last save that was begun and has not failed; ``None`` for none.
         newest: Step of the newest save that is complete on all ranks; ``None`` for none.
+    """
+
+    def __init__(self, timeout_s: float, failures: Failures) -> None:
+        self.queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self.newest: int | None = None
+        self._failures = failures
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a save is under way; the same on all ranks."""
+        return self.queue.get_num_unfinalized_calls() > 0
+
+    def finalize(self, step: int | None, *, blocking: bool) -> None:
+        """Finalize the saves that are over on all ranks, or wait for all.
+
+        ``step`` is that of the training loop, in which this is called once; ``None`` in a loop.
+        """
+        self.queue.pass_step(step)
+        try:
+            if self.queue.maybe_finalize_async_calls(blocking=blocking):
+                self._failures.end_row()
+        except CheckpointingException as error:
+            self._note(error)
+
+    def _note(self, error: CheckpointingException) -> None:
+        self._failures.note(error)
+
+    def _schedule(self, request: AsyncRequest, step: int) -> None:
+        request.add_finalize_fn(partial(self._note_complete, step))
+        self.queue.schedule_async_request(request)
+
+    def _note_complete(self, step: int) -> None:
+        self.newest = step
+
+
+class NodeTier(_Tier):
+    """Checkpoints on the nodes.
+
+    Attributes:
+        begun: Step of the last save that was begun and has not failed; ``None`` for none.
         on_complete: Called with the step of each save that is complete on all ranks.
     """
 
@@ -115,18 +155,11 @@ class NodeTier:
         timeout_s: float,
         failures: Failures,
     ) -> None:
+        super().__init__(timeout_s, failures)
         self.manager = manager
         self._strategy = strategy
         self.begun: int | None = None
-        self.newest: int | None = None
-        self.queue = AsyncCallsQueue(timeout_s=timeout_s)
         self.on_complete: Callable[[int], None] = lambda step: None
-        self._failures = failures
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a save is under way; the same on all ranks."""
-        return self.queue.get_num_unfinalized_calls() > 0
 
     @property
     def has_room(self) -> bool:
@@ -167,28 +200,15 @@ class NodeTier:
             # Of an older save, which this one has waited for; or no node has room for this one.
             self._note(error)
         else:
-            request.add_finalize_fn(partial(self._note_complete, step))
-            self.queue.schedule_async_request(request)
+            self._schedule(request, step)
             self.begun = step
 
     def load(self, load: PartsToLoad, step: int | None) -> int:
         """Fill the state from the newest checkpoint, or from that of a step; returns its step."""
         return self.manager.load_as(_options_of(load), step)[1].iteration
 
-    def finalize(self, step: int | None, *, blocking: bool) -> None:
-        """Finalize the saves that are over on all ranks, or wait for all.
-
-        ``step`` is that of the training loop, in which this is called once; ``None`` in a loop.
-        """
-        self.queue.pass_step(step)
-        try:
-            if self.queue.maybe_finalize_async_calls(blocking=blocking):
-                self._failures.end_row()
-        except CheckpointingException as error:
-            self._note(error)
-
     def _note_complete(self, step: int) -> None:
-        self.newest = step
+        super()._note_complete(step)
         self.on_complete(step)
 
     def close(self, *, is_in_step: bool) -> None:
@@ -201,16 +221,11 @@ class NodeTier:
 
     def _note(self, error: CheckpointingException) -> None:
         self.begun = self.newest
-        self._failures.note(error)
+        super()._note(error)
 
 
-class SharedTier:
-    """Checkpoints on shared storage, which are drained from the nodes behind training.
-
-    Attributes:
-        queue: Queue of the drains.
-        newest: Step of the newest drain that is complete on all ranks; ``None`` for none.
-    """
+class SharedTier(_Tier):
+    """Checkpoints on shared storage, which are drained from the nodes."""
 
     def __init__(
         self,
@@ -219,11 +234,9 @@ class SharedTier:
         timeout_s: float,
         failures: Failures,
     ) -> None:
+        super().__init__(timeout_s, failures)
         self.manager = manager
-        self.queue = AsyncCallsQueue(timeout_s=timeout_s)
-        self.newest: int | None = None
         self._nodes = nodes
-        self._failures = failures
         # Metrics of the steps to drain once their saves to the nodes are over.
         self._wanted: dict[int, Mapping[str, SupportsFloat] | None] = {}
         self._refused: list[CheckpointingException] = []
@@ -232,8 +245,7 @@ class SharedTier:
     @property
     def is_busy(self) -> bool:
         """True if a drain is under way, or is to begin; the same on all ranks."""
-        unfinalized = self.queue.get_num_unfinalized_calls()
-        return bool(self._wanted or self._refused) or unfinalized > 0
+        return bool(self._wanted or self._refused) or super().is_busy
 
     @property
     def has_room(self) -> bool:
@@ -276,9 +288,8 @@ class SharedTier:
                 logger.warning("the drain of step %d was cut off, and stays so: %s", step, error)
 
     def _begin(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        request = self._nodes.manager.promote(step, self.manager, rate_limit=_RATE, metrics=metrics)
-        request.add_finalize_fn(partial(self._note_complete, step))
-        self.queue.schedule_async_request(request)
+        promote = self._nodes.manager.promote
+        self._schedule(promote(step, self.manager, rate_limit=_RATE, metrics=metrics), step)
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; returns its step."""
@@ -300,19 +311,14 @@ class SharedTier:
         return step
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
-        """Finalize the drains that are over on all ranks, as :meth:`NodeTier.finalize`."""
+        """Finalize the drains that are over on all ranks, and those that were refused."""
         if self._wanted and not self._nodes.is_busy:
             lost = ", ".join(map(str, self._wanted))
             logger.warning("not drained to shared storage, as the nodes lack it: step %s", lost)
             self._wanted.clear()
         while self._refused:
-            self._failures.note(self._refused.pop(0))
-        self.queue.pass_step(step)
-        try:
-            if self.queue.maybe_finalize_async_calls(blocking=blocking):
-                self._failures.end_row()
-        except CheckpointingException as error:
-            self._failures.note(error)
+            self._note(self._refused.pop(0))
+        super().finalize(step, blocking=blocking)
 
     def finish(self, step: int | None) -> None:
         """Wait for all drains; all ranks do so, once their saves to the nodes are over."""
@@ -324,9 +330,6 @@ class SharedTier:
         with ExitStack() as closing:
             closing.callback(_close, self.manager, is_in_step=is_in_step)
             closing.callback(_close, self.queue, is_in_step=is_in_step)
-
-    def _note_complete(self, step: int) -> None:
-        self.newest = step
 
 
 def _options_of(load: PartsToLoad) -> LoadOptions:
@@ -369,13 +372,10 @@ def with_redundancy(
     )
     try:
         return make_manager(strategy), strategy
-    except SameMachineReplicationException as error:
+    except BaseException as error:
         strategy.close()
-        if replication_factor is not None:
+        if replication_factor or not isinstance(error, SameMachineReplicationException):
             raise
         # The same on all ranks, and all make the other one.
         logger.info("no copies on other nodes: %s", error)
         return make_manager(None), None
-    except BaseException:
-        strategy.close()
-        raise

@@ -42,8 +42,7 @@ from localckpt.interrupted import closed_by_interrupts, was_interrupted
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.options import Options, SharedOptions
 from localckpt.ranks.deadline import answered
-from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.ranks.refusals import refused_together
+from localckpt.ranks.ranks import Ranks, refused_together, shaped
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path

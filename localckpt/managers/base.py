@@ -6,8 +6,7 @@ from typing import Unpack
 
 from localckpt.managers.manager import CheckpointManager
 from localckpt.options import HookOptions, Options
-from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks, HookStore

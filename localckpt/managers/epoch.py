@@ -28,6 +28,9 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 from localckpt.storage.store import Store
 
+# Sequence numbers stay below 2**60, so that they fit wherever integers go.
+_DRAWS = 2**32
+
 
 class Epoch:
     """The epoch of one manager's saves; the same on all ranks.
@@ -79,14 +82,45 @@ class Epoch:
         """Check that all ranks belong together, and number the epoch, once; all ranks call it."""
         if not self._is_joined:
             with self._events.timed("meet"):
-                self._nodes, self.generation = join(
-                    *(self._ranks, self._store, self._strategy, self._session_id),
-                    is_elastic=self._is_elastic,
-                )
+                self._nodes, self.generation = self._meet()
             self._is_joined = self._is_placed = True
         elif not self._is_placed:
             self._strategy.place(self.nodes, self._ranks.timeout_s)
             self._is_placed = True
+
+    def _meet(self) -> tuple[list[str], Generation]:
+        """Find the name of each rank's node, and the generation from which to count saves."""
+        ranks, store = self._ranks, self._store
+        mine = None
+        with Attempt() as looking:
+            epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
+            mine = JoinRecord(
+                self._session_id,
+                ranks.world_size,
+                FORMAT_VERSION,
+                store.domain,
+                max([store.claim.newest_epoch(), *epochs]),
+                store.claim.owner,
+                secrets.randbelow(_DRAWS),
+                self._is_elastic,
+            ).to_json()
+        (epoch, draw, runs), owners = ranks.agree(
+            *("join the job", looking, mine, _judge_join),
+            read=shaped(((int, int, [(int, int)]), list)),
+        )
+        nodes = _node_names([number for number, count in runs for _ in range(count)])
+        self._strategy.place(nodes, ranks.timeout_s)
+        # Every node notes the epoch before anything is saved in it. Else an attempt of which only
+        # some nodes keep a shard could share its number with the next, which does not see those
+        # nodes; and shards of both would pass for one checkpoint later.
+        with Attempt() as noting:
+            begin = partial(store.claim.begin_epoch, epoch, owners, ranks.timeout_s)
+            answered("begin an attempt in", "this node's store", ranks.timeout_s, begin)
+        ranks.agree("begin a new attempt", noting)
+        # Attempts on nodes that have none in common know nothing of each other and come to the same
+        # epoch; the numbers of their saves must differ, or their shards could pass for one
+        # checkpoint later.
+        return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
 
     def place_again(self) -> None:
         """Have the strategy begin anew in the next call: a rank that saved alone counts one more.
@@ -216,56 +250,6 @@ def _as_int(number: SupportsIndex) -> int | None:
         return operator.index(number)
     except TypeError:
         return None
-
-
-RENDEZVOUS = "join the job"
-"""The phase of :func:`join`, in error messages."""
-
-# Sequence numbers stay below 2**60, so that they fit wherever integers go.
-_DRAWS = 2**32
-
-
-def join(
-    ranks: Ranks,
-    store: Store,
-    strategy: ReplicationStrategy,
-    session_id: str,
-    *,
-    is_elastic: bool = False,
-) -> tuple[list[str], Generation]:
-    """Check that all ranks belong together, and begin a new attempt; all ranks call it.
-
-    Returns the name of each rank's node, and the generation from which this attempt counts its
-    saves.
-    """
-    mine = None
-    with Attempt() as looking:
-        epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
-        mine = JoinRecord(
-            session_id,
-            ranks.world_size,
-            FORMAT_VERSION,
-            store.domain,
-            max([store.claim.newest_epoch(), *epochs]),
-            store.claim.owner,
-            secrets.randbelow(_DRAWS),
-            is_elastic,
-        ).to_json()
-    (epoch, draw, runs), owners = ranks.agree(
-        *(RENDEZVOUS, looking, mine, _judge_join), read=shaped(((int, int, [(int, int)]), list))
-    )
-    nodes = _node_names([number for number, count in runs for _ in range(count)])
-    strategy.place(nodes, ranks.timeout_s)
-    # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
-    # nodes keep a shard could share its number with the next, which does not see those nodes; and
-    # shards of both would pass for one checkpoint later.
-    with Attempt() as noting:
-        begin = partial(store.claim.begin_epoch, epoch, owners, ranks.timeout_s)
-        answered("begin an attempt in", "this node's store", ranks.timeout_s, begin)
-    ranks.agree("begin a new attempt", noting)
-    # Attempts on nodes that have none in common know nothing of each other and come to the same
-    # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
-    return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
 
 
 def _judge_join(reports: Sequence[Any]) -> PerRank:

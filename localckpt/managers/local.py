@@ -9,8 +9,7 @@ from typing import Unpack
 from localckpt.errors import CheckpointingException
 from localckpt.managers.manager import CheckpointManager, agreed_session
 from localckpt.options import Options, StoreOptions
-from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore

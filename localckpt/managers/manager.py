@@ -53,8 +53,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, shaped
 from localckpt.replication.strategies import (
     LazyCliqueReplicationStrategy,
     NoReplication,

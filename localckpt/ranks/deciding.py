@@ -245,7 +245,7 @@ class Deciding:
         self, round_: Round, call: Call, data: dict[int, bytes], is_complete: bool
     ) -> list[Any] | Verdict:
         """The reports of all ranks, or the verdict if there is nothing to judge."""
-        if not is_complete and not round_.join_teams():
+        if not is_complete and not round_.complete_for_dead():
             return self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
         # What is left of earlier rounds has been read by all.
         round_.forget_before(self._forgotten)
@@ -310,7 +310,7 @@ class Deciding:
         is_first = self._stopped.is_set() or self.is_root or round_.is_first_to_ask()
         try:
             with store_errors(what):
-                if not is_first or round_.join_teams():
+                if not is_first or round_.complete_for_dead():
                     # The others wait longer, for what the first one decides.
                     wait_s = _AFTER_FIRST_S / (2 if is_first else 1)
                     if (given := round_.await_verdict(time.monotonic() + wait_s)) is not None:

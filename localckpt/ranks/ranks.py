@@ -6,9 +6,11 @@ costs no GPU synchronisation and needs no gloo group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,18 +23,25 @@ from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND
-from localckpt.ranks.verdict import Call, PerRank, Verdict, shaped
+from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, shaped
 from localckpt.threads import Latch
 
-__all__ = ["GRACE_S", "PerRank", "Ranks", "shaped"]
+__all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped"]
 
 T = TypeVar("T")
 V = TypeVar("V")
+
+MANAGER = "manager"
+"""Name of the :class:`Ranks` of a manager of the nodes' checkpoints."""
 
 # Once a rank has failed, the others get so long to report why they did, too.
 GRACE_S = 10.0
 # A rank at work looks so often whether another has failed, and less often where they are many.
 _LOOK_S, _MANY = 0.25, 1024
+# Others may make nothing together with a rank that was refused, whose error is not to wait long.
+_LONGEST_S = 30.0
+
+_nested = threading.local()
 
 
 def _nothing(_: list[Any]) -> None:
@@ -349,3 +358,38 @@ def _outcome(
         return verdict.value
     with store_errors(what):
         return read(verdict.value)
+
+
+@contextmanager
+def refused_together(
+    name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None
+) -> Iterator[None]:
+    """Context of a constructor: what it raises on this rank, the others raise where they meet.
+
+    This rank takes part in the first decision of the others, and then raises its own error. Of
+    contexts inside each other the outermost acts.
+    """
+    _nested.depth = getattr(_nested, "depth", 0) + 1
+    try:
+        yield
+    except Exception as error:
+        if _nested.depth == 1:
+            # It may be what is refused.
+            is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < inf
+            waits_s = min(timeout_s, _LONGEST_S) if is_time and timeout_s else _LONGEST_S
+            # Without the ranks nobody waits for this one. What they say is this error, or that
+            # they did not come.
+            with suppress(CheckpointingException):
+                _refuse(Ranks(name, process_group, waits_s), error)
+        raise
+    finally:
+        _nested.depth -= 1
+
+
+def _refuse(ranks: Ranks, error: Exception) -> None:
+    refused = Attempt()
+    refused.failure = error
+    try:
+        ranks.agree("begin together", refused, kind=REFUSED)
+    finally:
+        ranks.close()

@@ -1,17 +1,14 @@
 """One round of a group of ranks over the job's store: reports go up, one verdict comes down.
 
-Ranks are taken in teams of about the square root of their number. The last rank of a team to report
-joins the reports of the team into one message, and the last team wakes the root. Only the root
-reads all reports, and whatever is decided, by the root or by a rank that waited in vain, is
-decided once, by who writes the verdict first. A round takes O(N) operations of the store.
+The last rank to report wakes the root. Only the root reads all reports, in one message where the
+store can, and whatever is decided, by the root or by a rank that waited in vain, is decided once,
+by who writes the verdict first. A round takes O(N) operations of the store.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from math import isqrt
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -25,7 +22,6 @@ from localckpt.ranks.values import (
     look_all,
     look_if_there,
     put,
-    put_all,
     take,
 )
 
@@ -37,7 +33,6 @@ HAND = "hand"
 
 OPENING = -1
 """Number of the round that opens a part, before all others."""
-_SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
 _SMALL_PART_NBYTES = 4096
@@ -62,26 +57,18 @@ class Round:
         self._store = store
         self.number = number
         self._rank = rank
+        self._world_size = world_size
         self._fetch = fetch
-        self._teams = _teams(world_size)
-        self._team = rank // len(self._teams[0])
 
     def report(self, report: Any, *, wakes_root: bool) -> None:
         """Report, once a round. With ``wakes_root`` the root knows before others have reported."""
-        store, number, team = self._store, self.number, self._team
+        number = self.number
         # Two keys by turns: the last report stays for those who ask where a rank was last seen.
         value = json.dumps([number, report]).encode()
-        put(store, _report_key(self._rank, number), value)
-        if store.add(f"{number}/count/{team}", 1) == len(self._teams[team]):
-            keys = [_report_key(rank, number) for rank in self._teams[team]]
-            put(store, f"{number}/team/{team}", _joined(look_all(store, keys)))
-            # All of the team are here, so they are done with the round before.
-            store.delete_key(f"{number - 1}/count/{team}")
-            delete(store, f"{number - 1}/team/{team}")
-            if store.add(f"{number}/teams", 1) == len(self._teams):
-                store.set(f"{number}/complete", _THERE)
-                wakes_root = True
-        if wakes_root:
+        put(self._store, _report_key(self._rank, number), value)
+        if self._store.add(f"{number}/count", 1) == self._world_size:
+            self._complete()
+        elif wakes_root:
             self.wake_root()
 
     def note(self, what: str) -> None:
@@ -105,8 +92,7 @@ class Round:
         self._store.add(f"{self.number}/readers", 1)
 
     def is_read_by_all(self) -> bool:
-        others = sum(map(len, self._teams)) - 1
-        return int(self._store.add(f"{self.number}/readers", 0)) >= others
+        return int(self._store.add(f"{self.number}/readers", 0)) >= self._world_size - 1
 
     def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
         """On the root: wait until all have reported, or until the grace for a failure is over."""
@@ -130,32 +116,27 @@ class Round:
         It is ``None`` for ranks that have not, and for those that know the verdict, which another
         rank gave, and have reported two rounds later since.
         """
-        number = self.number
-        reports: list[Any] = []
-        for team, ranks in enumerate(self._teams):
-            # Not there as long as some rank of the team has not reported, nor once all have done so
-            # in the next round.
-            joined = look_if_there(self._store, f"{number}/team/{team}")
-            last = json.loads(joined) if joined else [self.last_report(rank) for rank in ranks]
-            if not isinstance(last, list) or len(last) != len(ranks):
-                raise ValueError(f"no reports of {len(ranks)} ranks")
-            reports += [entry[1] if entry and entry[0] == number else None for entry in last]
-        return reports
+        number, ranks = self.number, range(self._world_size)
+        if self.is_complete():
+            values = look_all(self._store, [_report_key(rank, number) for rank in ranks])
+            last: list[Any] = [json.loads(value) for value in values]
+        else:
+            last = [self.last_report(rank) for rank in ranks]
+        return [entry[1] if entry and entry[0] == number else None for entry in last]
 
-    def join_teams(self) -> bool:
-        """Join the reports of teams whose last rank died before it had.
+    def complete_for_dead(self) -> bool:
+        """Complete the round for a rank that died after its report, before it was counted.
 
         Returns whether all ranks had reported, and the root gets to know it from here only.
         """
-        reports = self.reports()
-        if None in reports or self.is_complete():
+        if self.is_complete() or None in self.reports():
             return False
-        for team, ranks in enumerate(self._teams):
-            joined = [[self.number, reports[rank]] for rank in ranks]
-            put(self._store, f"{self.number}/team/{team}", json.dumps(joined).encode())
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
         self._store.set(f"{self.number}/complete", _THERE)
         self.wake_root()
-        return True
 
     def last_report(self, rank: int) -> tuple[int, Any] | None:
         """The round and the report that a rank was last seen in; ``None`` if it never was."""
@@ -183,10 +164,8 @@ class Round:
     def give_parts(self, parts: Mapping[int, bytes]) -> None:
         """On the root, before the verdict: give ranks the parts of it that are theirs alone."""
         number = _packed_number(self.number)
-        put_all(
-            self._store,
-            {_part_key(rank, self.number): number + part for rank, part in parts.items()},
-        )
+        for rank, part in parts.items():
+            put(self._store, _part_key(rank, self.number), number + part)
 
     def part(self) -> bytes | None:
         """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
@@ -236,7 +215,7 @@ class Round:
         return json.loads(look(self._store, f"{key}/body") if kind == _APART else text)
 
 
-def remove_rounds(store: Store, rank: int, world_size: int) -> None:
+def remove_rounds(store: Store, rank: int) -> None:
     last = -1
     for number in (0, 1):
         if (value := if_there(store, _report_key(rank, number))) is not None:
@@ -252,9 +231,6 @@ def remove_rounds(store: Store, rank: int, world_size: int) -> None:
     store.delete_key(HAND)
     for number in range(last - 1, last + 1):
         _forget_verdict(store, number)
-        for team in range(len(_teams(world_size))):
-            store.delete_key(f"{number}/count/{team}")
-            delete(store, f"{number}/team/{team}")
 
 
 def _number_in(report: bytes) -> int:
@@ -263,15 +239,8 @@ def _number_in(report: bytes) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-@cache
-def _teams(world_size: int) -> tuple[range, ...]:
-    size = max(_SMALLEST_TEAM, isqrt(world_size))
-    starts = range(0, world_size, size)
-    return tuple(range(start, min(start + size, world_size)) for start in starts)
-
-
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("teams", "complete", "look", _VERDICT, RESULT, "asked", "readers"):
+    for key in ("count", "complete", "look", _VERDICT, RESULT, "asked", "readers"):
         store.delete_key(f"{number}/{key}")
     for key in (_VERDICT, RESULT):
         delete(store, f"{number}/{key}/body")
@@ -299,7 +268,3 @@ def _part_key(rank: int, number: int) -> str:
 
 def _packed_number(number: int) -> bytes:
     return number.to_bytes(8, "little")
-
-
-def _joined(values: list[bytes]) -> bytes:
-    return b"[" + b",".join(values) + b"]"

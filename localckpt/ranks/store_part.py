@@ -8,13 +8,12 @@ process has made before, of which others may have made less, or nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
 import secrets
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -66,8 +65,8 @@ class StorePart:
     until all have. One that only some ranks have made, and that none uses, is in nobody's way.
     Without torch.distributed it is a world of one, which has no store.
 
-    What a rank has written into a part that was closed, or that an earlier process of this rank
-    left, is deleted when the next part of the name is opened.
+    What a rank has written into a part that was closed is deleted when the next part of the name is
+    opened.
 
     Attributes:
         is_large: Whether ranks wait on connections kept for that, and do not poll the process that
@@ -184,14 +183,13 @@ class StorePart:
             return
         opening = self._opening
         if self._store is None:
-            # Its thread is not to outlive this, nor its keys, only because nothing was decided.
+            # Its thread is not to outlive this only because nothing was decided.
             self._given_up.set()
             if opening is None or not opening.wait(_LEAVING_S) or opening.error:
                 return
         self._closed = True
         self.close_clients()
-        with self._openings.noting:
-            self._openings.closed.setdefault(self._prefix, []).append(self._part)
+        self._openings.closed.setdefault(self._prefix, deque()).append(self._part)
 
     def _agree_after(self, before: Latch | None, over: Latch) -> Store:
         try:
@@ -199,7 +197,9 @@ class StorePart:
                 before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
             self._part = self._agree()
             # All ranks have come here, so none of them is in the last call on a part before.
-            self._note_opened()
+            closed = self._openings.closed.get(self._prefix)
+            while closed:
+                remove_rounds(PrefixStore(closed.popleft(), self._shared), self._group.rank)
             return PrefixStore(self._part, self._shared)
         finally:
             over.set()
@@ -265,7 +265,7 @@ class StorePart:
                 round_.report([self._what, None, None, None, "", None], wakes_root=False)
                 verdict = self._await_opened(round_, name)
                 if verdict is None:
-                    remove_rounds(part, rank, count)
+                    remove_rounds(part, rank)
                 elif verdict.failure is not None:
                     raise verdict.failure.error()
                 else:
@@ -277,12 +277,19 @@ class StorePart:
         before, name = self._published(), secrets.token_hex(8)
         self._shared.set(_PUBLISHED, name)
         for rank in range(len(self._group.ranks) if before else 0):
-            remove_rounds(PrefixStore(before, self._shared), rank, len(self._group.ranks))
+            remove_rounds(PrefixStore(before, self._shared), rank)
         return name
 
     def _await_name(self, refused: set[str]) -> str:
-        self._wait_for(lambda: self._published() not in refused, lambda: [0])
-        if (name := self._published()) in refused:
+        name = ""
+
+        def is_published() -> bool:
+            # Read once: the first rank may delete the name of an opening that is over.
+            nonlocal name
+            name = self._published()
+            return name not in refused
+
+        if not self._wait_for(is_published, lambda: [0]) or name in refused:
             raise self._failure([0], {}).error()
         return name
 
@@ -346,29 +353,6 @@ class StorePart:
     def _is_given_up(self) -> bool:
         return self._given_up.is_set() or self._openings.are_over.is_set()
 
-    def _note_opened(self) -> None:
-        """Note the part for later processes, and remove this rank's keys of those nobody uses."""
-        openings, rank = self._openings, self._group.rank
-        with openings.noting:
-            parts = openings.parts.get(self._prefix)
-            unused = openings.closed.pop(self._prefix, [])
-            if parts is None:
-                parts = unused = self._left_parts()
-            for part in unused:
-                remove_rounds(PrefixStore(part, self._shared), rank, len(self._group.ranks))
-            parts = [*(part for part in parts if part not in unused), self._part]
-            openings.parts[self._prefix] = parts
-            self._shared.set(f"parts/{rank}", json.dumps(parts))
-
-    def _left_parts(self) -> list[str]:
-        """Parts that an earlier process of this rank has left, or this one in another world."""
-        text = if_there(self._shared, f"parts/{self._group.rank}") or b"[]"
-        try:
-            return [part for part in json.loads(text) if _NAMES.fullmatch(part)]
-        except (ValueError, TypeError, RecursionError):
-            # No rank has put it there. Keys of closed parts then stay.
-            return []
-
 
 def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
     """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time.
@@ -396,17 +380,13 @@ class _Openings:
     Attributes:
         last: By prefix, set once the last opening that was begun there is over.
         are_over: Set once the membership has changed.
-        parts: By prefix, parts that have keys of this process.
-        closed: By prefix, those of them that nobody uses any more.
-        noting: Held while parts are noted.
+        closed: By prefix, parts with keys of this process that nobody uses any more.
     """
 
     made_for: Standing | None
     last: dict[str, Latch] = field(default_factory=dict)
     are_over: Latch = field(default_factory=Latch)
-    parts: dict[str, list[str]] = field(default_factory=dict)
-    closed: dict[str, list[str]] = field(default_factory=dict)
-    noting: threading.Lock = field(default_factory=threading.Lock)
+    closed: dict[str, deque[str]] = field(default_factory=dict)
 
 
 # Parts of one name are opened one after another. Owners of parts know nothing of each other; what

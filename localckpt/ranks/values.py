@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,24 +37,9 @@ def put(store: Store, key: str, value: bytes) -> None:
     parts = [value[i : i + _PART_NBYTES] for i in range(0, len(value), _PART_NBYTES)]
     for i, part in enumerate(parts[1:]):
         store.set(f"{key}.{i}", part)  # type: ignore[arg-type]
-    store.set(key, _head(len(parts[1:])) + b"".join(parts[:1]))  # type: ignore[arg-type]
-
-
-def put_all(store: Store, values: Mapping[str, bytes]) -> None:
-    """Set many values as :func:`put` does; in few messages if the store can."""
-    together: dict[str, bytes] = {}
-    nbytes, extended = 0, store.has_extended_api()  # type: ignore[attr-defined]
-    for key, value in values.items():
-        if not extended or len(value) > _PART_NBYTES:
-            put(store, key, value)
-            continue
-        if nbytes + len(value) > _PART_NBYTES:
-            _set_all(store, together)
-            together, nbytes = {}, 0
-        together[key] = _head(0) + value
-        nbytes += len(value)
-    if together:
-        _set_all(store, together)
+    # The number of further keys, and the first part.
+    head = len(parts[1:]).to_bytes(4, "little") + b"".join(parts[:1])
+    store.set(key, head)  # type: ignore[arg-type]
 
 
 def look(store: Store, key: str) -> bytes:
@@ -106,15 +91,6 @@ def if_there(store: Store, key: str) -> bytes | None:
     # In one step, since a ``get`` of a key that is deleted meanwhile would wait for it.
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
-
-
-def _head(more: int) -> bytes:
-    """Make the head of a value: the number of further keys that hold the rest of it."""
-    return more.to_bytes(4, "little")
-
-
-def _set_all(store: Store, values: Mapping[str, bytes]) -> None:
-    store.multi_set(list(values), list(values.values()))  # type: ignore[attr-defined]
 
 
 def _whole(store: Store, key: str, head: bytes) -> bytes:

@@ -23,8 +23,7 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.job_store import group_ranks
-from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
 from localckpt.replication.placement import require_integer
 
 _NAMED_AT_MOST, _SAID_AT_MOST = 8, 200

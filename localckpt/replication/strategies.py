@@ -19,8 +19,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.ids import Checkpoint, CkptID, Group
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import GRACE_S
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import GRACE_S, MANAGER, refused_together
 from localckpt.replication.base import Accept, NoReplication, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params

@@ -135,9 +135,6 @@ class _Tampering:
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, self._replaced(value))
 
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._store.multi_set(keys, [self._replaced(v) for v in values])
-
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         if key.endswith(("/verdict", "/result")) and self._is_hit():
             self._store.set(key, self._made(desired))

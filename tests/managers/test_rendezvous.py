@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from localckpt.managers.epoch import join
+from localckpt.events.stream import EventStream
+from localckpt.managers.epoch import Epoch
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.managers.look import Look
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
@@ -21,7 +23,10 @@ def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
     store = DirectoryStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
     try:
         strategy = NoReplication(20.0, None)
-        nodes, generation = join(ranks, store, strategy, "run")
+        known = JobCheckpoints(strategy)
+        epoch = Epoch(ranks, store, strategy, "run", known, EventStream())
+        epoch.join()
+        nodes, generation = epoch.nodes, epoch.generation
         look = Look(ranks, store, nodes, strategy, Resuming(store.claim, None))
         inventory = look.inventory()
         return nodes, generation, look.found, inventory.reports(), store.claim.newest_epoch()

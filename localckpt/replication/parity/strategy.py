@@ -19,7 +19,7 @@ from localckpt.errors import (
 from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.refusals import MANAGER, refused_together
+from localckpt.ranks.ranks import MANAGER, refused_together
 from localckpt.replication.exchange import shards_away
 from localckpt.replication.member_strategy import (
     Announcement,

@@ -32,6 +32,10 @@ class Pacer:
         """End all pauses, from another thread too: who sends then finds its connections cut."""
         self._stopped.set()
 
+    def lift(self) -> None:
+        """Have no limit from the next bytes on; another thread may call it."""
+        self._rate = math.inf
+
     def longest_s(self, nbytes: int) -> float:
         """Time that sending so many bytes takes at least, in seconds."""
         return nbytes / self._rate

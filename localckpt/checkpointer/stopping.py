@@ -213,6 +213,8 @@ class LastSave:
         if not is_new:
             return False
         nodes, is_late, is_on_shared = self._nodes, False, False
+        if self._shared is not None:
+            self._shared.manager.hurry()
         patience = self._ranks.patience(f"save step {step}, the last")
 
         def is_late_on_any_rank(tier: NodeTier | SharedTier) -> bool:

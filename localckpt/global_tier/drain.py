@@ -107,6 +107,7 @@ class Drain(BackgroundSave):
         self._number = number
         self._rate_limit, self._metrics = rate_limit, metrics
         self._pacer = Pacer(rate_limit)
+        self._is_hurried = False
         self._stopped = Latch()
         self._began = time.monotonic()
         # On the first rank: why nodes cannot give the shards of their ranks, and which ranks read
@@ -121,6 +122,11 @@ class Drain(BackgroundSave):
             raise TimeoutError(f"it was not over after {timeout_s:g} s")
         if self.error is not None:
             raise self.error
+
+    def hurry(self) -> None:
+        """Keep to no rate from now on, in any thread."""
+        self._is_hurried = True
+        self._pacer.lift()
 
     def stop(self) -> None:
         """End it soon, from any thread; what it has written stays for the next attempt."""
@@ -171,7 +177,9 @@ class Drain(BackgroundSave):
         damage = ""
         for left in reversed(range(_ATTEMPTS)):
             self._pacer = Pacer(self._rate_limit)
-            # In this order: stop() in another thread stops this pacer, or was called before.
+            # In this order: another thread tells this pacer, or has called the method before.
+            if self._is_hurried:
+                self._pacer.lift()
             if self._stopped.is_set():
                 self._pacer.stop()
             try:
@@ -426,6 +434,7 @@ class Drains:
         self._new = partial(Drain, ranks=ranks, root=root, safe_globals=safe_globals, events=events)
         self._thread = SerialThread("localckpt-drain")
         self._begun = 0
+        self._is_hurried = False
         self._under_way: list[Drain] = []
 
     def begin(
@@ -438,6 +447,8 @@ class Drains:
         drain = self._new(shard, self._begun, rate_limit, metrics)
         self._begun += 1
         self._under_way.append(drain)
+        if self._is_hurried:
+            drain.hurry()
         try:
             self._thread.submit(drain.task)
         except RuntimeError as error:
@@ -459,6 +470,12 @@ class Drains:
             raise CheckpointingException(
                 f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
             )
+
+    def hurry(self) -> None:
+        """Let the drains of this rank, and those to come, keep to no rate: the job ends soon."""
+        self._is_hurried = True
+        for drain in self._under_way:
+            drain.hurry()
 
     def close(self, *, is_in_step: bool) -> None:
         """End what is under way, and free everything. May be called twice.

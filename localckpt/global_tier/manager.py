@@ -282,6 +282,10 @@ class GlobalCheckpointManager:
         return self._drains.begin(shard, rate_limit, plain_metrics(metrics))
 
     @closed_by_interrupts
+    def hurry(self) -> None:
+        """Let this rank's drains, and those to come, keep to no rate, as the job ends soon."""
+        self._drains.hurry()
+
     def unfinished_drains(self) -> list[int]:
         """List iterations whose drains were begun and cut off, oldest first; all ranks call it."""
         self._require_usable()

@@ -296,3 +296,34 @@ def test_what_a_job_prunes_while_another_reads_it_makes_way_for_the_newest(
             {"model": torch.nn.Linear(50, 50)}, local=tmp_path / "b", shared=shared, read_only=True
         ) as reader:
             assert reader.resume() == 2
+
+
+def test_a_stop_has_older_drains_keep_to_no_rate_so_that_the_last_one_is_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Either drain would take 160 s.
+    monkeypatch.setattr(tiers, "_RATE", 1e5)
+    stop, model = tmp_path / "stop", torch.nn.Linear(2000, 2000)
+    with Checkpointer(
+        {"model": model},
+        local=tmp_path / "node",
+        shared=tmp_path / "shared",
+        every=Every(steps=1000),
+        shared_every=Every(steps=1000),
+        stop_file=stop,
+        grace_s=60.0,
+    ) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        last = 0
+        for step in range(1, 3000):
+            last = step
+            if checkpointer.step(step):
+                break
+            stop.touch()
+            time.sleep(0.02)
+
+    assert checkpointer.stopped is not None
+    with GlobalCheckpointManager(tmp_path / "shared", read_only=True) as shared:
+        assert shared.all_iterations() == [last, 0]

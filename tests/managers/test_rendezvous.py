@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from localckpt.events.stream import EventStream
+from localckpt.managers.context import Context
 from localckpt.managers.epoch import Epoch
 from localckpt.managers.job_checkpoints import JobCheckpoints
-from localckpt.managers.look import Look
+from localckpt.managers.look import Finder
+from localckpt.options import Options
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
 from localckpt.resuming import Resuming
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
 from tests.simulated import World
 
@@ -22,14 +25,16 @@ def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
     # Dealt out one by one, so that no two neighbours share a node.
     store = DirectoryStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
     try:
-        strategy = NoReplication(20.0, None)
+        strategy, events = NoReplication(20.0, None), EventStream()
         known = JobCheckpoints(strategy)
-        epoch = Epoch(ranks, store, strategy, "run", known, EventStream())
+        epoch = Epoch(ranks, store, strategy, "run", known, events)
+        context = Context(
+            *("run", Options(), events, ranks, strategy, SafeGlobals(), store, known, epoch),
+            Resuming(store.claim, None),
+        )
         epoch.join()
-        nodes, generation = epoch.nodes, epoch.generation
-        look = Look(ranks, store, nodes, strategy, Resuming(store.claim, None))
-        inventory = look.inventory()
-        return nodes, generation, look.found, inventory.reports(), store.claim.newest_epoch()
+        found = Finder(context).look()
+        return epoch.nodes, epoch.generation, found, store.claim.newest_epoch()
     finally:
         store.close()
 
@@ -41,12 +46,11 @@ def test_ranks_that_meet_name_nodes_and_epoch_alike_whoever_shares_a_node(tmp_pa
     second = world.all_do(lambda ranks: _join_and_look(ranks, tmp_path))
 
     for outcomes, epoch in ((first, 1), (second, 2)):
-        nodes, generation, found, reports, noted = outcomes[0]
+        nodes, generation, found, noted = outcomes[0]
         assert all(outcome == outcomes[0] for outcome in outcomes.values())
         assert nodes == [nodes[rank % _NODES] for rank in range(_WORLD)]
         assert len(set(nodes)) == _NODES
         assert nodes[1] == "the node of ranks 1,7,13,19"
         assert (generation.epoch, noted) == (epoch, epoch)
         assert (found.complete, found.incomplete) == ({}, "")
-        assert [rank for rank, report in enumerate(reports) if report] == list(range(_NODES))
     assert first[0][1].epoch_id != second[0][1].epoch_id

@@ -157,7 +157,8 @@ class ElasticLoad:
             return None
         record: dict[str, Any] = {}
         with Attempt() as telling:
-            asked = asked or {"saved": [], "given": False}
+            if asked is None:
+                asked = {"saved": [], "given": False}
             told = [self._copies.shards[of_digests[digest]] for digest in asked["saved"]]
             tensors = [t for saved in told for t in saved.tensors.values()]
             converts = self._options.rules.converts
@@ -267,7 +268,8 @@ class ElasticLoad:
         with Attempt() as telling:
             for shard in self._copies.shards.values():
                 shard.require_together(self._shared)
-            asked = asked or {"tables": [], "sections": [], "equal": []}
+            if asked is None:
+                asked = {"tables": [], "sections": [], "equal": []}
             sections = {shard: self._copies.sections(shard) for shard, _ in asked["sections"]}
             digests = [
                 [shard, sections[shard][name]]
@@ -289,7 +291,7 @@ class ElasticLoad:
         """Tell the root the digests of parts that shards do not say are equal; it plans."""
         digests = []
         with Attempt() as reading:
-            for shard, number, group, keys, part in own["digests"] if own else ():
+            for shard, number, group, keys, part in () if own is None else own["digests"]:
                 if shard in self._copies.found_bad:
                     continue
                 try:
@@ -316,7 +318,11 @@ class ElasticLoad:
         """
         rank = self._ranks.rank
         with Attempt() as checking:
-            own = own or {"takes": [], "values": []}
+            if own is None:
+                raise MismatchError(
+                    f"there is no plan for rank {rank} in the job's store. Does another program "
+                    f"write to that store? Nothing was changed"
+                )
             takes = [Take.from_json(fields) for fields in own["takes"]]
             read = [take for take in takes if take.reader == rank]
             self._copies.open(read, self._options.rules.free, opened)

@@ -255,21 +255,20 @@ class ElasticJudge:
         return self._planned()
 
     def _planned(self) -> PerRank:
-        parts: dict[int, dict[str, list[Any]]] = {}
-
-        def part_of(rank: int) -> dict[str, list[Any]]:
-            return parts.setdefault(rank, {"takes": [], "values": []})
-
+        saved_by, loaded_by = self._checkpoint.world_size, len(self._nodes)
+        # A rank that is told of nothing has an error.
+        parts: dict[int, dict[str, list[Any]]] = {
+            rank: {"takes": [], "values": []} for rank in range(loaded_by)
+        }
         for take in self._plan.takes:
             for rank in {take.reader, take.receiver}:
-                part_of(rank)["takes"].append(take)
+                parts[rank]["takes"].append(take)
         for packed in self._packs:
             if packed.kind == "keep":
-                part_of(packed.shard)["values"].append(packed.text)
-        saved_by, loaded_by = self._checkpoint.world_size, len(self._nodes)
+                parts[packed.shard]["values"].append(packed.text)
         made = ruled_values(self._rules, self._packs, saved_by, loaded_by, self._images)
         for rank, text in made:
-            part_of(rank)["values"].append(text)
+            parts[rank]["values"].append(text)
         values = [packed.text for packed in self._packs if packed.kind == "all"]
         return PerRank({"name": new_name(), "values": values}, parts)
 

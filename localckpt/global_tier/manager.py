@@ -185,7 +185,7 @@ class GlobalCheckpointManager:
 
         What several ranks have under one name, and no DTensor or ShardedTensor says to be a part,
         is saved once, so it must be equal: it is compared by digests, and a difference fails the
-        save. Comparing takes one reading of all that is no DTensor or ShardedTensor over all ranks.
+        save. Comparing takes one reading of all that other ranks have as well.
 
         Args:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all

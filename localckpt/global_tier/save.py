@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
@@ -22,8 +23,9 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import FileWrite, write_files
+from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave, require_equal, value_digests
+from localckpt.global_tier.save_plan import PlannedSave
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
@@ -157,7 +159,7 @@ class SharedSave(BackgroundSave):
         self._number = number
         self._writer = writer
         self._on_commit = on_commit
-        self._digests: dict[str, str] = {}
+        self._common: CommonValues | None = None
         self._writes: list[FileWrite] = []
         self._staging_error: Exception | None = None
         self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
@@ -196,7 +198,9 @@ class SharedSave(BackgroundSave):
         writer.reset(self._begun.path)
         writer.save_id = self._begun.save_id
         writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
-        self._digests = value_digests(writer.plans.local, self._ranks.global_ranks, planner)
+        self._common = CommonValues(
+            *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
+        )
         self._writes = writer.preload_tensors()
 
     def _start(self) -> None:
@@ -231,9 +235,14 @@ class SharedSave(BackgroundSave):
     def _save(self) -> str:
         self._ranks.rounds = self._number
         with self._writer.plans.kept_if_all_is_well():
-            problem = self._ranks.commit(
-                f"save iteration {self.iteration}", self._write, self._commit, read=shaped(str)
+            problem, groups = self._ranks.commit(
+                f"save iteration {self.iteration}",
+                self._write,
+                self._commit,
+                read=shaped((str, dict)),
             )
+            if groups:
+                self._raise_differing(groups)
         self.committed = True
         return problem
 
@@ -245,19 +254,36 @@ class SharedSave(BackgroundSave):
         with record_function("localckpt.global.write"):
             write_files(self._writes)
         self._log_written()
-        return self._writer.plans.report_written(self._writer.planned_results(), self._digests)
+        assert self._common is not None, "everything is staged"
+        writer = self._writer
+        return writer.plans.report_written(writer.planned_results(), self._common.folded())
 
-    def _commit(self, reports: list[Message]) -> str:
-        """On the first rank: make it a checkpoint; returns what went wrong after the commit."""
-        require_equal(self.iteration, [message.record for message in reports])
+    def _raise_differing(self, groups: dict[str, list[list[int]]]) -> None:
+        common = self._common
+        assert common is not None, "everything is staged"
+        # One rank of each group of equal ranks speaks for it.
+        asked = {set_id: [ranks[0] for ranks in equal] for set_id, equal in groups.items()}
+        self._ranks.decide(
+            f"name what differs in iteration {self.iteration}",
+            lambda: common.told(asked, self._ranks.rank),
+            partial(judge_differing, self.iteration, groups),
+        )
+
+    def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
+        """On the first rank: make it a checkpoint, unless values under one name differ.
+
+        Returns what went wrong after the commit, and the sets of ranks whose values differ.
+        """
+        if groups := differing([message.record for message in reports]):
+            return "", groups
         assert self._planned.metadata is not None, "the first rank has planned"
         self._commit_files(*self._writer.plans.pickled(self._planned.metadata, reports))
         try:
             if self._on_commit is not None:
                 self._on_commit()
         except Exception as error:  # noqa: BLE001 - raised on every rank
-            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}"
-        return ""
+            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", {}
+        return "", {}
 
     def _log_written(self) -> None:
         nbytes = self.record.nbytes / 1e9

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -39,7 +37,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
-from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.metadata import (
@@ -50,13 +47,13 @@ from localckpt.global_tier.metadata import (
     read_pickled,
     require_fields,
 )
+from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.values import digest_of
 
 T = TypeVar("T")
 
@@ -68,6 +65,7 @@ class PlanCache:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
         metadata: What the last checkpoint holds; on the coordinator.
+        common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
@@ -76,6 +74,7 @@ class PlanCache:
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
         self.metadata: Metadata | None = None
+        self.common: dict[int, CommonItems] = {}
 
         # The metadata of the last checkpoint, its pickle, and its files.
         self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None
@@ -204,8 +203,9 @@ def plan_save(
             return None
         plans = [unpack(plan, SavePlan, cache.allowed) for plan in sent]
         final, metadata = planner.create_global_plan(plans)
-        parts = enumerate(writer.prepare_global_plan(final))
-        return PerRank(begin(), {rank: Message(None, pack(plan)) for rank, plan in parts})
+        parts = zip(writer.prepare_global_plan(final), common_items(plans), strict=True)
+        packed = {rank: Message(None, pack(part)) for rank, part in enumerate(parts)}
+        return PerRank(begin(), packed)
 
     def read(verdict: Any) -> Any:
         return verdict if verdict is None else shaped((begun, Message | None))(verdict)
@@ -226,7 +226,7 @@ def plan_save(
         told, changed = planned
     cache.local, cache.metadata = local, metadata
     if changed is not None:
-        cache.final = unpack(changed.data, SavePlan, cache.allowed)
+        cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
     if cache.final is None:
         raise MismatchError(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
@@ -263,93 +263,6 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
         )
 
 
-# Values that several ranks save under one name: shared storage keeps one for all. Each rank hashes
-# them while it stages its part. Parts of global tensors (DTensor, ShardedTensor) are compared where
-# the ranks are not all of one mesh or group, which keeps its own replicas equal.
-
-_SHOWN = 8
-
-
-def value_digests(
-    plan: SavePlan | None, job: Collection[int], planner: SavePlanner
-) -> dict[str, str]:
-    """Digests of the values of this rank that others of the job may have, too, by their places.
-
-    ``plan`` is this rank's, before others were told to write some of its items.
-    """
-    assert plan is not None, "the save is planned"
-    assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
-    digests: dict[str, str] = {}
-    for index in (item.index for item in plan.items if len(job) > 1):
-        if not _kept_equal_on(planner.state_dict[index.fqn]).issuperset(job):
-            place = f"{[*(index.offset or ())]}{index.fqn}"
-            digests[place] = _digest(planner.lookup_object(index))
-    return digests
-
-
-def require_equal(iteration: int, digests_of: Sequence[Mapping[str, str]]) -> None:
-    """Raise MismatchError that names the values that differ, and the ranks.
-
-    ``digests_of`` has what :func:`value_digests` returned, by rank.
-    """
-    owners: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(digests_of):
-        for place, digest in digests.items():
-            owners.setdefault(place, {}).setdefault(digest, []).append(rank)
-    texts = sorted(
-        f"{place.partition(']')[2]} ({' differs from '.join(map(ranks_named, equal.values()))})"
-        for place, equal in owners.items()
-        if len(equal) > 1
-    )
-    if not texts:
-        return
-    shown = "; ".join(texts[:_SHOWN]) + f"; and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
-    raise MismatchError(
-        f"iteration {iteration} is not saved: ranks have different values under one name, of which "
-        f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "
-        f"were. Give each of them a name of its own, such as f'stage{{rank}}' for the stages of a "
-        f"pipeline, or have Checkpointer save one for each rank: private={{name: 'keep'}}. If they "
-        f"are meant to be equal, the ranks have diverged: see check_replicas"
-    )
-
-
-def _kept_equal_on(value: Any) -> set[int]:
-    """Return the ranks of the job that shard a global tensor together, and keep replicas equal."""
-    if isinstance(value, DTensor):
-        return set(value.device_mesh.mesh.flatten().tolist())
-    if isinstance(value, ShardedTensor):
-        return set(dist.get_process_group_ranks(value._process_group))
-    return set()
-
-
-def _digest(value: Any) -> str:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_cpu:
-        return digest_of(value, str)
-    return f"{value.dtype}{tuple(value.shape)}{_device_digest(value)}"
-
-
-# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
-_REDUCED_NBYTES = 64 << 20
-
-
-def _device_digest(tensor: torch.Tensor) -> list[int]:
-    """Reduce a tensor to integers where it is, so that other bytes give other integers.
-
-    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    whole = content.numel() // 8 * 8
-    totals = []
-    for start in range(0, whole, _REDUCED_NBYTES):
-        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
-        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
-        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
-        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
-    rest = content[whole:].tolist()
-    return [*(int(total) for total in totals), *rest]
-
-
 # Messages between ranks. torch's store asks nobody who he is, so what comes from it is read as a
 # file of a stranger is: no code is run, and nothing is made but the classes that are named here.
 
@@ -378,6 +291,7 @@ _FIELDS: Fields = {
     },
     RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
     RankSet: {"runs": (tuple,)},
+    CommonItems: {"ranks": (RankSet,), "numbers": (tuple,)},
 }
 
 
@@ -410,6 +324,11 @@ def _why_foreign(value: Any, kind: type) -> str | None:
     if isinstance(value, list):
         are_results = all(type(result) is WriteResult for result in value)
         return None if are_results else "its results are none"
+    if isinstance(value, tuple):
+        # A plan, and the items that other ranks plan, too.
+        value, common = value
+        if type(common) is not dict:
+            return "its common items are none"
     for part in value.values() if isinstance(value, dict) else [value]:
         plan: Any = part.plan if isinstance(part, RankPlan) else part
         if not isinstance(plan, SavePlan) or any(type(i) is not WriteItem for i in plan.items):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
 from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.metadata import StoragePrefix
+from localckpt.global_tier.replicas import CommonItems, CommonValues, common_items
 from localckpt.global_tier.save_plan import pack, unpack
+from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 _ALLOWED = SafeGlobals()
@@ -35,6 +38,24 @@ def test_a_plan_is_unpacked_as_it_was() -> None:
 
     assert unpack(pack(plan), SavePlan, _ALLOWED) == plan
     assert unpack(pack({3: plan}), dict, _ALLOWED) == {3: plan}
+    common = {0: CommonItems(RankSet.of([0, 1]), (0, 2))}
+    assert unpack(pack((plan, common)), tuple, _ALLOWED) == (plan, common)
+
+
+@pytest.mark.parametrize("names", [4, 400])
+def test_what_ranks_say_of_common_values_grows_with_neither_names_nor_ranks(names: int) -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({f"layer{n}": torch.ones(2) for n in range(names)}, None, True)
+    plan = planner.create_local_plan()
+
+    told = common_items([plan] * 4096)
+
+    (common,) = told[7].values()
+    assert common.ranks == RankSet.of(range(4096))
+    assert len(common.numbers) == names
+    assert len(pack(told[7])) < 300 + 4 * names
+    reported = CommonValues(plan, told[7], range(4096), planner).folded()
+    assert len(json.dumps(reported)) < 40
 
 
 class _Command:
@@ -64,9 +85,9 @@ def test_a_plan_names_no_files_outside_of_the_saves_folder(prefix: str) -> None:
     plan = _plan()
     object.__setattr__(plan, "storage_data", StoragePrefix(prefix))
 
-    for value, kind in ((plan, SavePlan), ({0: plan}, dict), ({0: RankPlan(plan)}, dict)):
+    for value in (plan, (plan, {}), {0: plan}, {0: RankPlan(plan)}):
         with pytest.raises(MismatchError, match="files named"):
-            unpack(pack(value), kind, _ALLOWED)
+            unpack(pack(value), type(value), _ALLOWED)
 
 
 @pytest.mark.parametrize("value", [[], {"items": []}, "plan", 1, None])

@@ -17,11 +17,11 @@ class Pacer:
     def __init__(self, rate_limit: float | None = None) -> None:
         self._rate = math.inf if rate_limit is None else rate_limit
         self._next_at = 0.0
-        self._stopped = Latch()
+        self._stopped, self._lifted = Latch(), Latch()
 
     def wait(self, nbytes: int) -> None:
         """Return when so many bytes may be sent, or at once when pauses were ended."""
-        self._stopped.wait(max(0.0, self._next_at - time.monotonic()))
+        self._stopped.wait(max(0.0, self._next_at - time.monotonic()), self._lifted)
         self._next_at = max(self._next_at, time.monotonic()) + nbytes / self._rate
 
     @property
@@ -33,8 +33,8 @@ class Pacer:
         self._stopped.set()
 
     def lift(self) -> None:
-        """Have no limit from the next bytes on; another thread may call it."""
-        self._rate = math.inf
+        """Have no limit from now on; another thread may call it."""
+        self._lifted.set()
 
     def longest_s(self, nbytes: int) -> float:
         """Time that sending so many bytes takes at least, in seconds."""

@@ -278,14 +278,16 @@ class SharedTier(_Tier):
                 self._refused.append(error)
 
     def go_on(self, up_to: int) -> None:
-        """Go on with drains that an earlier start had begun, up to a step; all ranks do so."""
-        for step in self.manager.unfinished_drains():
-            if step > up_to:
-                continue
+        """Go on with drains that an earlier start had begun, up to a step; all ranks do so.
+
+        That step is drained, too, if there are any: its drain may have waited behind them.
+        """
+        cut_off = [step for step in self.manager.unfinished_drains() if step <= up_to]
+        for step in dict.fromkeys([*cut_off, up_to] if cut_off else []):
             try:
                 self._begin(step, None)
             except CheckpointingException as error:
-                logger.warning("the drain of step %d was cut off, and stays so: %s", step, error)
+                logger.warning("step %d, which an earlier start was to drain, is not drained: %s", step, error)
 
     def _begin(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         promote = self._nodes.manager.promote

@@ -216,15 +216,16 @@ def test_pins_and_rules_without_shared_storage_are_refused(tmp_path: Path) -> No
 def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, Path]) -> None:
     with Checkpointer({"model": model}, **places) as checkpointer:
         checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-        while checkpointer.newest is None:
+        for step in (0, 1):
+            checkpointer.step(step)
+            checkpointer.save(step, shared=True)
+        while checkpointer.newest != 1:
             time.sleep(0.01)
             checkpointer.step()
         raise RuntimeError("the job ends here")
 
 
-def test_a_drain_that_was_cut_off_goes_on_at_the_next_start(
+def test_a_drain_that_was_cut_off_and_the_one_behind_it_go_on_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {"local": tmp_path / "local", "shared": tmp_path / "shared"}
@@ -241,7 +242,7 @@ def test_a_drain_that_was_cut_off_goes_on_at_the_next_start(
         checkpointer.resume()
         checkpointer.wait_until_finished()
 
-    assert [known.folder.iteration for known in session.checkpoints()] == [0]
+    assert [known.folder.iteration for known in session.checkpoints()] == [1, 0]
     assert not session.leftovers()
 
 

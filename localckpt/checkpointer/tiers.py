@@ -287,7 +287,7 @@ class SharedTier(_Tier):
             try:
                 self._begin(step, None)
             except CheckpointingException as error:
-                logger.warning("step %d, which an earlier start was to drain, is not drained: %s", step, error)
+                logger.warning("the drain of step %d does not go on: %s", step, error)
 
     def _begin(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         promote = self._nodes.manager.promote

@@ -20,6 +20,7 @@ from benchmarks.setup import Options
 from localckpt.availability.reshard import Keys, TensorGroup
 from localckpt.ids import Checkpoint, Generation
 from localckpt.managers.elastic_judge import ElasticJudge, ValueImages
+from localckpt.ranks.values import Message
 from localckpt.ranks.verdict import PerRank
 from localckpt.state_dict.boxes import Region
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -97,7 +98,7 @@ class _Job:
         self.readers = {s: middle // (2 * self.saved_by) for s, middle in enumerate(middles)}
         self.described = [json.dumps(report) for report in self._describe()]
         self.told = [
-            json.dumps({"tables": _TABLES if rank == 0 else [], "digests": [], "packs": []})
+            json.dumps({"tables": _TABLES if rank == 0 else [], "digests": []})
             for rank in range(self.wanted_by)
         ]
 
@@ -112,7 +113,7 @@ class _Job:
         judge = ElasticJudge(checkpoint, {}, *places, STRICT, images)
         asked = judge.compare([json.loads(text) for text in self.described])
         nbytes = _nbytes_of(asked)
-        plan = judge.plan([json.loads(told) for told in self.told])
+        plan = judge.plan([Message(json.loads(told), b"[]") for told in self.told])
         nbytes += _nbytes_of(plan)
         seconds = time.process_time() - began
         takes = sum(len(part["takes"]) for part in plan.parts.values())

@@ -9,6 +9,7 @@ load impossible is found before a tensor is changed.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -38,6 +39,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
+from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
@@ -155,7 +157,7 @@ class ElasticLoad:
         )
         if self._copies.take_out(found_bad):
             return None
-        record: dict[str, Any] = {}
+        message = Message()
         with Attempt() as telling:
             if asked is None:
                 asked = {"saved": [], "given": False}
@@ -165,13 +167,14 @@ class ElasticLoad:
             record = {
                 "saved": [saved.names for saved in told],
                 "given": given if asked["given"] else None,
-                "outlines": [self._images.pack(saved.outlines) for saved in told],
                 "dtypes": {t.key: t.entry.dtype for t in tensors} if converts else {},
                 "expanded": [t.key for t in tensors if t.entry.is_expanded],
             }
+            outlines = [self._images.pack(saved.outlines) for saved in told]
+            message = Message(record, json.dumps(outlines).encode())
         rules = self._options.rules
         structure: Mapping[str, Any] = self._ranks.agree(
-            *(what, telling, record),
+            *(what, telling, message),
             lambda told: judge_structures(told, self._rules, rules),
             read=shaped(_STRUCTURE),
         )
@@ -264,7 +267,7 @@ class ElasticLoad:
 
     def _tell(self, asked: Mapping[str, Any] | None) -> _Verdict:
         """Tell the root what it asks for; it plans."""
-        record: dict[str, Any] = {}
+        message = Message()
         with Attempt() as telling:
             for shard in self._copies.shards.values():
                 shard.require_together(self._shared)
@@ -276,14 +279,12 @@ class ElasticLoad:
                 for shard, names in asked["sections"]
                 for name in names
             ]
-            record = {
-                "tables": self._tensors.tables(asked["tables"]),
-                "digests": digests,
-                "packs": self._copies.packs(asked, self._unequal),
-            }
+            packs = self._copies.packs(asked, self._unequal)
+            record = {"tables": self._tensors.tables(asked["tables"]), "digests": digests}
+            message = Message(record, json.dumps(packs).encode())
         what = f"plan the load of iteration {self._checkpoint.iteration}"
         verdict: _Verdict = self._ranks.agree(
-            *(what, telling, record, self._judge.plan), read=shaped((dict, dict | None))
+            *(what, telling, message, self._judge.plan), read=shaped((dict, dict | None))
         )
         return verdict
 

@@ -7,6 +7,7 @@ the second tells, from few ranks, what the names stand for, and the values that 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from localckpt.failure_texts import Mismatches, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
+from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.containers import joined, prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
@@ -71,7 +73,7 @@ def ask_for_structures(reports: Sequence[Any]) -> PerRank:
 
 
 def judge_structures(
-    reports: Sequence[Any], private: Mapping[str, PrivateRule], rules: TargetRules
+    reports: Sequence[Message], private: Mapping[str, PrivateRule], rules: TargetRules
 ) -> dict[str, Any]:
     """Compare the names of all parts and values.
 
@@ -84,13 +86,13 @@ def judge_structures(
     outlines: list[str] = []
     dtypes: dict[str, str] = {}
     expanded: dict[str, None] = {}
-    for report in reports:
-        dtypes |= report["dtypes"]
-        expanded |= dict.fromkeys(report["expanded"])
-        for names in report["saved"]:
+    for record, data in ((report.record, report.data) for report in reports):
+        dtypes |= record["dtypes"]
+        expanded |= dict.fromkeys(record["expanded"])
+        for names in record["saved"]:
             saved = merged_names(saved, names)
-        given = merged_names(given, report["given"])
-        outlines += report["outlines"]
+        given = merged_names(given, record["given"])
+        outlines += json.loads(data)
     rules.require_named(saved or ())
     differ = compare_names(
         *(saved, given),
@@ -198,7 +200,7 @@ class ElasticJudge:
         of_all = {"unequal": list(self._ruled.unequal), "shared": shared}
         return PerRank(of_all, asked)
 
-    def plan(self, reports: Sequence[Any]) -> PerRank:
+    def plan(self, reports: Sequence[Message]) -> PerRank:
         """Plan with what all ranks told; each rank gets what concerns it.
 
         Where shards have elements that are not said to be equal, ranks are asked for their digests,
@@ -208,12 +210,12 @@ class ElasticJudge:
         digests: dict[int, dict[str, str]] = {}
         packs: list[Packed] = []
         for report in reports:
-            for fields in report["tables"]:
+            for fields in report.record["tables"]:
                 keys = Keys.from_json(fields)
                 tables[keys.name] = keys
-            for shard, of_shard in report["digests"]:
+            for shard, of_shard in report.record["digests"]:
                 digests.setdefault(shard, {}).update(of_shard)
-            packs += [Packed(*fields) for fields in report["packs"]]
+            packs += [Packed(*fields) for fields in json.loads(report.data)]
         saved_by = f"was saved by {self._checkpoint.world_size} ranks"
         about = f"iteration {self._checkpoint.iteration} {saved_by}"
         found = Mismatches()

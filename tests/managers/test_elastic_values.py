@@ -127,6 +127,41 @@ def test_values_are_given_where_equal_and_else_as_their_rules_say(
     run_ranks(_go_back, before, store_per_node=nodes, timeout_s=_S)
 
 
+def _save_much(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save(_much(rank), 1)
+
+
+def _load_much(rank: int, world_size: int) -> None:
+    options: dict[str, Any] = {"elastic": True, "private": {"own": "keep", "made": _longest}}
+    with make_manager("disk", node_store(), timeout=_S, **options) as manager:
+        given = {**_much(-1), "common": [], "own": [], "made": []}
+        loaded, _ = manager.load(into=given)
+    assert loaded["common"] == _much(0)["common"]
+    assert loaded["own"] == (_much(rank)["own"] if rank < 2 else [])
+    assert loaded["made"] == _much(1)["made"]
+    assert all(value.item() == 1 for value in loaded["names"].values())
+
+
+def _much(rank: int) -> dict[str, Any]:
+    """More names and values than go into a record of a report."""
+    names = {f"{'layer.' * 12}{n}": torch.tensor(float(rank >= 0)) for n in range(4000)}
+    long = [*range(200_000)]
+    return {"names": names, "common": long, "own": [rank, *long], "made": [*range(200_000 + rank)]}
+
+
+def _longest(values: list[Any], rank: int, world_size: int) -> Any:
+    return max(values, key=len)
+
+
+def test_values_of_some_megabytes_and_thousands_of_names_are_given_to_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save_much, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_much, 3, store_per_node=[tmp_path], timeout_s=_S)
+
+
 def _go_back(rank: int, world_size: int) -> None:
     """As many ranks as saved it load it as ever; the next of another number leaves it alone."""
     with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.memory.tensor_bytes import copy_values, is_number
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS, Names
@@ -149,7 +149,7 @@ class ModulePart:
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
 
-    If it ``is_partial``, a load leaves what the module lacks as it is.
+    If it ``is_partial``, a load leaves out what the module has not, and what it lacks.
 
     Attributes:
         module: The module without the wrappers around it.
@@ -178,12 +178,19 @@ class ModulePart:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was loaded; tensors that were filled in place are there already."""
-        own = self._own_state()
+        own, free = self._own_state(), self.freedom
         names = {plain: name for name, plain in plain_names(self.module, own).items()}
+        unknown = sorted(name for name in state.keys() - names.keys() if not free.covers(name))
+        if self._is_partial:
+            state = {name: value for name, value in state.items() if name not in unknown}
+        elif unknown:
+            raise MismatchError(
+                f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
+                f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
+            )
         loaded = OrderedDict((names.get(name, name), value) for name, value in state.items())
         # A hook needs all that its module saved, and FSDP1's own tensors are copies.
-        free = self.freedom.below
-        is_whole = self.is_fsdp1 or any(not name.endswith("_extra_state") for name in free)
+        is_whole = self.is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
         if not is_whole:
             loaded = OrderedDict(
                 (n, v)

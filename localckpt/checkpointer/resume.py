@@ -297,11 +297,22 @@ class Resumption:
             age = "" if saved_at is None else f", saved {_ago(time.time() - saved_at)}"
             line = f"resumed after step {step}{age}, in {seconds:.2f} s: {told}"
         logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
-        is_shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
-        if self._ranks.is_root and not self._quiet and not is_shown and sys.stderr is not None:
+        if self._ranks.is_root and not self._quiet and not _is_shown() and sys.stderr is not None:
             sys.stderr.write(f"localckpt: {line}\n")
             sys.stderr.flush()
         return str(job_run)
+
+
+def _is_shown() -> bool:
+    """Return whether the log shows a line of this module to a person, as far as that is known."""
+    current: logging.Logger | None = logger
+    while current is not None and logger.isEnabledFor(logging.INFO):
+        for handler in current.handlers:
+            is_hidden = isinstance(handler, logging.FileHandler | logging.NullHandler)
+            if handler.level <= logging.INFO and not is_hidden:
+                return True
+        current = current.parent if current.propagate else None
+    return False
 
 
 def _ago(seconds: float) -> str:

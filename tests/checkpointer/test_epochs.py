@@ -458,10 +458,12 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
 
 
 _PROGRAM = """
-import logging, sys, localckpt, torch
-for kind in ("", "quiet", "", "logs"):
+import logging, os, sys, localckpt, torch
+for kind in ("", "quiet", "", "file", "logs"):
+    if kind == "file":
+        logging.basicConfig(level=logging.INFO, filename=os.devnull)
     if kind == "logs":
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig(level=logging.INFO, force=True)
     part = {"v": torch.nn.Linear(1, 1)}
     with localckpt.Checkpointer(part, local=sys.argv[1], quiet=kind == "quiet") as checkpointer:
         checkpointer.step(checkpointer.resume())
@@ -484,10 +486,11 @@ def test_a_line_says_from_where_the_job_goes_on_once(tmp_path: Path) -> None:
     expected = [
         f"localckpt: no checkpoint is in {place}: the job starts at step 0",
         f"localckpt: {resumed.format(1)}",
-        f"INFO:localckpt[.a-z]*:{resumed.format(2)}",
+        f"localckpt: {resumed.format(2)}",
+        f"INFO:localckpt[.a-z]*:{resumed.format(3)}",
     ]
     assert done.stdout == ""
-    assert len(told) == 3
+    assert len(told) == 4
     assert all(map(re.fullmatch, expected, told)), told
 
 

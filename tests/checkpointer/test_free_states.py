@@ -243,3 +243,26 @@ def test_a_value_that_has_become_a_part_is_refused(tmp_path: Path) -> None:
         checkpointer.resume()
 
     assert part.state == {"x": 1}
+
+
+@pytest.mark.parametrize("tier", ["local", "shared"])
+def test_an_extra_state_of_which_the_module_is_rid_is_not_left_out_without_a_word(
+    tier: str, tmp_path: Path
+) -> None:
+    scaled = _Scaled(2, 2)
+    scaled.history = [1.0, 2.0]
+    with Checkpointer(
+        {"model": scaled}, local=tmp_path / "local", shared=tmp_path / "shared"
+    ) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+    # Another machine finds nothing on its disk.
+    local = tmp_path / ("local" if tier == "local" else "other")
+
+    with Checkpointer(
+        {"model": torch.nn.Linear(2, 2)}, local=local, shared=tmp_path / "shared", save_last=False
+    ) as checkpointer:
+        text = error_of(checkpointer.resume, MismatchError)
+        assert "_extra_state" in text
+        assert checkpointer.resume(partial=True) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import CheckpointingException
+from localckpt import CheckpointingException, MismatchError
 from localckpt.checkpointer.parts import ModulePart, RandomPart, parts_of
 
 
@@ -89,6 +89,13 @@ def test_blocks_may_be_compiled_otherwise_at_the_next_start(
     for one, same in pairs:
         assert torch.equal(one, same)
         assert torch.equal(optimizer.state[one]["exp_avg"], again.state[same]["exp_avg"])
+
+
+def test_a_value_that_only_the_checkpoint_has_is_an_error_that_names_it() -> None:
+    part = ModulePart(torch.nn.Linear(2, 2))
+
+    with pytest.raises(MismatchError, match="1 values that Linear has not: scale"):
+        part.load_state_dict({**part.state_dict(), "scale": torch.ones(1)})
 
 
 class _Counting(torch.nn.Module):

@@ -124,7 +124,7 @@ def verify_blocks(
     ``on_read`` is called with the bytes of each piece, and may raise what ends it.
     """
     hasher = BlockHasher(FileIdentity(file.path.name, trailer.save_id))
-    for start in range(0, trailer.covered_nbytes, len(memory)):
+    for start in range(0, trailer.covered_nbytes, len(memory) or 1):
         piece = memory[: min(len(memory), trailer.covered_nbytes - start)]
         file.read_into(start, piece)
         hasher.check(start, [piece], memoryview(trailer.digests))

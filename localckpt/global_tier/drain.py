@@ -143,8 +143,9 @@ class Drain(BackgroundSave):
         return f"iteration {self.iteration} was not drained"
 
     def _note_end(self) -> None:
-        # The plans of all ranks.
+        # The plans of all ranks, and the objects of this rank's images.
         self._merged = None
+        self._items.clear()
         details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
         if self._rate_limit is not None:
             details["rate_limit"] = self._rate_limit

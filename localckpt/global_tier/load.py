@@ -29,17 +29,15 @@ from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.write_items import load_object
-from localckpt.memory.tensor_bytes import (
-    byte_span,
-    integer_view,
-    is_lazy,
-    same_view,
-    storage_address,
-)
+from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.resharded import is_expanded
 from localckpt.state_dict.targets import overlapping_spans
 
+logger = logging.getLogger(__name__)
+
+_SHOWN = 10
+_ALIGNMENT = 16
 FIT = (
     "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
     "which leaves out what only one side has; allow_dtype_change=True converts values"
@@ -172,12 +170,8 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
             _make_meta_tensors(value)
 
 
-logger = logging.getLogger(__name__)
-
 # A state with the states of its ``Stateful`` values, and what one rank reads for it.
 _Planned = tuple[dict[str, Any], ReshardingLoadPlanner, LoadPlan]
-
-_SHOWN = 10
 
 
 class OpenCheckpoint:
@@ -271,14 +265,14 @@ class OpenCheckpoint:
             )
 
     def _require_apart(self, given: Mapping[str, Any]) -> None:
-        """Refuse tensors that share memory, unless they are one, and one value was saved of it."""
+        """Refuse tensors that share memory, unless it can hold what was saved of both."""
         for one, other in _sharing_memory(given):
             if one not in self.saved or other not in self.saved:
                 continue
             values = {name: _empty_like(given[name]) for name in (one, other)}
             self._read(self._plan(values))
-            are_one = _are_one(_local(given[one]), _local(given[other]))
-            if not are_one or not _are_equal(_local(values[one]), _local(values[other])):
+            pairs = [(_local(given[name]), _local(values[name])) for name in (one, other)]
+            if not _hold_both(*pairs):
                 raise MismatchError(
                     f"{one} and {other} share memory now, as tied weights do, and were saved with "
                     f"different values, of which one would overwrite the other. Nothing was "
@@ -287,13 +281,17 @@ class OpenCheckpoint:
 
     def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
         absent = sorted(given.keys() - self.saved.keys())
-        first_ranks = [name for name in self.found.record.unequal if name in given]
-        if self._ranks.is_root and (unwanted or absent or first_ranks):
+        iteration = self.found.folder.iteration
+        if self._ranks.is_root and (unwanted or absent):
             logger.warning(
-                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s; as "
-                "the first rank had them: %s",
-                *(self.found.folder.iteration, _listed(unwanted), _listed(absent)),
-                _listed(first_ranks),
+                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
+                *(iteration, _listed(unwanted), _listed(absent)),
+            )
+        if first_ranks := [name for name in self.found.record.unequal if name in given]:
+            # Of what this rank gives, which other ranks may not.
+            logger.warning(
+                "rank %d has loaded what the first rank of those that saved iteration %d had of %s",
+                *(self._ranks.rank, iteration, _listed(first_ranks)),
             )
 
 
@@ -327,7 +325,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of tensors that share memory, in pairs that connect all of them."""
-    spans: list[tuple[int, int, str]] = []
+    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, value in state.items():
         tensor = _local(value) if isinstance(value, torch.Tensor) else None
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -336,14 +334,34 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             first, last = byte_span(tensor)
             start = storage_address(tensor)
-            spans.append((start + first, start + last, name))
-    return overlapping_spans(spans)
+            spans.setdefault(tensor.device, []).append((start + first, start + last, name))
+    return [pair for on_device in spans.values() for pair in overlapping_spans(on_device)]
 
 
-def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors that share memory have the same elements of it."""
-    is_same = one.data_ptr() == other.data_ptr() and same_view(one, other)
-    return is_same and not is_lazy(one) and not is_lazy(other)
+def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Return whether tensors that share memory can have their values at the same time.
+
+    A pair is a tensor, which is not changed, and the value for it.
+    """
+    spans = [byte_span(tensor) for tensor, _ in pairs]
+    tensor = pairs[0][0]
+    start = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.empty(
+        max(stop for _, stop in spans) - start, dtype=torch.uint8, device=tensor.device
+    )
+    views, wanted = [], []
+    for tensor, value in pairs:
+        offset = tensor.storage_offset() - start // tensor.itemsize
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        view = torch._neg_view(view) if tensor.is_neg() else view
+        # Like every load; the caller has asked for it where dtypes differ.
+        value = value.detach().to(tensor.device, tensor.dtype)
+        copy_values(view, value)
+        views.append(view)
+        wanted.append(value)
+    return all(map(_are_equal, views, wanted))
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ from localckpt.interrupted import closed_by_interrupts, was_interrupted
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.options import Options, SharedOptions
 from localckpt.ranks.deadline import answered
-from localckpt.ranks.ranks import Ranks, refused_together, shaped
+from localckpt.ranks.ranks import Ranks, refused_together, shaped, timeout_in
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path
@@ -90,7 +90,7 @@ class GlobalCheckpointManager:
         **options: Unpack[SharedOptions],
     ) -> None:
         process_group = options.get("process_group")
-        with refused_together("global manager", process_group, options.get("timeout")):
+        with refused_together("global manager", process_group, timeout_in(options)):
             chosen = Options.of_shared(options)
             timeout, read_only = chosen.timeout, chosen.read_only
             if concurrent_bytes < 1:

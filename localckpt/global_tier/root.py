@@ -154,8 +154,13 @@ class CheckpointRoot:
             begun = self.begun(iteration, epoch, save_id, is_drain=True, metrics=metrics)
             begun = replace(begun, lineage=lineage)
             self._require_newest(begun, folders)
-            self._make_drain(begun, [left for left in leftovers if left.is_drain])
+            # Before it is there: the sweep of a save spares what is drained.
             self._draining.add(begun.path)
+            try:
+                self._make_drain(begun, [left for left in leftovers if left.is_drain])
+            except BaseException:
+                self._draining.discard(begun.path)
+                raise
             self._epoch = epoch
             return begun, False
 

@@ -7,7 +7,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ from localckpt import (
 from localckpt.events.stream import EventStream
 from localckpt.global_tier import drain as drain_module
 from localckpt.global_tier import staging
-from localckpt.global_tier.folders import CommitRecord
+from localckpt.global_tier.drain_items import ImageItems
+from localckpt.global_tier.folders import CommitRecord, Leftover
+from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from tests.events.sinks import Kept
 from tests.global_tier.models import (
     MAX_S,
@@ -418,7 +420,35 @@ def test_private_values_that_differ_are_all_drained_in_the_images_of_their_ranks
 ) -> None:
     run_ranks(_drain_unequal, 2, tmp_path)
 
-    assert "as the first rank had them: rng" in capfd.readouterr().out
+    assert "had of rng" in capfd.readouterr().out
+
+
+def test_what_a_drain_has_read_is_free_once_it_is_over(tmp_path: Path) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save({"w": torch.ones(4), "text": "x" * 1000}, 1)
+        job.promote(1)
+
+        gc.collect()
+        assert not [one for one in gc.get_objects() if type(one) is ImageItems]
+
+
+def test_a_save_that_sweeps_leaves_the_drain_alone_that_begins_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save({"w": torch.ones(4)}, 2)
+        job.nodes.save({"w": torch.ones(4)}, 3)
+        job.promote(3)
+        made = CheckpointRoot._make_drain
+
+        def make(own: CheckpointRoot, drain: BegunSave, before: Sequence[Leftover]) -> None:
+            made(own, drain, before)
+            own.sweep(None)
+
+        monkeypatch.setattr(CheckpointRoot, "_make_drain", make)
+        job.promote(2)
+
+        assert set(job.shared.all_iterations()) == {2, 3}
 
 
 # Behind training.

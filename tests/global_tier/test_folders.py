@@ -242,3 +242,14 @@ def test_a_record_that_somebody_made_up_is_damaged(
 
     with pytest.raises(CorruptShardError):
         CommitRecord.read(tmp_path)
+
+
+def test_a_record_of_the_format_before_is_read_without_what_it_does_not_say(tmp_path: Path) -> None:
+    text, _, _ = RECORD.to_bytes().rstrip(b"\n").rpartition(b"\n")
+    fields = json.loads(text)
+    for name in ("resumed_from", "unequal"):
+        del fields[name]
+    older = json.dumps({**fields, "format": 2}).encode()
+    digest = b"%016x" % xxhash.xxh3_64_intdigest(older)
+
+    assert CommitRecord.parse(tmp_path, b"%s\n%s\n" % (older, digest)) == RECORD

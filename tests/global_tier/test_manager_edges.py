@@ -187,7 +187,7 @@ def test_tied_tensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) 
     with manager_on(tmp_path) as manager:
         manager.save({"a": torch.ones(3), "b": torch.ones(3)}, 1)
         manager.save({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, 2)
-        manager.save({"a": torch.ones(5), "b": torch.ones(3)}, 3)
+        manager.save({"a": torch.ones(5), "b": torch.full((3,), 2.0)}, 3)
 
         for iteration, state in ((2, {"a": tied, "b": tied}), (3, {"a": whole, "b": whole[1:4]})):
             with pytest.raises(MismatchError, match="a and b share memory now"):
@@ -197,6 +197,36 @@ def test_tied_tensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) 
         manager.load(into={"a": tied, "b": tied}, iteration=1)
 
     assert torch.equal(tied, torch.ones(3))
+
+
+def _of_one_buffer(fill: float) -> dict[str, torch.Tensor]:
+    """Tensors whose elements lie between each other's, and such as have elements in common."""
+    qkv, kv = torch.full((4, 6), fill), torch.full((3, 2), fill)
+    both, flat = torch.full((3,), fill, dtype=torch.complex64), torch.full((8,), fill)
+    return {
+        **dict(zip("qkv", qkv.chunk(3, dim=1), strict=True)),
+        "key": kv[:, 0],
+        "value": kv[:, 1],
+        "real": both.real,
+        "imag": both.imag,
+        "flat": flat,
+        "head": flat[:3],
+        "tail": flat[3:],
+        "w": qkv,
+        "turned": qkv.t(),
+    }
+
+
+def test_views_of_one_buffer_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    saved, given = _of_one_buffer(0.0), _of_one_buffer(-1.0)
+    for number, tensor in enumerate(saved.values()):
+        tensor.add_(torch.arange(tensor.numel()).reshape(tensor.shape), alpha=number + 1)
+    with manager_on(tmp_path) as manager:
+        manager.save(saved, 1)
+        manager.load(into=given)
+
+    for name, tensor in saved.items():
+        assert torch.equal(given[name], tensor), name
 
 
 def _save_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:

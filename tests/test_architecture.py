@@ -86,17 +86,17 @@ _ARROWS = {
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
     "top": (2096, 1300, 14),
-    "async_save": (1645, 1400, 7),
+    "async_save": (1641, 1400, 7),
     "availability": (2789, 2000, 11),
-    "checkpointer": (4396, 1800, 18),
+    "checkpointer": (4416, 1800, 18),
     "cli": (3119, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
-    "global_tier": (6475, 4900, 20),
+    "global_tier": (6631, 4900, 21),
     "integrations": (2821, 2900, 21),
-    "managers": (5383, 3600, 21),
+    "managers": (5391, 3600, 21),
     "memory": (817, 700, 7),
-    "ranks": (2902, 1600, 13),
+    "ranks": (2907, 1600, 13),
     "replication": (3089, 2900, 17),
     "replication/parity": (1800, 1700, 12),
     "state_dict": (7413, 5000, 30),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (180, 150)
+_CORE_MODULES = (181, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

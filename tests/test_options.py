@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import localckpt
+from tests.managers.jobs import error_of
+from tests.ranks import run_ranks
 
 MAKE: dict[str, Callable[..., Any]] = {
     "nodes": localckpt.LocalCheckpointManager,
@@ -25,6 +27,22 @@ def test_a_manager_takes_its_deadline_under_either_name(
         MAKE[where](tmp_path, **{name: 0})
     with MAKE[where](tmp_path, **{name: 5.0}):
         pass
+
+
+def _make_refused(rank: int, world_size: int, where: str, root: Path) -> str:
+    if rank == 1:
+        return ""
+    return error_of(lambda: MAKE[where](root, retries=3, timeout_s=1.0), TypeError)
+
+
+@pytest.mark.parametrize("where", MAKE)
+def test_a_constructor_that_is_refused_waits_no_longer_for_others_than_it_is_told(
+    where: str, tmp_path: Path
+) -> None:
+    # Half of what it waits for them by default.
+    text, _ = run_ranks(_make_refused, 2, where, tmp_path, timeout_s=15.0)
+
+    assert "no such option: retries" in text
 
 
 @pytest.mark.parametrize("where", MAKE)

@@ -75,10 +75,6 @@ class HandedOver:
         finally:
             self.close()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._memory.closed
-
     def await_error(self) -> str | None:
         """Wait until the work is over; returns what went wrong."""
         # Less than the other ranks wait for this one, so that this one reports the reason.

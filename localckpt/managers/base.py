@@ -6,7 +6,7 @@ from typing import Unpack
 
 from localckpt.managers.manager import CheckpointManager
 from localckpt.options import HookOptions, Options
-from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, timeout_in
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks, HookStore
@@ -31,7 +31,7 @@ class BaseCheckpointManager(Hooks, CheckpointManager):
         repl_strategy: ReplicationStrategy | None = None,
         **options: Unpack[HookOptions],
     ) -> None:
-        with refused_together(MANAGER, options.get("process_group"), options.get("timeout")):
+        with refused_together(MANAGER, options.get("process_group"), timeout_in(options)):
             if repl_strategy is not None:
                 repl_strategy.require_states(type(self).__name__)
             chosen = Options.of_hooks(options)

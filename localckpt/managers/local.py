@@ -9,7 +9,7 @@ from typing import Unpack
 from localckpt.errors import CheckpointingException
 from localckpt.managers.manager import CheckpointManager, agreed_session
 from localckpt.options import Options, StoreOptions
-from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
+from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, timeout_in
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
@@ -42,7 +42,7 @@ class LocalCheckpointManager(CheckpointManager):
         repl_strategy: ReplicationStrategy | None = None,
         **options: Unpack[StoreOptions],
     ) -> None:
-        with refused_together(MANAGER, options.get("process_group"), options.get("timeout")):
+        with refused_together(MANAGER, options.get("process_group"), timeout_in(options)):
             chosen = Options.of_store(options, keep_last=2)
 
         def open_store(ranks: Ranks, allowed: SafeGlobals) -> DirectoryStore:
@@ -93,7 +93,7 @@ class InMemoryCheckpointManager(CheckpointManager):
         **options: Unpack[StoreOptions],
     ) -> None:
         names_itself = root is None and not session_id
-        group, timeout = options.get("process_group"), options.get("timeout")
+        group, timeout = options.get("process_group"), timeout_in(options)
         with refused_together("session" if names_itself else MANAGER, group, timeout):
             chosen = Options.of_store(options, keep_last=1)
             if names_itself and chosen.read_only:

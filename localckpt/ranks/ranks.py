@@ -7,7 +7,7 @@ costs no GPU synchronisation and needs no gloo group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
@@ -384,6 +384,11 @@ def refused_together(
         raise
     finally:
         _nested.depth -= 1
+
+
+def timeout_in(given: Mapping[str, Any]) -> Any:
+    """Return the deadline among options that may be refused; ``None`` for the usual one."""
+    return given.get("timeout_s", given.get("timeout"))
 
 
 def _refuse(ranks: Ranks, error: Exception) -> None:

@@ -68,7 +68,7 @@ class FileReads:
         self._folder = folder
         self._save_id = save_id
         self._limit = concurrent_bytes
-        self._changed = threading.Lock()
+        self._counting = threading.Lock()
         self._waiting: list[tuple[_DataFile, FileRange]] = []
         self._is_stopped = False
         self.nbytes = 0
@@ -101,7 +101,7 @@ class FileReads:
                 if self._is_stopped:
                     break
                 nbytes = self._read(file, run, scratch.view)
-                with self._changed:
+                with self._counting:
                     self.nbytes += nbytes
                     file.pending -= 1
                 if not file.pending:

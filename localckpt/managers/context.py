@@ -22,7 +22,16 @@ class Context:
     """Objects that the saves, the loads and the searches of one manager share.
 
     Attributes:
+        session_id: The training run.
+        options: Options of the manager.
+        events: Stream of what happens here; to nowhere unless the manager was given one.
+        ranks: The ranks of the job.
+        strategy: Protects what is saved.
         allowed: Classes and functions that a shard may name.
+        store: Keeps this rank's pieces.
+        checkpoints: The complete checkpoints of the job.
+        epoch: The epoch that saves belong to.
+        resuming: Counts starts of the job in vain.
         placed: For each rank the place of its store, if that is no node's.
     """
 

@@ -32,7 +32,7 @@ from localckpt.state_dict.names import read_names
 from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Run, ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes, ShardSource
 from localckpt.state_dict.targets import FIT, Matched, NamesDiffer, Targets, compare_names
 from localckpt.state_dict.tensor_table import (
     ARRAY,
@@ -138,7 +138,8 @@ class ImageReader(ImageBytes):
                 logger.warning(
                     "saved and not given, as partial=True allows: %s", ", ".join(differ.missing)
                 )
-            locals_given = {id(matched.given.get(number)) for number in boxes}
+            given_parts = [matched.given[number] for number in boxes if number in matched.given]
+            locals_given = {id(part) for part in given_parts}
             dtensors = {key: into.dtensors[key] for key in locals_given & into.dtensors.keys()}
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
         left = {n: _make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
@@ -361,7 +362,7 @@ class ImageReader(ImageBytes):
     def _fill(self, bases: dict[str, torch.Tensor], *, is_all_verified: bool = False) -> None:
         """Fill the targets of slots."""
         data_start = self.header.data_start
-        runs: list[Run] = []
+        ranges: list[ByteRange] = []
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         slots = [slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases]
         targets = [(s, bases[s.name]) for s in slots if not bases[s.name].is_meta]
@@ -382,9 +383,9 @@ class ImageReader(ImageBytes):
                     if tensor.is_cpu
                     else partial(_copy_up, flat_bytes(tensor), bounce)
                 )
-                runs.append(Run(start, start + slot.nbytes, to))
-            self.read_runs(
-                runs,
+                ranges.append(ByteRange(start, start + slot.nbytes, to))
+            self.read_ranges(
+                ranges,
                 is_all_verified=is_all_verified,
                 scratch=lambda nbytes: bounce.buffer()[:nbytes],
                 finish=bounce.finish,

@@ -32,7 +32,7 @@ from localckpt.state_dict.resharded import (
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import Run, ShardSource
+from localckpt.state_dict.source import ByteRange, ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import ARRAY, UNNAMED, TableEntry
 from localckpt.state_dict.values import (
@@ -232,17 +232,17 @@ class SavedShard(ImageReader):
         self._read(waiting)
 
     def _read(self, parts: Sequence[_Part]) -> None:
-        runs: list[Run] = []
+        ranges: list[ByteRange] = []
         copies: list[tuple[_Part, torch.Tensor]] = []
         for sharing in _clusters(parts):
             start, stop = sharing[0].start, max(part.stop for part in sharing)
             if len(sharing) == 1 and (memory := sharing[0].memory) is not None:
-                runs.append(Run(start, stop, memory))
+                ranges.append(ByteRange(start, stop, memory))
                 continue
             data = torch.empty(stop - start, dtype=torch.uint8)
-            runs.append(Run(start, stop, memory_at(data.data_ptr(), stop - start)))
+            ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
             copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
-        self.read_runs(runs)
+        self.read_ranges(ranges)
         for part, data in copies:
             part.copy(data)
 

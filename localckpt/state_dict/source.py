@@ -220,11 +220,11 @@ class ReadProgress:
         )  # fmt: skip
 
 
-class Run(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes ``[start, stop)`` of an image, and where they go.
 
     That is memory, or a function, which gets them piece by piece, verified, with the offset of each
-    piece in the run. Several threads call it, and it may keep nothing of a piece.
+    piece in the range. Several threads call it, and it may keep nothing of a piece.
     """
 
     start: int
@@ -292,23 +292,23 @@ class ImageBytes:
             scatter(piece, [memory[done : done + len(piece)]])
             done += len(piece)
 
-    def read_runs(
+    def read_ranges(
         self,
-        runs: Iterable[Run],
+        ranges: Iterable[ByteRange],
         *,
         is_all_verified: bool = False,
         scratch: Callable[[int], memoryview] | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Read runs, of which no two share a byte, with several threads.
+        """Read ranges, of which no two share a byte, with several threads.
 
         Args:
-            is_all_verified: Whether the whole image is read, rather than the blocks of the runs.
+            is_all_verified: Whether the whole image is read, rather than the blocks of the ranges.
             scratch: Returns memory of the thread for so many bytes that have no place.
             finish: Called after each piece, once all bytes of it are given.
         """
-        ordered = sorted((run for run in runs if run.start < run.stop), key=lambda run: run.start)
-        begins = [run.start for run in ordered]
+        ordered = sorted((one for one in ranges if one.start < one.stop), key=lambda one: one.start)
+        begins = [one.start for one in ordered]
         scratch = scratch or Scratch().of
         of_thread = threading.local()
 
@@ -317,17 +317,17 @@ class ImageBytes:
             of_thread.given = []
             parts, at = [], start
             first = max(0, bisect_right(begins, start) - 1)
-            for run in ordered[first : bisect_left(begins, stop)]:
-                begin, end = max(start, run.start), min(stop, run.stop)
+            for one in ordered[first : bisect_left(begins, stop)]:
+                begin, end = max(start, one.start), min(stop, one.stop)
                 if begin >= end:
                     continue
-                if callable(run.to):
+                if callable(one.to):
                     data = rest[begin - start : end - start]
-                    of_thread.given.append((run.to, begin - run.start, data))
+                    of_thread.given.append((one.to, begin - one.start, data))
                     continue
                 if at < begin:
                     parts.append(rest[at - start : begin - start])
-                parts.append(run.to[begin - run.start : end - run.start])
+                parts.append(one.to[begin - one.start : end - one.start])
                 at = end
             if at < stop:
                 parts.append(rest[at - start : stop - start])
@@ -340,13 +340,13 @@ class ImageBytes:
                 give(offset, data)
             finish()
 
-        blocks = {block for run in ordered for block in _blocks_of(run.start, run.stop)}
+        blocks = {block for one in ordered for block in _blocks_of(one.start, one.stop)}
         starts = None if is_all_verified else sorted(blocks)
         self._forget()
         self._source.stream(self.header.digests_start, places, filled, starts)
 
     def verify(self) -> None:
-        self.read_runs((), is_all_verified=True)
+        self.read_ranges((), is_all_verified=True)
 
     def _fetch(self, wanted: int) -> None:
         self._forget()

@@ -18,7 +18,7 @@ from localckpt.state_dict.image import pack
 from localckpt.state_dict.resharded import Target
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.saved_shard import SavedShard, SavedTensor
-from localckpt.state_dict.source import PIECE_NBYTES, ImageBytes, Run
+from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes
 
 _IDENTITY = ShardIdentity("runs", Generation(1, 5), 3, 0, 1)
 _NBYTES = 2 * PIECE_NBYTES + 1000
@@ -55,13 +55,13 @@ def test_each_run_goes_where_it_belongs(
     memories = [bytearray(stop - start) for start, stop in spans]
     parts = [_Part() for _ in spans]
     runs = [
-        Run(*span, memoryview(memory) if is_direct else part.take)
+        ByteRange(*span, memoryview(memory) if is_direct else part.take)
         for span, memory, part, is_direct in zip(spans, memories, parts, are_direct, strict=False)
     ]
     read: list[int] = []
 
     image = ImageBytes(_SOURCE, _IDENTITY, read.append)
-    image.read_runs(runs, is_all_verified=is_all_verified)
+    image.read_ranges(runs, is_all_verified=is_all_verified)
 
     for (start, stop), memory, part, is_direct in zip(
         spans, memories, parts, are_direct, strict=False
@@ -81,7 +81,7 @@ def test_nothing_is_given_of_a_damaged_piece() -> None:
     part = _Part()
 
     with pytest.raises(CorruptShardError):
-        ImageBytes(damaged).read_runs([Run(PIECE_NBYTES, _NBYTES, part.take)])
+        ImageBytes(damaged).read_ranges([ByteRange(PIECE_NBYTES, _NBYTES, part.take)])
 
     assert not any(offset < PIECE_NBYTES for offset, _ in part.got)
 

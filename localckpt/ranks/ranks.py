@@ -7,8 +7,8 @@ costs no GPU synchronisation and needs no gloo group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -360,30 +360,40 @@ def _outcome(
         return read(verdict.value)
 
 
-@contextmanager
-def refused_together(
-    name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None
-) -> Iterator[None]:
+class refused_together:
     """Context of a constructor: what it raises on this rank, the others raise where they meet.
 
     This rank takes part in the first decision of the others, and then raises its own error. Of
-    contexts inside each other the outermost acts.
+    contexts inside each other the outermost acts. No generator, for the reason that
+    :class:`~localckpt.storage.failures.storage_errors` has.
     """
-    _nested.depth = getattr(_nested, "depth", 0) + 1
-    try:
-        yield
-    except Exception as error:
-        if _nested.depth == 1:
-            # It may be what is refused.
-            is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < inf
-            waits_s = min(timeout_s, _LONGEST_S) if is_time and timeout_s else _LONGEST_S
-            # Without the ranks nobody waits for this one. What they say is this error, or that
-            # they did not come.
-            with suppress(CheckpointingException):
-                _refuse(Ranks(name, process_group, waits_s), error)
-        raise
-    finally:
-        _nested.depth -= 1
+
+    def __init__(
+        self,
+        name: str,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._name, self._group, self._timeout_s = name, process_group, timeout_s
+
+    def __enter__(self) -> None:
+        _nested.depth = getattr(_nested, "depth", 0) + 1
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        timeout_s = self._timeout_s
+        try:
+            if _nested.depth == 1 and isinstance(error, Exception):
+                # It may be what is refused.
+                is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < inf
+                waits_s = min(timeout_s, _LONGEST_S) if is_time and timeout_s else _LONGEST_S
+                # Without the ranks nobody waits for this one. What they say is this error, or that
+                # they did not come.
+                with suppress(CheckpointingException):
+                    _refuse(Ranks(self._name, self._group, waits_s), error)
+        finally:
+            _nested.depth -= 1
+            # Else the error would keep itself by this variable.
+            del error, trace
 
 
 def timeout_in(given: Mapping[str, Any]) -> Any:

@@ -38,7 +38,8 @@ from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
 _MOST_NBYTES = 64 << 20
-_SHORT_S = 1.0
+# What waits in vain for a value that was replaced; and a play that must succeed on a busy machine.
+_SHORT_S, _LONG_S = 1.0, 30.0
 
 
 class _Command:
@@ -158,8 +159,8 @@ def _tamper() -> None:
     StorePart._publish = publish  # type: ignore[method-assign]
 
 
-def _decide(rank: int, number: int) -> None:
-    ranks = Ranks(f"hostile {number}", timeout_s=_SHORT_S)
+def _decide(rank: int, number: int, timeout_s: float) -> None:
+    ranks = Ranks(f"hostile {number}", timeout_s=timeout_s)
     try:
         for what in ("one", "two"):
             ranks.decide(
@@ -171,17 +172,17 @@ def _decide(rank: int, number: int) -> None:
         ranks.abandon()
 
 
-def _call_behind_training(rank: int, number: int) -> None:
-    queue = AsyncCallsQueue(timeout_s=_SHORT_S)
+def _call_behind_training(rank: int, number: int, timeout_s: float) -> None:
+    queue = AsyncCallsQueue(timeout_s=timeout_s)
     # The first rank reports last, so it joins the reports: the other one waits in vain.
     time.sleep(0.2 * (rank == 0))
     queue.schedule_async_request(AsyncRequest(None, (), []))
     queue.close()
 
 
-def _save_shared(rank: int, number: int, root: Path) -> None:
+def _save_shared(rank: int, number: int, root: Path, timeout_s: float) -> None:
     # Left alone, since the other rank may not come.
-    manager = GlobalCheckpointManager(root, f"run-{number}", timeout=_SHORT_S)
+    manager = GlobalCheckpointManager(root, f"run-{number}", timeout=timeout_s)
     try:
         manager.save({"w": torch.ones(8), "n": 1, f"of {rank}": [1, (2, "x")]}, 1)
         state: dict[str, Any] = {"w": torch.zeros(8), "n": 0, f"of {rank}": None}
@@ -191,8 +192,8 @@ def _save_shared(rank: int, number: int, root: Path) -> None:
         _leave(manager)
 
 
-def _save_local(rank: int, number: int, root: Path) -> None:
-    manager = LocalCheckpointManager(node_store(), f"run-{number}", timeout=_SHORT_S)
+def _save_local(rank: int, number: int, root: Path, timeout_s: float) -> None:
+    manager = LocalCheckpointManager(node_store(), f"run-{number}", timeout=timeout_s)
     try:
         manager.save({"w": torch.full((8,), float(rank))}, 1)
         assert manager.find_latest() == 1
@@ -202,11 +203,11 @@ def _save_local(rank: int, number: int, root: Path) -> None:
         _leave(manager)
 
 
-def _drain(rank: int, number: int, root: Path) -> None:
-    shared = GlobalCheckpointManager(root, f"drained-{number}", timeout=_SHORT_S)
-    manager = LocalCheckpointManager(node_store(), f"drained-{number}", timeout=_SHORT_S)
+def _drain(rank: int, number: int, root: Path, timeout_s: float) -> None:
+    shared = GlobalCheckpointManager(root, f"drained-{number}", timeout=timeout_s)
+    manager = LocalCheckpointManager(node_store(), f"drained-{number}", timeout=timeout_s)
     # A drain takes several decisions, and makes files durable in between.
-    queue = AsyncCallsQueue(timeout_s=4 * _SHORT_S)
+    queue = AsyncCallsQueue(timeout_s=4 * timeout_s)
     try:
         manager.save({"w": torch.ones(8), f"of {rank}": torch.ones(2)}, 1)
         queue.schedule_async_request(manager.promote(1, to=shared))
@@ -217,11 +218,11 @@ def _drain(rank: int, number: int, root: Path) -> None:
             _leave(part)
 
 
-def _front_door(rank: int, number: int, root: Path) -> None:
+def _front_door(rank: int, number: int, root: Path, timeout_s: float) -> None:
     for first in (0, 1):
         value, own = torch.nn.Parameter(torch.zeros(8)), Values(n=0)
         parts = {"model": torch.nn.ParameterList([value]), "own": own}
-        options: dict[str, Any] = {"stop_signals": (), "events": (), "timeout_s": _SHORT_S}
+        options: dict[str, Any] = {"stop_signals": (), "events": (), "timeout_s": timeout_s}
         options |= {"session_id": f"run-{number}", "every": 1000, "on_error": "raise"}
         checkpointer = Checkpointer(parts, local=node_store(), **options)
         try:
@@ -236,10 +237,10 @@ def _front_door(rank: int, number: int, root: Path) -> None:
             _leave(checkpointer)
 
 
-def _load_elastic(rank: int, number: int, root: Path) -> None:
+def _load_elastic(rank: int, number: int, root: Path, timeout_s: float) -> None:
     """Load what three ranks have saved; see :func:`_save_for_others`."""
     options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
-    manager = LocalCheckpointManager(node_store(), "elastic", timeout=_SHORT_S, **options)
+    manager = LocalCheckpointManager(node_store(), "elastic", timeout=timeout_s, **options)
     try:
         assert manager.find_latest() == 1
         wanted: Any = torch.zeros_like(_sharded())
@@ -272,8 +273,8 @@ def _leave(manager: Any) -> None:
 
 
 _PROTOCOLS: dict[str, Callable[..., None]] = {
-    "decide": lambda rank, number, root: _decide(rank, number),
-    "queue": lambda rank, number, root: _call_behind_training(rank, number),
+    "decide": lambda rank, number, root, timeout_s: _decide(rank, number, timeout_s),
+    "queue": lambda rank, number, root, timeout_s: _call_behind_training(rank, number, timeout_s),
     "shared": _save_shared,
     "local": _save_local,
     "drain": _drain,
@@ -305,7 +306,7 @@ def _play(
         _tamper()
     hostile, played, raised, foreign = _hostile(marker), 0, 0, list[str]()
     # Once untouched, so that all is imported.
-    _PROTOCOLS[protocol](rank, -1, root)
+    _PROTOCOLS[protocol](rank, -1, root, _LONG_S)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(0, 10_000, stride):
         _Tampering.at, _Tampering.seen = number, 0
@@ -315,7 +316,7 @@ def _play(
             _Tampering.make = partial(_instead, value=hostile[turn % len(hostile)])
         dist.barrier(group=patient)
         try:
-            _PROTOCOLS[protocol](rank, number, root)
+            _PROTOCOLS[protocol](rank, number, root, _SHORT_S)
         except CheckpointingException:
             raised += 1
         except Exception as error:  # noqa: BLE001 - returned
@@ -334,7 +335,7 @@ def _play(
     await_ends_of_threads()
     dist.barrier(group=patient)
     # What was replaced has left nothing behind.
-    _PROTOCOLS[protocol](rank, 10_000, root)
+    _PROTOCOLS[protocol](rank, 10_000, root, _LONG_S)
     return played, raised, foreign
 
 

@@ -272,7 +272,7 @@ def _save_together_and_close(rank: int, world_size: int, shared: Path) -> list[i
         with GlobalCheckpointManager(shared, timeout=_TIMEOUT_S) as manager:
             for iteration in (2 * life, 2 * life + 1):
                 manager.save({f"w{rank}": torch.full((100,), 1.0)}, iteration)
-            manager.load({f"w{rank}": torch.zeros(100)})
+            manager.load(into={f"w{rank}": torch.zeros(100)})
         writer = FileSystemWriterAsync(shared / f"own {life}")
         planned = save_state_dict_async_plan({"a": 1}, writer)
         save, preload, args = writer.get_save_function_and_args()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack, overload
+from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -387,7 +387,7 @@ class GlobalCheckpointManager:
             return None
         return self._local.lineage_of(iteration)
 
-    @overload
+    @closed_by_interrupts
     def load(
         self,
         *,
@@ -395,28 +395,7 @@ class GlobalCheckpointManager:
         iteration: int | None = None,
         partial: bool = False,
         allow_dtype_change: bool = False,
-    ) -> tuple[dict[str, Any], CkptID]: ...
-
-    @overload
-    def load(
-        self,
-        state_dict: dict[str, Any],
-        iteration: int | None = None,
-        *,
-        partial: bool = False,
-        allow_dtype_change: bool = False,
-    ) -> int: ...
-
-    @closed_by_interrupts
-    def load(
-        self,
-        state_dict: dict[str, Any] | None = None,
-        iteration: int | None = None,
-        *,
-        into: dict[str, Any] | None = None,
-        partial: bool = False,
-        allow_dtype_change: bool = False,
-    ) -> tuple[dict[str, Any], CkptID] | int:
+    ) -> tuple[dict[str, Any], CkptID]:
         """Fill a state in place, with whatever sharding it has; all ranks call it.
 
         Every block is verified as it is read. If the newest checkpoint turns out damaged, all ranks
@@ -429,7 +408,6 @@ class GlobalCheckpointManager:
                 that no rank gives, and fill those of which a drain found different ones with the
                 first rank's; all of it is logged.
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
-            state_dict: Older name of ``into``, with which only the iteration is returned.
 
         Returns:
             The state, and its ID, which says which iteration it is, as the managers of the nodes
@@ -437,7 +415,6 @@ class GlobalCheckpointManager:
 
         Raises:
             NoReplicasAvailableError: There is no such checkpoint.
-            CheckpointingException: There is no state to fill.
             MismatchError: The state does not fit: values are in the checkpoint and not in the state
                 of any rank, or the reverse, or have another shape or dtype; or tensors that share
                 memory were saved with different values; or a drain found different values on the
@@ -445,10 +422,7 @@ class GlobalCheckpointManager:
             CorruptShardError, StorageError: It is damaged, or cannot be read. As every error it is
                 raised on every rank, and the state may be partly filled.
         """
-        given = state_dict if into is None else into
-        if given is None or (state_dict is not None and into is not None):
-            raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
-        given = without_markers(given)
+        given = without_markers(into)
         self._prepare_load()
         with self._events.timed("read"):
             found = self._committed.load_newest(
@@ -462,8 +436,6 @@ class GlobalCheckpointManager:
                 tries_others=iteration is None and not partial,
             )
         self._go_on_from(found)
-        if into is None:
-            return found.folder.iteration
         return into, CkptID(found.folder.iteration, self.rank, self.session_id)
 
     @contextmanager

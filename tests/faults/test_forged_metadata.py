@@ -73,7 +73,7 @@ def _load(folder: Path, root: Path) -> str:
     state = blank(_state())
     with manager_on(root) as manager:
         try:
-            manager.load(state, 1)
+            manager.load(into=state, iteration=1)
         except CheckpointingException as error:
             return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -222,6 +222,6 @@ def test_metadata_with_more_than_torch_puts_there_is_read(protocol: int, tmp_pat
     state = blank(_state())
 
     with manager_on(tmp_path) as manager:
-        assert manager.load(state) == 1
+        assert manager.load(into=state)[1].iteration == 1
 
     assert_same(state, _state())

@@ -184,18 +184,18 @@ def _start_again(job: _Job, root: Path) -> list[int]:
     with job.manager(root) as manager:
         found = manager.find_latest()
         state = blank(job.numel)
-        assert manager.load(state) == found
+        assert manager.load(into=state)[1].iteration == found
         assert_same(state, state_of(found, job.numel))
         others = set(iterations_on(root)) - {found}
         for iteration in others:
-            assert manager.load(state, iteration) == iteration
+            assert manager.load(into=state, iteration=iteration)[1].iteration == iteration
             assert_same(state, state_of(iteration, job.numel))
         assert all(iteration < found for iteration in others)
-        assert manager.load(state, found) == found
+        assert manager.load(into=state, iteration=found)[1].iteration == found
         manager.save(state_of(_NEXT, job.numel), _NEXT, is_async=False)
     assert_nothing_else(root)
     with job.manager(root) as manager:
-        assert manager.load(state) == _NEXT
+        assert manager.load(into=state)[1].iteration == _NEXT
     assert_same(state, state_of(_NEXT, job.numel))
     return [found, *sorted(others, reverse=True)]
 
@@ -365,7 +365,7 @@ def _found_on(job: _Job, root: Path) -> int:
         found = manager.find_latest()
         if found != -1:
             state = blank(job.numel)
-            assert manager.load(state) == found
+            assert manager.load(into=state)[1].iteration == found
             assert_same(state, state_of(found, job.numel))
         manager.save(state_of(_NEXT, job.numel), _NEXT, is_async=False)
     assert_nothing_else(root)

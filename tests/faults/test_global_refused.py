@@ -184,7 +184,7 @@ def _load(job: _Job, root: Path, iteration: int) -> None:
     """With a manager of its own, since what is saved after a load is a new attempt."""
     with job.manager(root) as manager:
         state = blank(_NUMEL, _part(job))
-        assert manager.load(state) == iteration
+        assert manager.load(into=state)[1].iteration == iteration
         assert_same(state, state_of(iteration, _NUMEL, _part(job)))
 
 
@@ -312,7 +312,7 @@ def _start_once(job: _Job, root: Path, watched: Watched | None, fault: Fault) ->
 
         def start() -> None:
             assert manager.find_latest() in (1, 2)
-            loaded.append(manager.load(state))
+            loaded.append(manager.load(into=state)[1].iteration)
 
         section, error = attempt(dangerous(watched, fault), start)
     case = _case(job, fault, root, section, error)

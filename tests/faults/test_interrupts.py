@@ -206,7 +206,7 @@ def _interrupt_global_saves(
             into, before = state(-1), interrupter.interrupts
             if turn:
                 # What was complete before the interrupt, or the save that it came into.
-                found = manager.load(into)
+                found = manager.load(into=into)[1].iteration
                 assert_same(into, state(found))
                 assert found >= 2 * turn - 2
             number = 2 * turn

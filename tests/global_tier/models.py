@@ -163,7 +163,7 @@ def loaded_by(
 ) -> tuple[int, dict[str, Any]]:
     """What the manager loads into a blank state of the form of :func:`state_of`."""
     state = blank(state_of(0, rank))
-    return manager.load(state, iteration), state
+    return manager.load(into=state, iteration=iteration)[1].iteration, state
 
 
 def assert_loads(manager: GlobalCheckpointManager, rank: int, iteration: int) -> None:

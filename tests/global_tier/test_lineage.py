@@ -57,7 +57,7 @@ def _go_on(rank: int, world_size: int, root: Path) -> None:
     # The second goes back to shared storage, and saves to both.
     with local() as nodes, manager_on(root, local=nodes) as shared:
         assert nodes.find_latest() == 9
-        assert shared.load(blank(state_of(1, rank))) == 1
+        assert shared.load(into=blank(state_of(1, rank)))[1].iteration == 1
         nodes.save({"iteration": 3}, 3)
         shared.save(state_of(4, rank), 4, is_async=False)
     second = _kept(rank, 3)
@@ -77,7 +77,7 @@ def _go_on(rank: int, world_size: int, root: Path) -> None:
 
     # The fourth knows shared storage alone.
     with manager_on(root) as shared:
-        assert shared.load(blank(state_of(5, rank))) == 5
+        assert shared.load(into=blank(state_of(5, rank)))[1].iteration == 5
         shared.save(state_of(6, rank), 6, is_async=False)
         shared.save(state_of(7, rank), 7, is_async=False)
     fourth = _recorded(root, 6)

@@ -29,7 +29,7 @@ def _saves_one_tensor_between_two(rank: int, world_size: int, root: Path) -> lis
             manager.save(state, iteration, is_async=False)
         manager.save({}, 3, is_async=False)
         manager.save({}, 4, is_async=False)
-        return [manager.find_latest(), manager.load({}, partial=True)]
+        return [manager.find_latest(), manager.load(into={}, partial=True)[1].iteration]
 
 
 def test_ranks_that_have_nothing_to_write_save_again_and_again(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
         _flip_in(tmp_path / "iteration_00000002.0001", -600)
 
         with pytest.raises(CorruptShardError):
-            manager.load({"b": torch.zeros(9)}, partial=True)
+            manager.load(into={"b": torch.zeros(9)}, partial=True)
 
         with pytest.raises(MismatchError, match="1 values that the state has not: a"):
-            manager.load({"b": torch.zeros(9)})
-        assert manager.load({"b": torch.zeros(9)}, 1) == 1
+            manager.load(into={"b": torch.zeros(9)})
+        assert manager.load(into={"b": torch.zeros(9)}, iteration=1)[1].iteration == 1
 
 
 def _save(manager: Any, *iterations: int) -> None:
@@ -70,7 +70,7 @@ def test_what_the_job_went_on_from_outlives_what_it_left_behind(tmp_path: Path) 
     _flip_in(tmp_path / "iteration_00000200.0001", 720)
 
     with manager_on(tmp_path, keep_last=2) as manager:
-        assert manager.load({"w": torch.zeros(9)}) == 100
+        assert manager.load(into={"w": torch.zeros(9)})[1].iteration == 100
         _save(manager, 150)
         assert {n.split(".")[0] for n in checkpoints_in(tmp_path)} >= {
             "iteration_00000100",
@@ -109,9 +109,9 @@ def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
 
         assert manager.find_latest() == 1
         with pytest.raises(CorruptShardError, match="give it its name again"):
-            manager.load({"w": torch.zeros(9)}, 900)
+            manager.load(into={"w": torch.zeros(9)}, iteration=900)
         with pytest.raises(CorruptShardError, match="is gone"):
-            manager.load({"w": torch.zeros(9)}, 2)
+            manager.load(into={"w": torch.zeros(9)}, iteration=2)
 
 
 def test_after_going_back_smaller_numbers_are_saved_though_the_last_save_was_not_asked_for(
@@ -120,7 +120,7 @@ def test_after_going_back_smaller_numbers_are_saved_though_the_last_save_was_not
     with manager_on(tmp_path) as manager:
         _save(manager, 50)
         manager.save({"w": torch.full((9,), 100.0)}, 100, is_async=True)
-        manager.load({"w": torch.zeros(9)}, 50)
+        manager.load(into={"w": torch.zeros(9)}, iteration=50)
 
         _save(manager, 60)
 
@@ -156,7 +156,7 @@ def _load_what_one_rank_cannot_read(rank: int, world_size: int, root: Path) -> i
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
         dist.barrier()
-        loaded = manager.load(target := state(0.0))
+        loaded = manager.load(into=(target := state(0.0)))[1].iteration
         assert bool((target[f"w{rank}"] == loaded).all())
         return loaded
 

@@ -116,7 +116,7 @@ def assert_loads_of_two(manager: GlobalCheckpointManager, iteration: int) -> Non
     """One rank loads what two have saved."""
     expected = state_of(iteration, 0) | state_of(iteration, 1)
     found = blank(expected)
-    assert manager.load(found, iteration) == iteration
+    assert manager.load(into=found, iteration=iteration)[1].iteration == iteration
     assert_same(found, expected)
 
 
@@ -170,7 +170,7 @@ def _refuse(manager: GlobalCheckpointManager) -> None:
     for call in (
         manager.find_latest,
         lambda: manager.save({}, 9, is_async=True),
-        lambda: manager.load({}),
+        lambda: manager.load(into={}),
     ):
         with pytest.raises(CheckpointingException, match="a fork"):
             call()

@@ -99,7 +99,7 @@ def test_a_tensor_of_a_class_that_is_not_allowed_is_refused_and_an_allowed_one_c
     with manager_on(tmp_path, safe_globals=[OwnTensor]) as manager:
         manager.save({"it": _OF_OWN_CLASS}, 1, is_async=False)
         state = {"it": torch.zeros(3).as_subclass(OwnTensor)}
-        manager.load(state)
+        manager.load(into=state)
 
     assert torch.equal(state["it"].as_subclass(torch.Tensor), torch.ones(3))
 
@@ -116,7 +116,7 @@ def test_values_under_keys_that_are_no_text_come_back_under_them(tmp_path: Path)
     with manager_on(tmp_path) as manager:
         manager.save(state(), 1, is_async=False)
         found = blank(state())
-        manager.load(found)
+        manager.load(into=found)
 
     assert_same(found, state())
 
@@ -127,6 +127,6 @@ def test_loading_leaves_what_the_program_has_allowed_as_it_was(tmp_path: Path) -
         with manager_on(tmp_path, safe_globals=[collections.deque, OwnTensor]) as manager:
             state = {"it": _OF_OWN_CLASS, "pair": (1, 2)}
             manager.save(state, 1, is_async=False)
-            manager.load(state)
+            manager.load(into=state)
 
         assert set(torch.serialization.get_safe_globals()) == before

@@ -95,14 +95,14 @@ def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: 
     with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {4: 1.0, 5: 1.0})
         assert _iterations(tmp_path) == [2, 5]
-        assert manager.load({"w": torch.zeros(9)}, 2) == 2
+        assert manager.load(into={"w": torch.zeros(9)}, iteration=2)[1].iteration == 2
         manager.unpin(2)
         manager.unpin(2)
         _save(manager, {6: 1.0})
         # It was loaded, so it is what this job goes back to if the rest is no good.
         assert _reasons(tmp_path)[2] == ("resumed from",)
     with manager_on(tmp_path, keep_last=1) as manager:
-        assert manager.load({"w": torch.zeros(9)}) == 6
+        assert manager.load(into={"w": torch.zeros(9)})[1].iteration == 6
         _save(manager, {7: 1.0, 8: 1.0})
 
     assert _reasons(tmp_path) == {6: ("resumed from",), 8: ("newest", "last")}
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: P
     assert folder.is_pinned
     assert not is_gone
     with manager_on(tmp_path) as manager:
-        assert manager.load({"w": torch.zeros(9)}, 1) == 1
+        assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
     assert leftovers_in(tmp_path) == []
 
 
@@ -168,7 +168,7 @@ def test_what_a_job_that_died_was_removing_is_put_back_if_it_is_pinned(tmp_path:
 
     with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {3: None})
-        assert manager.load({"w": torch.zeros(9)}, 1) == 1
+        assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
 
     assert _iterations(tmp_path) == [1, 3]
     assert leftovers_in(tmp_path) == []

@@ -37,7 +37,7 @@ with localckpt.GlobalCheckpointManager(root / "ours", timeout=20.0) as manager:
     for folder in ("theirs", "ours"):
         state = {"w": torch.zeros(5, dtype=torch.int64)}
         if folder == "ours":
-            assert manager.load(state, partial=True) == 3
+            assert manager.load(into=state, partial=True)[1].iteration == 3
         else:
             reader = localckpt.CachedMetadataFileSystemReader(root / folder)
             planner = localckpt.ReshardingLoadPlanner()

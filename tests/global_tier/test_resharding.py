@@ -86,7 +86,7 @@ def _save_on_each_and_load_on_each(
         with manager_on(root, process_group=groups[count]) as manager:
             for saved in counts:
                 state = states_of(model, optimizer)
-                assert manager.load(state, saved) == saved
+                assert manager.load(into=state, iteration=saved)[1].iteration == saved
                 set_state_dict(
                     model,
                     optimizer,
@@ -135,7 +135,7 @@ def _load_every_placement_into_every_other(rank: int, world_size: int, root: Pat
             wanted[name] = spread(torch.zeros(shape), b_mesh, *b_placed)
     with manager_on(root) as manager:
         manager.save(dict(saved), 1, is_async=True)
-        manager.load(wanted)
+        manager.load(into=wanted)
     for name, tensor in wanted.items():
         assert_same(tensor.full_tensor(), values_of(name, tuple(tensor.shape)))
     return len(wanted)
@@ -179,7 +179,7 @@ def _go_between_ways_to_be_parallel(rank: int, world_size: int, root: Path) -> N
         # torch 2.8 mixes up rows when it gathers strided shards of unequal sizes.
         for iteration, other in product(range(len(kinds)), kinds):
             state = make(other, seed=99)
-            manager.load(state, iteration)
+            manager.load(into=state, iteration=iteration)
             assert_same(_local_parts(state), _local_parts(make(other, seed=iteration)))
 
 
@@ -223,7 +223,7 @@ def _go_between_kinds_of_tensors(rank: int, world_size: int, root: Path) -> None
     with manager_on(root) as manager:
         manager.save({f"{a} -> {b}": make(a, full) for a, b in pairs}, 1, is_async=True)
         wanted = {f"{a} -> {b}": make(b, torch.zeros(10, 3)) for a, b in pairs}
-        manager.load(wanted)
+        manager.load(into=wanted)
     for (_, kind), found in zip(pairs, wanted.values(), strict=True):
         if isinstance(found, ShardedTensor):
             shards = [shard.tensor for shard in found.local_shards()]
@@ -254,7 +254,7 @@ def _load_into_meta(rank: int, world_size: int, root: Path) -> None:
     }
     with manager_on(root) as manager:
         manager.save(state, 1, is_async=True)
-        manager.load(wanted)
+        manager.load(into=wanted)
     assert_same(wanted["plain"], full)
     assert wanted["nested"]["uneven"].placements == (Shard(1),)
     assert wanted["columns"].placements == (Replicate(),)
@@ -272,7 +272,7 @@ def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path:
 
     with manager_on(tmp_path) as manager:
         manager.save({"nested": {"weight": full}}, 1, is_async=True)
-        manager.load(wanted)
+        manager.load(into=wanted)
 
     assert_same(wanted["nested"]["weight"], full)
 
@@ -286,7 +286,7 @@ def test_another_shape_is_refused_and_nothing_is_read(
         manager.save({"a": torch.ones(2), "weight": torch.ones(5, 3)}, 1, is_async=True)
 
         with pytest.raises(MismatchError, match="weight has shape"):
-            manager.load(wanted)
+            manager.load(into=wanted)
 
     assert not wanted["a"].any()
     assert not wanted["weight"].any()

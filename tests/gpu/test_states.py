@@ -136,7 +136,7 @@ def test_a_shared_checkpoint_of_a_gpu_is_read_there_and_by_torch(tmp_path: Path)
         manager.save(state, 1)
         state["weight"].zero_()  # type: ignore[attr-defined]
         manager.wait_until_finished()
-        manager.load(state)
+        manager.load(into=state)
         (folder,) = [path.parent for path in tmp_path.rglob(".metadata")]
 
     assert torch.equal(state["weight"], expected)  # type: ignore[arg-type]

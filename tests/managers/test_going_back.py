@@ -113,13 +113,3 @@ def test_both_tiers_save_and_load_in_the_same_words(tier: str, tmp_path: Path) -
         manager.save({"w": torch.full((9,), 5.0), "at": 5}, 3)
         assert manager.find_latest() == 3
         assert_same(manager.load(into=target)[0], {"w": torch.full((9,), 5.0), "at": 5})
-
-
-def test_the_older_word_for_what_shared_storage_fills_gives_the_iteration(tmp_path: Path) -> None:
-    with localckpt.GlobalCheckpointManager(tmp_path, timeout=20.0) as manager:
-        manager.save({"w": torch.ones(2)}, 4)
-        state = {"w": torch.zeros(2)}
-
-        assert manager.load(state) == manager.load(state, 4) == manager.load(state_dict=state) == 4
-        with pytest.raises(CheckpointingException, match=r"load\(into=state\)"):
-            manager.load()  # type: ignore[call-overload]

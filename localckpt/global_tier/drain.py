@@ -56,7 +56,7 @@ from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.buffers import PrivateBuffer

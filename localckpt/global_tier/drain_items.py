@@ -42,7 +42,7 @@ from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet
 from localckpt.state_dict.global_view import has_other_order, shard_runs
 from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
 

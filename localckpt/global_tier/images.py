@@ -31,7 +31,7 @@ from localckpt.global_tier.data_files import require_trailer, verify_blocks
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.source import Filled, Places, ShardSource, handle_pieces, read_header
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem

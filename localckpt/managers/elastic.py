@@ -162,13 +162,17 @@ class ElasticLoad:
             if asked is None:
                 asked = {"saved": [], "given": False}
             told = [self._copies.shards[of_digests[digest]] for digest in asked["saved"]]
-            tensors = [t for saved in told for t in saved.tensors.values()]
+            tensors = [
+                (box.key, saved.entries[number])
+                for saved in told
+                for number, box in saved.tensors.items()
+            ]
             converts = self._options.rules.converts
             record = {
                 "saved": [saved.names for saved in told],
                 "given": given if asked["given"] else None,
-                "dtypes": {t.key: t.entry.dtype for t in tensors} if converts else {},
-                "expanded": [t.key for t in tensors if t.entry.is_expanded],
+                "dtypes": {key: entry.dtype for key, entry in tensors} if converts else {},
+                "expanded": [key for key, entry in tensors if entry.is_expanded],
             }
             outlines = [self._images.pack(saved.outlines) for saved in told]
             message = Message(record, json.dumps(outlines).encode())

@@ -6,6 +6,7 @@ the shards, are described in groups, and moved by the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import zip_longest
@@ -26,16 +27,16 @@ from localckpt.managers.context import Context
 from localckpt.managers.elastic_judge import Packed, ValueImages, kind_of
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import incurable
-from localckpt.memory.tensor_bytes import integer_view
+from localckpt.memory.tensor_bytes import copy_values
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.parts import PackedPart, Parcel, exchange_parts, parcels_of
-from localckpt.state_dict.boxes import Region, volume
+from localckpt.replication.parts import PARCEL_NBYTES, exchange_parts
+from localckpt.state_dict.boxes import Rectangle, rectangles_of
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.resharded import Target, WantedTensor, copy_part
-from localckpt.state_dict.saved_shard import PRIVATE, SavedShard, SavedTensor
+from localckpt.state_dict.resharded import WantedTensor
+from localckpt.state_dict.saved_shard import PRIVATE, SavedShard
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, with_tensors
@@ -45,7 +46,7 @@ _Groups = dict[TensorGroup, list[list[int]]]
 
 
 class Transfer(NamedTuple):
-    """Elements that a rank takes from a tensor of a shard, which it or another rank reads.
+    """Rectangle that a rank takes from a tensor of a shard, which it or another rank reads.
 
     The reader knows the ``number`` of the saved tensor, and the receiver the ``targets``: several,
     where they are the same part.
@@ -55,13 +56,18 @@ class Transfer(NamedTuple):
     reader: int
     receiver: int
     number: int
-    targets: list[Target]
-    region: Region
-    itemsize: int
+    targets: Sequence[WantedTensor]
+    rectangle: Rectangle
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return volume(self.region) * self.itemsize
+        return math.prod(self.rectangle.sizes) * self.dtype.itemsize
+
+    def values_in(self, memory: memoryview) -> torch.Tensor:
+        """View memory as the values that are taken, in their order."""
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return flat.view(self.dtype).view(self.rectangle.sizes)
 
 
 class DescribedTensors:
@@ -81,7 +87,7 @@ class DescribedTensors:
         self._is_doubted = is_doubted
         self.tensors = wanted
         self._tables: dict[str, Keys] = {}
-        rows = [(w.key, w.dtype, w.shape, w.region, "") for w in wanted]
+        rows = [(w.key, w.dtype, w.box.shape, w.box.runs, "") for w in wanted]
         self._wanted = self._grouped(rows, range(len(rows)))
         self._saved: dict[int, _Groups] = {}
 
@@ -97,22 +103,20 @@ class DescribedTensors:
 
     def transfers_of(self, take: Take, rank: int) -> Iterator[Transfer]:
         """Yield this rank's part in what a rank takes, for each key."""
-        saved, wanted = list[int](), list[list[Target]]()
+        saved, wanted = list[int](), list[list[WantedTensor]]()
         if take.receiver == rank:
             found = self._find(self._wanted, take.wanted, take.keys)
-            wanted = [[self.tensors[number].target for number in of_key] for of_key in found]
+            wanted = [[self.tensors[number] for number in of_key] for of_key in found]
         if take.reader == rank:
             found = self._find(self._groups_of(take.shard), take.saved, take.keys)
             saved = [of_key[0] for of_key in found]
+        name = (take.saved if saved else take.wanted).name
+        dtype: torch.dtype = getattr(torch, self._tables[name].dtype)
+        rectangles = list(rectangles_of(take.region, PARCEL_NBYTES // dtype.itemsize))
+        ranks = take.shard, take.reader, take.receiver
         for number, targets in zip_longest(saved, wanted):
-            itemsize = (
-                targets[0].tensor.itemsize
-                if targets
-                else self._shards[take.shard].tensors[number].itemsize
-            )
-            yield Transfer(
-                take.shard, take.reader, take.receiver, number, targets, take.region, itemsize
-            )
+            for rectangle in rectangles:
+                yield Transfer(*ranks, number, targets or (), rectangle, dtype)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
         found = self._find(self._groups_of(shard), TensorGroup.from_json(group), keys)
@@ -120,17 +124,19 @@ class DescribedTensors:
         return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in found]
 
     def _groups_of(self, shard: int) -> _Groups:
-        def equal_on(tensor: SavedTensor) -> str:
+        saved = self._shards[shard]
+
+        def equal_on(number: int) -> str:
             # What is equal on one rank only is compared with what others have of it.
-            is_alone = self._is_doubted and tensor.equal_on != PRIVATE
-            return f"rank {shard}" if is_alone else tensor.equal_on
+            told = saved.equal_on(number)
+            return f"rank {shard}" if self._is_doubted and told != PRIVATE else told
 
         if shard not in self._saved:
-            tensors = self._shards[shard].tensors
             rows = [
-                (t.key, t.entry.dtype, t.shape, t.region, equal_on(t)) for t in tensors.values()
+                (box.key, saved.entries[n].dtype, box.shape, box.runs, equal_on(n))
+                for n, box in saved.tensors.items()
             ]
-            self._saved[shard] = self._grouped(rows, list(tensors))
+            self._saved[shard] = self._grouped(rows, list(saved.tensors))
         return self._saved[shard]
 
     def _grouped(self, rows: Sequence[Any], numbers: Sequence[int]) -> _Groups:
@@ -158,41 +164,28 @@ def move_tensors(
     ``name`` is the same on all ranks, and of no other transfer. Shards that turn out bad are noted
     in ``copies``.
     """
-    copies.read(
-        (one.shard, one.number, one.region, one.targets)
-        for one in transfers
-        if one.reader == one.receiver
-    )
+    local = (one for one in transfers if one.reader == one.receiver)
+    copies.read((one, to.place_of(one.rectangle)) for one in local for to in one.targets)
     # Both ranks of a pair have what is sent between them in the order of the plan.
-    sent: dict[int, list[tuple[int, Region, int]]] = {}
-    received: dict[int, list[tuple[int, Region, int]]] = {}
-    for item, one in enumerate(transfers):
-        part = item, one.region, one.itemsize
+    sent: dict[int, list[Transfer]] = {}
+    received: dict[int, list[Transfer]] = {}
+    for one in transfers:
         if one.receiver != rank:
-            sent.setdefault(one.receiver, []).append(part)
+            sent.setdefault(one.receiver, []).append(one)
         elif one.reader != rank:
-            received.setdefault(one.reader, []).append(part)
+            received.setdefault(one.reader, []).append(one)
 
-    def read(parcels: Mapping[int, tuple[Parcel, memoryview]]) -> None:
-        parts = []
-        for parcel, memory in parcels.values():
-            for part in parcel:
-                one, place = transfers[part.item], memory[part.offset :]
-                to = copies.shards[one.shard].target_in(place, one.number, part.region)
-                parts.append((one.shard, one.number, part.region, [to]))
-        copies.read(parts)
+    def read(parts: list[tuple[Transfer, memoryview]]) -> None:
+        copies.read((one, one.values_in(memory)) for one, memory in parts)
 
-    def take(part: PackedPart, peer: int, values: torch.Tensor) -> None:
-        one = transfers[part.item]
-        sizes = [sum(count for _, count in runs) for runs in part.region]
-        items = integer_view(values, one.itemsize).view(sizes)
-        copy_part(part.region, items, part.region, one.targets)
+    def take(one: Transfer, memory: memoryview) -> None:
+        values = one.values_in(memory)
+        with torch.no_grad():
+            for to in one.targets:
+                copy_values(to.place_of(one.rectangle), values)
 
     if peers := sent.keys() | received.keys():
-        outgoing, incoming = (
-            {peer: parcels_of(parts) for peer, parts in sorted(side.items())}
-            for side in (sent, received)
-        )
+        outgoing, incoming = (dict(sorted(side.items())) for side in (sent, received))
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
         with closing(HostTransport(connections)) as transport:
             exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
@@ -250,12 +243,12 @@ class ShardCopies:
             self._note_bad(shard, error)
             raise
 
-    def read(self, parts: Iterable[tuple[int, int, Region, Sequence[Target]]]) -> None:
-        """Read parts of tensors: shard, number of the tensor, elements, and what takes them."""
-        wanted: dict[int, list[tuple[int, Region, Sequence[Target]]]] = {}
-        for shard, number, region, targets in parts:
-            wanted.setdefault(shard, []).append((number, region, targets))
-        for shard, of_shard in wanted.items():
+    def read(self, parts: Iterable[tuple[Transfer, torch.Tensor]]) -> None:
+        """Read what is taken of shards into tensors."""
+        of_shards: dict[int, list[tuple[int, Rectangle, torch.Tensor]]] = {}
+        for one, out in parts:
+            of_shards.setdefault(one.shard, []).append((one.number, one.rectangle, out))
+        for shard, of_shard in of_shards.items():
             with self.noting(shard):
                 self.shards[shard].read_parts(of_shard)
 

@@ -43,7 +43,7 @@ from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan_shards
 from localckpt.replication.retrieval import WatchedSource
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import ReadProgress
 

@@ -24,7 +24,7 @@ from localckpt.managers.recovery import Recovery
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
 from localckpt.state_dict.names import read_names
-from localckpt.state_dict.restore import ImageReader, open_images
+from localckpt.state_dict.reader import ImageReader, open_images
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.targets import (

@@ -233,8 +233,8 @@ Region = tuple[Runs, ...]
 """For each dimension the indices, as runs in ascending order. Without a dimension: one element."""
 
 
-class Bounds(NamedTuple):
-    """Smallest rectangle around a region: first index, and number of them, in each dimension."""
+class Rectangle(NamedTuple):
+    """Rectangular part of a tensor: first index, and number of indices, in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -242,6 +242,11 @@ class Bounds(NamedTuple):
 
 def whole(shape: Sequence[int]) -> Region:
     return tuple(((0, size),) for size in shape)
+
+
+def private_box(key: str, shape: Sequence[int]) -> Box:
+    """Return the box of a tensor that no table has: it is whole, and its rank's alone."""
+    return Box(key, tuple(shape), whole(shape), None)
 
 
 def volume(region: Region) -> int:
@@ -254,14 +259,14 @@ def text_of(region: Region) -> str:
     return f"[{', '.join(sides)}]"
 
 
-def bounds_of(region: Region) -> Bounds:
+def bounds_of(region: Region) -> Rectangle:
     """Return the smallest rectangle around a region; an empty one if the region is empty."""
     offsets, sizes = [], []
     for runs in region:
         start, end = runs[0][0], sum(runs[-1])
         offsets.append(start)
         sizes.append(end - start)
-    return Bounds(tuple(offsets), tuple(sizes))
+    return Rectangle(tuple(offsets), tuple(sizes))
 
 
 def common(one: Region, other: Region) -> Region | None:
@@ -286,10 +291,24 @@ def without(region: Region, other: Region) -> list[Region]:
     return [part for part in rest if volume(part)]
 
 
-def rectangles_of(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the rectangles that a region is made of: first indices and sizes, in order."""
+def rectangles_of(region: Region, most: float = math.inf) -> Iterator[Rectangle]:
+    """Yield the rectangles that a region is made of, each of at most so many elements."""
     for chosen in product(*region):
-        yield tuple(first for first, _ in chosen), tuple(count for _, count in chosen)
+        offsets, sizes = (tuple(run[side] for run in chosen) for side in (0, 1))
+        yield from _divided(Rectangle(offsets, sizes), most)
+
+
+def _divided(rectangle: Rectangle, most: float) -> Iterator[Rectangle]:
+    offsets, sizes = rectangle
+    if math.prod(sizes) <= most:
+        yield rectangle
+        return
+    # By rows, which are together in memory.
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    half = sizes[dim] // 2
+    for start, size in ((0, half), (half, sizes[dim] - half)):
+        begin = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        yield from _divided(Rectangle(begin, (*sizes[:dim], size, *sizes[dim + 1 :])), most)
 
 
 def local_starts(region: Region, first: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -303,40 +322,15 @@ def local_starts(region: Region, first: Sequence[int], sizes: Sequence[int]) -> 
     return tuple(starts)
 
 
-def narrowed_rows(region: Region, dim: int, start: int, count: int) -> Region:
-    """Return the elements of some consecutive rows of the tensor of a region."""
-    runs, local = [], 0
-    for first, length in region[dim]:
+def narrowed_runs(runs: Runs, start: int, count: int) -> Runs:
+    """Return some of the indices of runs: those from the number ``start`` on."""
+    narrowed, local = [], 0
+    for first, length in runs:
         low, high = max(start, local), min(start + count, local + length)
         if low < high:
-            runs.append((first + low - local, high - low))
+            narrowed.append((first + low - local, high - low))
         local += length
-    return (*region[:dim], tuple(runs) or ((region[dim][0][0], 0),), *region[dim + 1 :])
-
-
-def rows_of(region: Region, part: Region) -> tuple[int, int, Region]:
-    """Find the rows of the tensor of a region that hold a part of it.
-
-    Returns the number of the first row, the number of rows, and the elements of the rows: those of
-    the part, if its items are all of them. A tensor without a dimension is a row.
-    """
-    if not region:
-        return 0, 1, region
-    ends = part[0][0][0], sum(part[0][-1]) - 1
-    first, last = (local_starts(region[:1], (end,), (1,))[0] for end in ends)
-    return first, last + 1 - first, narrowed_rows(region, 0, first, last + 1 - first)
-
-
-def divided(region: Region, most: int) -> Iterator[Region]:
-    """Divide a region into parts of at most so many elements, each of consecutive rows."""
-    if volume(region) <= most:
-        yield region
-        return
-    sizes = [sum(count for _, count in runs) for runs in region]
-    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-    half = sizes[dim] // 2
-    yield from divided(narrowed_rows(region, dim, 0, half), most)
-    yield from divided(narrowed_rows(region, dim, half, sizes[dim] - half), most)
+    return tuple(narrowed) or ((runs[0][0], 0),)
 
 
 def _common_runs(one: Runs, other: Runs) -> Runs:

@@ -18,7 +18,7 @@ import torch
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.boxes import Box, RankSet, Run, narrowed_rows
+from localckpt.state_dict.boxes import Box, RankSet, Run, narrowed_runs
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.replicated import Replicated
@@ -303,8 +303,7 @@ def _share(runs: Sequence[Run], strides: int, parts: int, number: int) -> list[R
     for stride in range(strides):
         start, end = _chunk(0, total, strides, stride)
         start, end = _chunk(start, end, parts, number)
-        (side,) = narrowed_rows((tuple(runs),), 0, start, end - start)
-        for first, count in side:
+        for first, count in narrowed_runs(tuple(runs), start, end - start):
             # One run of those that follow each other.
             if count and taken and sum(taken[-1]) == first:
                 first, before = taken.pop()

@@ -2,7 +2,7 @@
 
 ``ImagePlanner.capture`` finds the tensors of a state and the size of its image; ``Capture.write``
 copies them into a buffer; ``write_digests`` adds the digests. ``docs/format.md`` describes the
-bytes; ``restore.py`` reads them.
+bytes; ``reader.py`` reads them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from localckpt.state_dict.header import (
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
 from localckpt.state_dict.parts import Agreed, DividedTable, divide_table, render_parts
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.refusals import require_loadable, take_or_refuse
-from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource

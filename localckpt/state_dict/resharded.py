@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from localckpt.errors import MismatchError
-from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import (
-    copy_values,
-    integer_view,
-    is_flat,
-    is_host_run,
-    narrowed,
-)
+from localckpt.memory.tensor_bytes import copy_values, integer_view, is_flat, narrowed
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
-from localckpt.state_dict.boxes import Region, local_starts, rectangles_of, rows_of, whole
+from localckpt.state_dict.boxes import Box, Rectangle, local_starts, private_box
 from localckpt.state_dict.containers import (
     children_of,
     joined,
@@ -41,55 +33,25 @@ from localckpt.state_dict.targets import find_overlaps
 from localckpt.state_dict.values import Placeholder, Unit, above, placed, root_of
 
 
-class Target(NamedTuple):
-    """Tensor that takes elements of a global tensor, and those that it has."""
+class WantedTensor(NamedTuple):
+    """Tensor that is to be filled, and the part of a global tensor that it is."""
 
+    box: Box
     tensor: torch.Tensor
-    region: Region
 
-    def memory_of(self, part: Region) -> memoryview | None:
-        """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
-        first, count, rows = rows_of(self.region, part)
-        if rows != part or not is_host_run(self.tensor):
-            return None
-        total = sum(n for _, n in self.region[0]) if self.region else 1
-        row_nbytes = self.tensor.nbytes // total
-        return memory_at(self.tensor.data_ptr() + first * row_nbytes, count * row_nbytes)
-
-    def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
-        """Copy a rectangle of the global tensor, as integers of its items' size, to its place."""
-        starts = local_starts(self.region, first, sizes)
-        local = self.tensor.detach()
-        local = local[(None,) * (len(self.region) - local.dim())]
-        place = narrowed(local, starts, sizes)
-        with torch.no_grad():
-            copy_values(place, values.view(place.dtype))
-
-
-def copy_part(part: Region, items: torch.Tensor, region: Region, targets: Sequence[Target]) -> None:
-    """Copy a part of a region to its places; ``items`` are the region's, as integers."""
-    for first, sizes in rectangles_of(part):
-        values = narrowed(items, local_starts(region, first, sizes), sizes)
-        for target in targets:
-            target.fill(first, sizes, values)
-
-
-@dataclass(frozen=True, eq=False)
-class WantedTensor:
-    """Tensor that is to be filled, as a part of a global tensor."""
-
-    key: str
-    shape: tuple[int, ...]
-    region: Region
-    tensor: torch.Tensor
+    @property
+    def key(self) -> str:
+        return self.box.key
 
     @property
     def dtype(self) -> str:
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    @property
-    def target(self) -> Target:
-        return Target(self.tensor, self.region)
+    def place_of(self, rectangle: Rectangle) -> torch.Tensor:
+        """View a rectangle of the global tensor in this one."""
+        local = self.tensor.detach()
+        local = local[(None,) * (len(self.box.shape) - local.dim())]
+        return narrowed(local, local_starts(self.box.runs, *rectangle), rectangle.sizes)
 
 
 @collection_paused()
@@ -103,13 +65,11 @@ def find_wanted(state: Any) -> list[WantedTensor]:
     for number, tensor in enumerate(tensors):
         if tensor.is_meta:
             continue
-        box = boxes.get(number)
-        if box is not None:
-            wanted.append(WantedTensor(box.key, box.shape, box.runs, tensor))
+        if (box := boxes.get(number)) is not None:
+            wanted.append(WantedTensor(box, tensor))
         elif (key := names.get(id(tensor))) is not None:
             require_one(key, private)
-            shape = tuple(tensor.shape)
-            wanted.append(WantedTensor(key, shape, whole(shape), tensor))
+            wanted.append(WantedTensor(private_box(key, tensor.shape), tensor))
     return wanted
 
 
@@ -131,7 +91,7 @@ def beside(
         if dtype != one.dtype or is_expanded(given):
             values = torch.empty(given.shape, dtype=getattr(torch, dtype), device=given.device)
             pairs.append((one, values))
-            one = replace(one, tensor=values)
+            one = one._replace(tensor=values)
         result.append(one)
     return result, pairs
 

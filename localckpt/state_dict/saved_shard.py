@@ -1,4 +1,4 @@
-"""Saved shard that is opened for parts of its tensors, and for the values beside them."""
+"""Values and parts of a saved shard that another number of ranks loads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import (
     Collection,
     Container,
     Iterable,
-    Iterator,
     Sequence,
 )
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -18,23 +16,24 @@ import xxhash
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import flat_bytes, integer_view
-from localckpt.state_dict.boxes import Region, divided, rows_of, volume, whole
-from localckpt.state_dict.names import Names, names_of
-from localckpt.state_dict.resharded import (
-    Target,
-    copy_part,
-    outlines_of,
-    require_one,
-    values_below,
+from localckpt.memory.tensor_bytes import flat_bytes
+from localckpt.state_dict.boxes import (
+    Box,
+    Rectangle,
+    Region,
+    local_starts,
+    private_box,
+    rectangles_of,
+    volume,
 )
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.names import Names, names_of
+from localckpt.state_dict.reader import ImageReader
+from localckpt.state_dict.resharded import outlines_of, require_one, values_below
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import ByteRange, ShardSource
+from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
-from localckpt.state_dict.tensor_table import ARRAY, UNNAMED, TableEntry
+from localckpt.state_dict.tensor_table import ARRAY, UNNAMED
 from localckpt.state_dict.values import (
     Placeholder,
     Unit,
@@ -45,56 +44,16 @@ from localckpt.state_dict.values import (
 )
 
 PRIVATE = "private"
-"""Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
-
-# Parts that are copied are divided into parts of this size, and so many bytes are read at once.
-_COPIED_NBYTES = 16 << 20
-_WAITING_NBYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """Tensor of a shard, as a part of a global tensor.
-
-    Attributes:
-        equal_on: Text for the ranks whose tensors of this part are said to be equal.
-        start: Offset of its first item in the image.
-    """
-
-    number: int
-    key: str
-    shape: tuple[int, ...]
-    region: Region
-    equal_on: str
-    entry: TableEntry
-    start: int
-
-    @cached_property
-    def itemsize(self) -> int:
-        return self.entry.torch_dtype().itemsize
-
-    @cached_property
-    def nbytes(self) -> int:
-        offset = 0 if self.entry.view is None else self.entry.view[0]
-        return self.entry.reach_nbytes() - offset
-
-    def span(self, first: int, count: int) -> tuple[int, int]:
-        """Return first byte and end of some rows of a tensor that :attr:`is_in_order`."""
-        row_nbytes = volume(self.region[1:]) * self.itemsize
-        start = self.start + first * row_nbytes
-        return start, start + count * row_nbytes
-
-    @cached_property
-    def is_in_order(self) -> bool:
-        """True if its items are one run of the image's items, in the order of their indices."""
-        return self.start % self.itemsize == 0 and self.entry.is_contiguous
+"""Text for :meth:`SavedShard.equal_on` of a tensor that the table of boxes does not have."""
+# Elements whose digest is asked for are read so many bytes at a time.
+_DIGESTED_NBYTES = 16 << 20
 
 
 class SavedShard(ImageReader):
     """Reader of a shard for its parts.
 
     Attributes:
-        tensors: Tensors by number: those in the table of boxes, and private ones of read values.
+        tensors: Boxes by number: those in the table of boxes, and private ones of read values.
         ruled, others: Values; see :func:`units_of`.
         outlines: Outlines of the free parts of the state.
         names: Names of the parts and values of the state, where it has names.
@@ -112,14 +71,13 @@ class SavedShard(ImageReader):
         self.others: list[Unit] = []
         self.outlines: list[Unit] = []
         self.names: Names | None = None
-        self.tensors: dict[int, SavedTensor] = {}
+        self.tensors: dict[int, Box] = {}
         taken: set[tuple[str, Region]] = set()
         for number, box in self.tables.boxes.items():
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
-                equal_on = "all" if box.ranks is None else box.ranks.text
-                self._add(number, box.key, box.shape, box.runs, equal_on)
+                self._add(number, box)
 
     @collection_paused()
     def read_values(self, rules: Collection[str], free: Freedom = NO_FREEDOM) -> None:
@@ -150,15 +108,20 @@ class SavedShard(ImageReader):
                         continue
                     if len(unit.value.numbers) == 1:
                         require_one(key, private)
-                    shape = self.entries[number].shape
                     # Its digest is compared with those of other shards, as values are.
-                    self._add(number, key, shape, whole(shape), PRIVATE)
+                    self._add(number, private_box(key, self.entries[number].shape))
+
+    def equal_on(self, number: int) -> str:
+        """Text for the ranks whose tensors of this part are said to be equal."""
+        if (box := self.tables.boxes.get(number)) is None:
+            return PRIVATE
+        return "all" if box.ranks is None else box.ranks.text
 
     def require_together(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Check that tensors which are given sharing memory were not saved apart."""
         if not (pairs := list(pairs)):
             return
-        slots = {t.key: t.entry.slot for t in self.tensors.values() if volume(t.region)}
+        slots = {b.key: self.entries[n].slot for n, b in self.tensors.items() if volume(b.runs)}
         for one, other in pairs:
             if one in slots and other in slots and slots[one] != slots[other]:
                 raise MismatchError(
@@ -196,55 +159,19 @@ class SavedShard(ImageReader):
         return tensor if tensor.is_meta else tensor.contiguous()
 
     def digest_of_part(self, number: int, region: Region) -> str:
-        memory = memoryview(bytearray(volume(region) * self.tensors[number].itemsize))
-        self.read_parts([(number, region, [self.target_in(memory, number, region)])])
-        return xxhash.xxh3_64_hexdigest(memory)
+        hasher, dtype = xxhash.xxh3_64(), self.entries[number].torch_dtype()
+        for rectangle in rectangles_of(region, _DIGESTED_NBYTES // dtype.itemsize):
+            values = torch.empty(rectangle.sizes, dtype=dtype)
+            self.read_parts([(number, rectangle, values)])
+            hasher.update(flat_bytes(values).numpy().data)
+        return hasher.hexdigest()
 
-    def target_in(self, memory: memoryview, number: int, region: Region) -> Target:
-        """Return memory as what takes elements of a tensor, in their order."""
-        sizes = [sum(count for _, count in runs) for runs in region]
-        itemsize = self.tensors[number].itemsize
-        flat = torch.frombuffer(memory[: math.prod(sizes) * itemsize], dtype=torch.uint8)
-        return Target(integer_view(flat, itemsize).view(sizes), region)
-
-    def read_parts(self, parts: Iterable[tuple[int, Region, Sequence[Target]]]) -> None:
-        """Read parts of tensors, given by their numbers, and only the blocks that hold them.
-
-        Rows of a tensor are read to where they belong; other parts are copied out of memory of
-        their own, some parts at a time.
-        """
-        waiting: list[_Part] = []
-        copied_nbytes = 0
-        for number, whole_part, targets in parts:
-            tensor = self.tensors[number]
-            part = _Part(tensor, whole_part, targets)
-            if part.memory is not None or not tensor.is_in_order:
-                pieces = [part]
-            else:
-                regions = divided(whole_part, _COPIED_NBYTES // tensor.itemsize)
-                pieces = [_Part(tensor, region, targets) for region in regions]
-            for piece in pieces:
-                waiting.append(piece)
-                copied_nbytes += 0 if piece.memory is not None else piece.stop - piece.start
-                if copied_nbytes >= _WAITING_NBYTES:
-                    self._read(waiting)
-                    waiting, copied_nbytes = [], 0
-        self._read(waiting)
-
-    def _read(self, parts: Sequence[_Part]) -> None:
-        ranges: list[ByteRange] = []
-        copies: list[tuple[_Part, torch.Tensor]] = []
-        for sharing in _clusters(parts):
-            start, stop = sharing[0].start, max(part.stop for part in sharing)
-            if len(sharing) == 1 and (memory := sharing[0].memory) is not None:
-                ranges.append(ByteRange(start, stop, memory))
-                continue
-            data = torch.empty(stop - start, dtype=torch.uint8)
-            ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
-            copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
-        self.read_ranges(ranges)
-        for part, data in copies:
-            part.copy(data)
+    def read_parts(self, parts: Iterable[tuple[int, Rectangle, torch.Tensor]]) -> None:
+        """Read rectangles of the global tensors of some numbers; see :meth:`read`."""
+        self.read(
+            (number, Rectangle(local_starts(self.tensors[number].runs, *at), at.sizes), out)
+            for number, at, out in parts
+        )
 
     def _kind_of(self, number: int) -> TensorKind:
         entry, box = self.entries[number], self.tables.boxes.get(number)
@@ -259,17 +186,15 @@ class SavedShard(ImageReader):
             return None
         return self.tensor_of(number)
 
-    def _add(
-        self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
-    ) -> None:
+    def _add(self, number: int, box: Box) -> None:
         entry = self.entries[number]
         if entry.slot is None or entry.slot in self.absent:
             return
-        offset = entry.view[0] if entry.view is not None else 0
-        start = self.start_of(number) + offset
-        if math.prod(shape) >= 1 << 62:
-            raise CorruptShardError(f"{self.identity}: {key!r} would have {math.prod(shape)} items")
-        self.tensors[number] = SavedTensor(number, key, shape, region, equal_on, entry, start)
+        if math.prod(box.shape) >= 1 << 62:
+            raise CorruptShardError(
+                f"{self.identity}: {box.key!r} would have {math.prod(box.shape)} items"
+            )
+        self.tensors[number] = box
 
     def _digests_of(self, units: Sequence[Unit]) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -293,48 +218,3 @@ def _parts_of(unit: Unit) -> list[Unit]:
     """Divide a value into tensors and the largest parts that hold none."""
     _, parts = units_of(unit.value, lambda _: False, ())
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
-
-
-class _Part:
-    """Part of a tensor, what takes it, and the bytes of the image that hold it.
-
-    ``memory`` is where these bytes belong, in their order, if that is so.
-    """
-
-    def __init__(self, tensor: SavedTensor, part: Region, targets: Sequence[Target]) -> None:
-        self._tensor, self._part, self._targets = tensor, part, targets
-        self._region = tensor.region
-        self.start, self.stop = tensor.start, tensor.start + tensor.nbytes
-        self.memory: memoryview | None = None
-        if tensor.is_in_order:
-            first, count, self._region = rows_of(tensor.region, part)
-            self.start, self.stop = tensor.span(first, count)
-            if self._region == part and len(targets) == 1:
-                self.memory = targets[0].memory_of(part)
-
-    def copy(self, data: torch.Tensor) -> None:
-        """Copy the part out of the bytes that hold it."""
-        tensor = self._tensor
-        if data.storage_offset() % tensor.itemsize:
-            data = data.clone()
-        items = integer_view(data, tensor.itemsize)
-        if not tensor.is_in_order and tensor.entry.strides is not None:
-            items = items.as_strided(
-                tensor.entry.shape, tensor.entry.strides, items.storage_offset()
-            )
-        items = items.reshape([sum(count for _, count in runs) for runs in self._region])
-        copy_part(self._part, items, self._region, self._targets)
-
-
-def _clusters(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Divide parts into groups of which no two share a byte of the image."""
-    cluster: list[_Part] = []
-    end = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if cluster and part.start >= end:
-            yield cluster
-            cluster = []
-        end = max(end, part.stop) if cluster else part.stop
-        cluster.append(part)
-    if cluster:
-        yield cluster

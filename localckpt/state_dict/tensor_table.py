@@ -98,6 +98,11 @@ class TableEntry(NamedTuple):
         return offset + (reach + 1) * itemsize
 
     @property
+    def offset(self) -> int:
+        """Offset of the tensor in its slot, in bytes."""
+        return 0 if self.view is None else self.view[0]
+
+    @property
     def strides(self) -> tuple[int, ...] | None:
         """Strides of the tensor in its slot; ``None`` if it is contiguous."""
         return None if self.view is None else self.view[1]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from localckpt.errors import CorruptShardError, RestoreError, StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.restore import ImageReader, open_images
+from localckpt.state_dict.reader import ImageReader, open_images
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.catalog import Problem

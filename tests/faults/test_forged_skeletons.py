@@ -30,7 +30,7 @@ import torch
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import _VALUES, SafeGlobals
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.targets import find_targets

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from localckpt import CheckpointingException
 from localckpt.errors import CorruptShardError
 from localckpt.state_dict.image import ImagePlanner
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets

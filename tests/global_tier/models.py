@@ -25,7 +25,7 @@ from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import METADATA_NAME, read_metadata
 from localckpt.state_dict.basic import unwrapped
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.managers.jobs import assert_same
 from tests.ranks import run_ranks

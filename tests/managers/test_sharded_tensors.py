@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 import localckpt
 from localckpt import RestoreError
 from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.managers.jobs import make_manager

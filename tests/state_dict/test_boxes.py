@@ -20,7 +20,7 @@ from localckpt.state_dict.boxes import NO_BOXES, Box, RankSet, parse_boxes, rend
 from localckpt.state_dict.global_view import Job, shard_runs
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.faults.images import Parts

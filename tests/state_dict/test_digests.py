@@ -21,7 +21,7 @@ from localckpt.memory.digests import (
 )
 from localckpt.state_dict.header import ImageHeader
 from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets

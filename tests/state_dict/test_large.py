@@ -12,7 +12,7 @@ import torch
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.image import ImagePlanner
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets

@@ -13,7 +13,7 @@ from localckpt import CorruptShardError, RestoreError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.state_dict.image import pack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from tests.state_dict.states import assert_same

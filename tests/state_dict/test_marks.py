@@ -11,7 +11,7 @@ import torch
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.marks import set_marks
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, round_trip

@@ -18,8 +18,8 @@ from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import Capture, ImagePlanner
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.replicated import Replicated
-from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import ALLOWED, IDENTITY
 from tests.state_dict.zoo import Zoo, assert_same_state, tensors_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +12,12 @@ from hypothesis import strategies as st
 from localckpt import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.state_dict.boxes import Region, rows_of, volume, whole
+from localckpt.memory.tensor_bytes import is_host_run
+from localckpt.state_dict.boxes import Box, Rectangle, Region, private_box, rectangles_of, volume
 from localckpt.state_dict.image import pack
-from localckpt.state_dict.resharded import Target
+from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.saved_shard import SavedShard, SavedTensor
+from localckpt.state_dict.saved_shard import SavedShard
 from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes
 
 _IDENTITY = ShardIdentity("runs", Generation(1, 5), 3, 0, 1)
@@ -86,32 +86,6 @@ def test_nothing_is_given_of_a_damaged_piece() -> None:
     assert not any(offset < PIECE_NBYTES for offset, _ in part.got)
 
 
-_SAVED: Region = (((2, 4),), ((0, 3),))
-
-
-@pytest.mark.parametrize(
-    ("part", "rows"),
-    [
-        pytest.param(_SAVED, (0, 4, _SAVED), id="all"),
-        pytest.param((((3, 2),), ((0, 3),)), (1, 2, (((3, 2),), ((0, 3),))), id="rows"),
-        pytest.param((((3, 2),), ((0, 2),)), (1, 2, (((3, 2),), ((0, 3),))), id="not all columns"),
-        pytest.param(
-            (((3, 1), (5, 1)), ((0, 3),)), (1, 3, (((3, 3),), ((0, 3),))), id="rows apart"
-        ),
-    ],
-)
-def test_rows_that_hold_a_part(part: Region, rows: tuple[int, int, Region]) -> None:
-    assert rows_of(_SAVED, part) == rows
-
-
-def test_rows_of_a_tensor_without_a_dimension_and_of_one_whose_rows_lie_apart() -> None:
-    apart: Region = (((0, 2), (5, 3)), ((1, 1), (4, 2)))
-
-    assert rows_of((), ()) == (0, 1, ())
-    assert rows_of(apart, apart) == (0, 5, apart)
-    assert rows_of(apart, (((5, 1),), apart[1])) == (2, 1, (((5, 1),), apart[1]))
-
-
 def _flat(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int16)
 
@@ -129,15 +103,15 @@ def test_only_rows_of_a_tensor_that_lies_in_order_are_one_run_of_memory(
     first = data.draw(st.integers(0, shape[0] - 1))
     rows = data.draw(st.integers(1, shape[0] - first))
     tensor = make(shape)
-    target = Target(tensor, whole(shape))
+    wanted = WantedTensor(private_box("w", shape), tensor)
 
-    memory = target.memory_of((((first, rows),), *whole(shape)[1:]))
+    place = wanted.place_of(Rectangle((first, *[0] * len(shape[1:])), (rows, *shape[1:])))
 
-    assert (memory is not None) == tensor.is_contiguous()
-    if memory is not None:
-        memory[:] = b"\1" * len(memory)
-        assert int((tensor == 257).sum()) == rows * torch.Size(shape[1:]).numel()
-        assert bool((tensor[first : first + rows] == 257).all())
+    # One row of a turned matrix may be one, too.
+    assert is_host_run(place) or not tensor.is_contiguous()
+    place.fill_(257)
+    assert int((tensor == 257).sum()) == rows * torch.Size(shape[1:]).numel()
+    assert bool((tensor[first : first + rows] == 257).all())
 
 
 def _side(data: st.DataObject, count: int, runs: int) -> tuple[tuple[int, int], ...]:
@@ -186,9 +160,8 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
     source = pack({"beside": torch.ones(3), "w": stored.permute(back)}, _IDENTITY)
     shard = SavedShard(source, SafeGlobals(), _IDENTITY)
     shard.read_values(())
-    (tensor,) = (t for t in shard.tensors.values() if t.key == "w")
-    number = tensor.number
-    shard.tensors[number] = replace(tensor, shape=shape, region=saved_region)
+    ((number, box),) = ((n, box) for n, box in shard.tensors.items() if box.key == "w")
+    shard.tensors[number] = box._replace(shape=shape, runs=saved_region)
     targets = []
     for _ in range(data.draw(st.integers(1, 3))):
         region = _within(saved_region, data)
@@ -200,14 +173,17 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
             target = target.mT.contiguous().mT if target.dim() > 1 else target
         targets.append((target, region))
 
+    most = data.draw(st.sampled_from([1 << 20, 100_000]))
     shard.read_parts(
-        (number, region, [Target(target, region)]) for target, region in targets if target.numel()
+        (number, rectangle, WantedTensor(Box("w", shape, region, None), target).place_of(rectangle))
+        for target, region in targets
+        if target.numel()
+        for rectangle in rectangles_of(region, most)
     )
 
     for target, region in targets:
         assert torch.equal(target, every[_indices(region)] if shape else every)
     assert volume(saved_region) == saved.numel()
-    assert isinstance(shard.tensors[number], SavedTensor)
 
 
 def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> None:
@@ -218,10 +194,11 @@ def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> N
     source = pack(state, _IDENTITY)
     shard = SavedShard(source, SafeGlobals(), _IDENTITY)
     shard.read_values(())
-    tensors = {tensor.key: tensor for tensor in shard.tensors.values()}
-    assert tensors["number"].start % 8
+    numbers = {box.key: number for number, box in shard.tensors.items()}
+    start, _ = shard.run_of(numbers["number"]) or (0, 0)
+    assert start % 8
     target = torch.zeros((), dtype=torch.float64)
 
-    shard.read_parts([(tensors["number"].number, (), [Target(target, ())])])
+    shard.read_parts([(numbers["number"], Rectangle((), ()), target)])
 
     assert target == number

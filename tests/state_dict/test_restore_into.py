@@ -14,7 +14,7 @@ import torch
 from localckpt.errors import MismatchError
 from localckpt.state_dict.containers import named_tensors
 from localckpt.state_dict.image import pack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, bits
@@ -184,7 +184,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource

@@ -22,7 +22,7 @@ from localckpt.errors import (
 )
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import (

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from localckpt.state_dict.containers import named_tensors
 from localckpt.state_dict.image import pack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, bits, round_trip

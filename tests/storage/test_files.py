@@ -15,7 +15,7 @@ import torch
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
 from localckpt.state_dict.targets import find_targets

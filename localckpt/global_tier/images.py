@@ -32,14 +32,12 @@ from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.reader import ImageReader
-from localckpt.state_dict.source import Filled, Places, ShardSource, handle_pieces, read_header
+from localckpt.state_dict.source import ShardSource, read_header
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile
 from localckpt.storage.store import Claim, Slot, Store, Stored
-
-_THREADS = 8
 
 
 class ItemPlace(NamedTuple):
@@ -188,6 +186,8 @@ class _Segment(NamedTuple):
 class _Source:
     """Source of an image whose bytes are in an envelope, and in data files."""
 
+    threads = 8
+
     def __init__(
         self,
         folder: Path,
@@ -210,21 +210,13 @@ class _Source:
         if len(self._scratch) < stop - start:
             self._scratch = memoryview(bytearray(stop - start))
         view = self._scratch[: stop - start]
-        self._read_into(start, view)
+        self._fill(start, view)
         return view
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
-        def handle(start: int, end: int) -> None:
-            parts = places(start, end)
-            at = start
-            for part in parts:
-                self._read_into(at, part)
-                at += len(part)
-            filled(start, parts)
-
-        handle_pieces(stop, _THREADS, handle, starts)
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            self._fill(start, part)
+            start += len(part)
 
     def close(self) -> None:
         with self._lock:
@@ -232,7 +224,7 @@ class _Source:
                 file.close()
             self._files.clear()
 
-    def _read_into(self, start: int, memory: memoryview) -> None:
+    def _fill(self, start: int, memory: memoryview) -> None:
         number, done = bisect_right(self._starts, start) - 1, 0
         while done < len(memory):
             if not 0 <= number < len(self._segments):

@@ -15,7 +15,7 @@ from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport, Transport
-from localckpt.state_dict.source import Filled, Places, ShardSource, views_last
+from localckpt.state_dict.source import ShardSource, views_last
 
 IdT = TypeVar("IdT", bound=Hashable)
 
@@ -142,6 +142,7 @@ class WatchedSource:
         self._source = source
         self._on_read = on_read
         self.views_last = views_last(source)
+        self.threads = source.threads
         self.refused: StorageError | CorruptShardError | None = None
 
     @property
@@ -156,10 +157,8 @@ class WatchedSource:
             self.refused = error
             raise
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
-        self._source.stream(stop, places, filled, starts)
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        self._source.read_into(start, parts)
 
     def close(self) -> None:
         self._source.close()

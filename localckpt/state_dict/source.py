@@ -30,79 +30,34 @@ logger = logging.getLogger(__name__)
 PIECE_NBYTES = 2 << 20
 """Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
 
-# Threads that share the copies from memory.
-_THREADS = 2
 
-Places = Callable[[int, int], list[memoryview]]
-"""``places(start, stop)``: returns writable memory for these bytes of an image, as parts in
-order."""
-Filled = Callable[[int, list[memoryview]], None]
-"""``filled(start, parts)``: called once the parts that :data:`Places` returned are filled."""
-
-
-def scatter(piece: memoryview, parts: list[memoryview]) -> None:
-    """Copy a piece into consecutive parts, with the GIL released."""
+def scatter(piece: memoryview, parts: Iterable[memoryview]) -> None:
+    """Copy a piece into parts in order, with the GIL released."""
     source = address_of(piece)
     for part in parts:
         ctypes.memmove(address_of(part), source, len(part))
         source += len(part)
 
 
-def handle_pieces(
-    stop: int,
-    threads: int,
-    handle: Callable[[int, int], None],
-    starts: Sequence[int] | None = None,
-) -> None:
-    """Call ``handle(start, end)`` for each piece of ``[0, stop)``, in several threads.
-
-    The calling thread is one of them. The first error of ``handle`` ends the work, and is raised.
-
-    Args:
-        stop: End of the last piece.
-        starts: Starts of the digest blocks that are handled, in order; both of a piece at once.
-            ``None`` for all pieces.
-    """
-
-    def work(spans: Iterator[tuple[int, int]]) -> None:
-        for start, end in spans:
-            handle(start, min(end, stop))
-
-    pieces: dict[int, tuple[int, int]] = {}
-    for start in range(0, stop, PIECE_NBYTES) if starts is None else starts:
-        nbytes = PIECE_NBYTES if starts is None else BLOCK_NBYTES
-        begin, _ = pieces.get(start // PIECE_NBYTES, (start, start))
-        pieces[start // PIECE_NBYTES] = begin, start + nbytes
-    Copier(threads).share(list(pieces.values()), work)
-
-
 class ShardSource(Protocol):
-    """Access to one image's bytes, for one call at a time."""
+    """Access to one image's bytes."""
 
     @property
     def nbytes(self) -> int:
         """Size of the image in bytes."""
         ...
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``[start, stop)``, valid until the next call."""
+    @property
+    def threads(self) -> int:
+        """Number of threads whose calls of :meth:`read_into` at once are fastest."""
         ...
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
-        """Copy bytes ``[0, stop)`` piece by piece into memory that the reader chooses.
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``[start, stop)``, valid until the next call. For one call at a time."""
+        ...
 
-        Pieces begin at multiples of :data:`PIECE_NBYTES`, and are copied in any order by several
-        threads.
-
-        Args:
-            stop: End of the bytes to copy.
-            filled: Called after the copy of a piece. Its first error ends the stream, and is
-                raised.
-            starts: Starts of the digest blocks that are copied, in order; ``None`` for all. Others
-                are not read.
-        """
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """Copy the bytes from ``start`` on into parts in order; several threads may call it."""
         ...
 
     def close(self) -> None:
@@ -122,6 +77,7 @@ class MemorySource:
     """Source of an image in this process's memory, which is not copied."""
 
     views_last = True
+    threads = 2
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -133,15 +89,8 @@ class MemorySource:
     def read(self, start: int, stop: int) -> memoryview:
         return self.view[start:stop]
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
-        def handle(start: int, end: int) -> None:
-            parts = places(start, end)
-            scatter(self.view[start:end], parts)
-            filled(start, parts)
-
-        handle_pieces(stop, _THREADS, handle, starts)
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        scatter(self.view[start : start + sum(map(len, parts))], parts)
 
     def close(self) -> None:
         self.view = memoryview(b"")
@@ -174,19 +123,6 @@ def _read_verified_record(source: ShardSource) -> ShardRecord:
     stop = min(round_up(start, BLOCK_NBYTES), covered)
     BlockHasher(record.identity).check(0, [source.read(0, stop)], digests)
     return record
-
-
-class Scratch(threading.local):
-    """Memory of each thread for the bytes of a piece that are not kept."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(b"")
-
-    def of(self, nbytes: int) -> memoryview:
-        """Return memory that the thread may overwrite once it calls this again."""
-        if not len(self._buffer):
-            self._buffer = memoryview(bytearray(PIECE_NBYTES))
-        return self._buffer[:nbytes]
 
 
 _EVERY_S = 10.0
@@ -309,41 +245,27 @@ class ImageBytes:
         """
         ordered = sorted((one for one in ranges if one.start < one.stop), key=lambda one: one.start)
         begins = [one.start for one in ordered]
-        scratch = scratch or Scratch().of
-        of_thread = threading.local()
+        end = self.header.digests_start
 
-        def places(start: int, stop: int) -> list[memoryview]:
-            rest = scratch(stop - start)
-            of_thread.given = []
-            parts, at = [], start
-            first = max(0, bisect_right(begins, start) - 1)
-            for one in ordered[first : bisect_left(begins, stop)]:
-                begin, end = max(start, one.start), min(stop, one.stop)
-                if begin >= end:
-                    continue
-                if callable(one.to):
-                    data = rest[begin - start : end - start]
-                    of_thread.given.append((one.to, begin - one.start, data))
-                    continue
-                if at < begin:
-                    parts.append(rest[at - start : begin - start])
-                parts.append(one.to[begin - one.start : end - one.start])
-                at = end
-            if at < stop:
-                parts.append(rest[at - start : stop - start])
-            return parts
+        def read(pieces: Iterator[tuple[int, int]]) -> None:
+            own = memoryview(b"") if scratch else memoryview(bytearray(PIECE_NBYTES))
+            for start, stop in pieces:
+                rest = scratch(stop - start) if scratch else own[: stop - start]
+                first = max(0, bisect_right(begins, start) - 1)
+                within = ordered[first : bisect_left(begins, stop)]
+                parts, given = _places(within, start, stop, rest)
+                self._source.read_into(start, parts)
+                self._on_read(stop - start)
+                self._hasher.check(start, parts, self._digests)
+                for give, offset, data in given:
+                    give(offset, data)
+                finish()
 
-        def filled(start: int, parts: list[memoryview]) -> None:
-            self._on_read(sum(map(len, parts)))
-            self._hasher.check(start, parts, self._digests)
-            for give, offset, data in of_thread.given:
-                give(offset, data)
-            finish()
-
-        blocks = {block for one in ordered for block in _blocks_of(one.start, one.stop)}
-        starts = None if is_all_verified else sorted(blocks)
         self._forget()
-        self._source.stream(self.header.digests_start, places, filled, starts)
+        pieces = [(at, min(at + PIECE_NBYTES, end)) for at in range(0, end, PIECE_NBYTES)]
+        if not is_all_verified:
+            pieces = _pieces_with(ordered, end)
+        Copier(self._source.threads).share(pieces, read)
 
     def verify(self) -> None:
         self.read_ranges((), is_all_verified=True)
@@ -361,5 +283,41 @@ class ImageBytes:
         self._piece = memoryview(b"")
 
 
-def _blocks_of(start: int, stop: int) -> range:
-    return range(start // BLOCK_NBYTES * BLOCK_NBYTES, stop, BLOCK_NBYTES)
+_Given = tuple[Callable[[int, memoryview], None], int, memoryview]
+
+
+def _places(
+    ranges: Iterable[ByteRange], start: int, stop: int, rest: memoryview
+) -> tuple[list[memoryview], list[_Given]]:
+    """Divide a piece among ranges, in order; bytes that have no place go to ``rest``.
+
+    Returns memory for all of the piece, and what functions get of it.
+    """
+    parts: list[memoryview] = []
+    given: list[_Given] = []
+    at = start
+    for one in ranges:
+        begin, end = max(start, one.start), min(stop, one.stop)
+        if begin >= end:
+            continue
+        if callable(one.to):
+            given.append((one.to, begin - one.start, rest[begin - start : end - start]))
+            continue
+        if at < begin:
+            parts.append(rest[at - start : begin - start])
+        parts.append(one.to[begin - one.start : end - one.start])
+        at = end
+    if at < stop:
+        parts.append(rest[at - start : stop - start])
+    return parts, given
+
+
+def _pieces_with(ranges: Iterable[ByteRange], end: int) -> list[tuple[int, int]]:
+    """Return pieces of the blocks that hold ranges; two blocks of a piece are read at once."""
+    pieces: dict[int, tuple[int, int]] = {}
+    for one in ranges:
+        first = one.start // BLOCK_NBYTES * BLOCK_NBYTES
+        for start in range(first, one.stop, BLOCK_NBYTES):
+            begin, _ = pieces.get(start // PIECE_NBYTES, (start, start))
+            pieces[start // PIECE_NBYTES] = begin, min(start + BLOCK_NBYTES, end)
+    return list(pieces.values())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
-from localckpt.state_dict.source import PIECE_NBYTES, Filled, Places, handle_pieces, scatter
+from localckpt.state_dict.source import scatter
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, close_read
@@ -30,7 +29,8 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._scratch = self._pages = memoryview(b"")
+        self._scratch = memoryview(b"")
+        self._of_thread = threading.local()
         self._file = OpenFile(path)
         self._direct: io.FileIO | None = None
         # Found out by the first long read.
@@ -40,45 +40,29 @@ class FileSource:
     def nbytes(self) -> int:
         return self._file.nbytes
 
+    @property
+    def threads(self) -> int:
+        with storage_errors("read", self.path):
+            return _THREADS_WARM if self._open_direct() is None else _THREADS_COLD
+
     def read(self, start: int, stop: int) -> memoryview:
-        if stop - start >= _LONG_NBYTES and start % PAGE_NBYTES == 0:
-            with storage_errors("read", self.path):
+        with storage_errors("read", self.path):
+            if stop - start >= _LONG_NBYTES and start % PAGE_NBYTES == 0:
                 direct = self._open_direct()
-            if direct is not None:
-                return self._read_direct(direct, start, stop - start)
-        if len(self._scratch) < stop - start:
-            self._scratch = memoryview(bytearray(stop - start))
-        view = self._scratch[: stop - start]
-        with storage_errors("read", self.path):
+                if direct is not None:
+                    return self._read_direct(direct, start, stop - start)
+            if len(self._scratch) < stop - start:
+                self._scratch = memoryview(bytearray(stop - start))
+            view = self._scratch[: stop - start]
             self._file.read_into(start, view)
-        return view
+            return view
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         with storage_errors("read", self.path):
-            direct = self._open_direct()
-        if direct is None:
-            self._stream(_THREADS_WARM, stop, self._fill, places, filled, starts)
-            return
-        free: SimpleQueue[memoryview] = SimpleQueue()
-
-        def fill(start: int, parts: list[memoryview]) -> None:
-            slot = free.get()
-            try:
-                nbytes = sum(map(len, parts))
-                # O_DIRECT reads whole pages; the bytes past the end of the file are not used.
-                pages = slot[: round_up(nbytes, PAGE_NBYTES)]
-                self._file.read_into(start, pages, nbytes, fd=direct.fileno())
-                scatter(slot[:nbytes], parts)
-            finally:
-                free.put(slot)
-
-        bounce = _memory(_THREADS_COLD * PIECE_NBYTES)
-        with contextlib.closing(bounce):
-            for i in range(_THREADS_COLD):
-                free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
-            self._stream(_THREADS_COLD, stop, fill, places, filled, starts)
+            if (direct := self._open_direct()) is None:
+                self._fill(start, parts)
+            else:
+                scatter(self._read_direct(direct, start, sum(map(len, parts))), parts)
 
     def close(self) -> None:
         self._file.close()
@@ -86,13 +70,14 @@ class FileSource:
             close_read(self._direct)
 
     def _read_direct(self, direct: io.FileIO, start: int, nbytes: int) -> memoryview:
+        """Read into memory of the thread, which its next call overwrites."""
         # O_DIRECT reads whole pages; the bytes past the end of the file are not used.
         whole = round_up(nbytes, PAGE_NBYTES)
-        if len(self._pages) < whole:
-            self._pages = _memory(whole).view
-        with storage_errors("read", self.path):
-            self._file.read_into(start, self._pages[:whole], nbytes, fd=direct.fileno())
-        return self._pages[:nbytes]
+        pages = getattr(self._of_thread, "pages", memoryview(b""))
+        if len(pages) < whole:
+            pages = self._of_thread.pages = _memory(whole).view
+        self._file.read_into(start, pages[:whole], nbytes, fd=direct.fileno())
+        return pages[:nbytes]
 
     def _open_direct(self) -> io.FileIO | None:
         """Return the file opened with O_DIRECT; ``None`` if it is cached, or cannot be."""
@@ -102,24 +87,7 @@ class FileSource:
                 self._direct = self._file.open_direct()
         return self._direct
 
-    def _stream(
-        self,
-        threads: int,
-        stop: int,
-        fill: Callable[[int, list[memoryview]], None],
-        places: Places,
-        filled: Filled,
-        starts: Sequence[int] | None,
-    ) -> None:
-        def handle(start: int, end: int) -> None:
-            parts = places(start, end)
-            with storage_errors("read", self.path):
-                fill(start, parts)
-            filled(start, parts)
-
-        handle_pieces(stop, threads, handle, starts)
-
-    def _fill(self, start: int, parts: list[memoryview]) -> None:
+    def _fill(self, start: int, parts: Sequence[memoryview]) -> None:
         """Read from the page cache straight into the parts."""
         for first in range(0, len(parts), _MAX_PARTS):
             batch = parts[first : first + _MAX_PARTS]

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -19,6 +19,7 @@ def image(seed: object, nbytes: int) -> bytes:
 class ScratchSource:
     """Reads into one buffer again and again, as a file does."""
 
+    threads = 1
     content: bytes
     delay_s: float = 0.0
     closed: bool = False
@@ -37,8 +38,10 @@ class ScratchSource:
         self._scratch[: stop - start] = self.content[start:stop]
         return memoryview(self._scratch)[: stop - start]
 
-    def stream(self, stop: int, consume: Callable[[int, memoryview], None]) -> None:
-        consume(0, memoryview(self.content)[:stop])
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            part[:] = self.content[start : start + len(part)]
+            start += len(part)
 
     def close(self) -> None:
         self.closed = True

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ import pytest
 import torch
 
 from localckpt.errors import CorruptShardError, StorageError
+from localckpt.memory.copying import Copier
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
+from localckpt.state_dict.source import (
+    PIECE_NBYTES,
+    ByteRange,
+    ImageBytes,
+    MemorySource,
+    ShardSource,
+)
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 from localckpt.storage.open_file import open_owned
@@ -82,37 +90,23 @@ def test_every_byte_arrives_once_in_parts_of_any_size(source_of: Any, nbytes: in
     data = random.Random(nbytes).randbytes(nbytes)
     source = source_of(data)
     target = memoryview(bytearray(nbytes))
-    seen: list[tuple[int, int]] = []
 
     def places(start: int, stop: int) -> list[memoryview]:
         chance = random.Random(start)
         cuts = sorted(chance.randrange(start, stop + 1) for _ in range(chance.randrange(9)))
         return [target[a:b] for a, b in zip([start, *cuts], [*cuts, stop], strict=True)]
 
-    def filled(start: int, parts: list[memoryview]) -> None:
-        assert b"".join(parts) == data[start : start + sum(map(len, parts))]
-        seen.append((start, sum(map(len, parts))))
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            stop = min(start + PIECE_NBYTES, nbytes)
+            parts = places(start, stop)
+            source.read_into(start, parts)
+            assert b"".join(parts) == data[start:stop]
 
-    source.stream(nbytes, places, filled)
+    Copier(source.threads).share(range(0, nbytes, PIECE_NBYTES), work)
 
     assert source.nbytes == nbytes
     assert bytes(target) == data
-    starts = range(0, nbytes, PIECE_NBYTES)
-    assert sorted(seen) == [(start, min(PIECE_NBYTES, nbytes - start)) for start in starts]
-
-
-def test_only_what_is_wanted_is_streamed(source_of: Any) -> None:
-    source = source_of(bytes(2 * PIECE_NBYTES))
-    seen: list[int] = []
-
-    source.stream(
-        PIECE_NBYTES + 100,
-        lambda start, stop: [memoryview(bytearray(stop - start))],
-        lambda _, parts: seen.append(sum(map(len, parts))),
-    )
-    source.stream(0, lambda *_: [], lambda *_: seen.append(-1))
-
-    assert sorted(seen) == [100, PIECE_NBYTES]
 
 
 def test_pieces_in_thousands_of_parts_arrive(source_of: Any) -> None:
@@ -125,21 +119,15 @@ def test_pieces_in_thousands_of_parts_arrive(source_of: Any) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("culprit", ["places", "filled"])
-def test_what_the_reader_raises_ends_the_stream_and_is_raised(source_of: Any, culprit: str) -> None:
-    source = source_of(bytes(20 * PIECE_NBYTES))
+def test_what_a_place_raises_ends_the_read_and_is_raised(source_of: Any) -> None:
+    image = ImageBytes(source_of(pack({"weight": torch.zeros(10 << 20)}, WHO).view), WHO)
     threads = threading.active_count()
 
-    def fail(at: str) -> None:
-        if culprit == at:
-            raise KeyError(at)
+    def fail(offset: int, data: memoryview) -> None:
+        raise KeyError("place")
 
-    def places(start: int, stop: int) -> list[memoryview]:
-        fail("places")
-        return [memoryview(bytearray(stop - start))]
-
-    with pytest.raises(KeyError, match=culprit):
-        source.stream(source.nbytes, places, lambda *_: fail("filled"))
+    with pytest.raises(KeyError, match="place"):
+        image.read_ranges([ByteRange(0, image.header.digests_start, fail)])
 
     assert threading.active_count() == threads
 
@@ -246,7 +234,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error(
         make_cold(path)
 
     with pytest.raises(CorruptShardError, match=f"{path} is cut short"):
-        source.stream(source.nbytes, lambda a, b: [memoryview(bytearray(b - a))], lambda *_: None)
+        source.read_into(0, [memoryview(bytearray(source.nbytes))])
     with pytest.raises(CorruptShardError, match="is cut short"):
         source.read(0, source.nbytes)
 

@@ -14,14 +14,7 @@ from localckpt.replication.parity.stripes import MOST_NBYTES, PARITY_KIND, Parit
 from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.header import NO_PARTS, Skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, TensorSlot
-from localckpt.state_dict.source import (
-    Filled,
-    Places,
-    ShardSource,
-    handle_pieces,
-    read_header,
-    scatter,
-)
+from localckpt.state_dict.source import ShardSource, read_header, scatter
 
 # Name of the tensor in the file.
 _PARITY = "parity"
@@ -98,6 +91,8 @@ class ParityFrame:
 class ParityPart:
     """The parity within its image, as if it were a source of its own. Closes the image."""
 
+    threads = 1
+
     def __init__(self, source: ShardSource) -> None:
         header = read_header(source)
         slot = header.slots.get(_PARITY)
@@ -112,12 +107,5 @@ class ParityPart:
     def read(self, start: int, stop: int) -> memoryview:
         return self._source.read(self._start + start, self._start + stop)
 
-    def stream(
-        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
-    ) -> None:
-        def handle(start: int, end: int) -> None:
-            parts = places(start, end)
-            scatter(self.read(start, end), parts)
-            filled(start, parts)
-
-        handle_pieces(stop, 1, handle, starts)
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        scatter(self.read(start, start + sum(map(len, parts))), parts)

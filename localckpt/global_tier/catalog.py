@@ -24,7 +24,6 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
-from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.notes import NotesFile
@@ -33,7 +32,6 @@ from localckpt.trust import Trusts
 logger = logging.getLogger(__name__)
 
 _METADATA_NAME = ".metadata"
-_READ_NBYTES = 4 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +193,7 @@ def verify_file(
     if not path.exists() and path.parent.exists():
         raise CorruptShardError(f"{path} is gone")
     if nbytes is not None:
-        memory = memoryview(bytearray(_READ_NBYTES))
-        verify_data_file(path, record.save_id, nbytes, memory, on_read)
+        verify_data_file(path, record.save_id, nbytes, on_read)
         return nbytes
     with storage_errors("read", path):
         data = path.read_bytes()

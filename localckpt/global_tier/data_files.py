@@ -22,9 +22,11 @@ from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, map_memory, round_up
 from localckpt.own_folders import file_mode
+from localckpt.state_dict.source import ShardSource, VerifiedBytes
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.open_file import OpenFile, open_owned
+from localckpt.storage.files import FileSource
+from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import replace_file, sync_folder, write_range
 
 _MAGIC = b"localckpt-trail1"
@@ -62,6 +64,13 @@ class Trailer:
     covered_nbytes: int
     digests: bytes
 
+    def content(
+        self, file: ShardSource, name: str, on_read: Callable[[int], None]
+    ) -> VerifiedBytes:
+        """The content of the file of this trailer."""
+        identity, digests = FileIdentity(name, self.save_id), memoryview(self.digests)
+        return VerifiedBytes(file, identity, self.covered_nbytes, digests, on_read)
+
     def footer(self) -> bytes:
         """Footer of the file, which follows the digests."""
         save_id = bytes.fromhex(self.save_id)
@@ -88,57 +97,49 @@ def file_nbytes(content_nbytes: int) -> int:
 # Reading.
 
 
-def read_trailer(file: OpenFile) -> Trailer | None:
-    """The trailer at the end of a file; ``None`` if it has none."""
+def read_trailer(file: ShardSource, name: str) -> Trailer | None:
+    """The trailer at the end of a file of some name; ``None`` if it has none."""
     if file.nbytes < FOOTER_NBYTES:
         return None
-    footer = bytearray(FOOTER_NBYTES)
-    file.read_into(file.nbytes - FOOTER_NBYTES, memoryview(footer))
+    footer = bytes(file.read(file.nbytes - FOOTER_NBYTES, file.nbytes))
     magic, covered, save_id, digest = _FOOTER.unpack(footer)
     if magic != _MAGIC or covered + trailer_nbytes(covered) != file.nbytes:
         return None
-    digests = bytearray(digests_nbytes(covered))
-    file.read_into(covered, memoryview(digests))
+    digests = bytes(file.read(covered, covered + digests_nbytes(covered)))
     if xxhash.xxh3_64_intdigest(digests + footer[:-8]) != digest:
-        raise CorruptShardError(f"the file {file.path.name} is damaged: its digests are")
-    return Trailer(save_id.hex(), covered, bytes(digests))
+        raise CorruptShardError(f"the file {name} is damaged: its digests are")
+    return Trailer(save_id.hex(), covered, digests)
 
 
-def require_trailer(file: OpenFile, save_id: str, what: object) -> Trailer:
-    """The trailer of a file of a save; the error is about ``what``."""
-    trailer = read_trailer(file)
+def data_bytes(
+    file: ShardSource,
+    path: Path,
+    save_id: str,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+    what: str = "",
+) -> VerifiedBytes:
+    """The verified content of a file of a save; errors are about ``what``, by default the path."""
+    trailer = read_trailer(file, path.name)
     if trailer is None:
         raise CorruptShardError(
-            f"{what} is cut short or damaged: it does not end as it was written"
+            f"{what or path} is cut short or damaged: it does not end as it was written"
         )
     if trailer.save_id != save_id:
-        raise CorruptShardError(f"{what} belongs to another save than its checkpoint")
-    return trailer
+        raise CorruptShardError(f"{what or path} belongs to another save than its checkpoint")
+    return trailer.content(file, path.name, on_read)
 
 
-def verify_blocks(
-    file: OpenFile, trailer: Trailer, memory: memoryview, on_read: Callable[[int], None]
-) -> None:
-    """Read all that a trailer covers into ``memory``, of whole blocks, and check every block.
+def verify_data_file(path: Path, save_id: str, nbytes: int, on_read: Callable[[int], None]) -> None:
+    """Check that a save has written all of a file of some size, and every block of it.
 
     ``on_read`` is called with the bytes of each piece, and may raise what ends it.
     """
-    hasher = BlockHasher(FileIdentity(file.path.name, trailer.save_id))
-    for start in range(0, trailer.covered_nbytes, len(memory) or 1):
-        piece = memory[: min(len(memory), trailer.covered_nbytes - start)]
-        file.read_into(start, piece)
-        hasher.check(start, [piece], memoryview(trailer.digests))
-        on_read(len(piece))
-
-
-def verify_data_file(
-    path: Path, save_id: str, nbytes: int, memory: memoryview, on_read: Callable[[int], None]
-) -> None:
-    """Check that a save has written all of a file of some size; see :func:`verify_blocks`."""
-    with closing(OpenFile(path)) as file, storage_errors("read", path):
+    with closing(FileSource(path)) as file:
         if file.nbytes != nbytes:
             raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
-        verify_blocks(file, require_trailer(file, save_id, "it"), memory, on_read)
+        content = data_bytes(file, path, save_id, on_read, "it")
+        for _ in content.pieces(0, content.end):
+            pass
 
 
 # Writing.

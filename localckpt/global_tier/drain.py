@@ -377,7 +377,7 @@ class Drain(BackgroundSave):
         path, save_id = begun.path / name, begun.save_id
         if nbytes is not None and path.exists():
             with suppress(CorruptShardError):
-                verify_data_file(path, save_id, nbytes, memory, lambda _: self._before_write(0))
+                verify_data_file(path, save_id, nbytes, lambda _: self._before_write(0))
                 self.kept_nbytes += nbytes
                 return
         self.written_nbytes += write_data_file(

@@ -18,7 +18,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.global_tier.catalog import CommitFound
-from localckpt.global_tier.data_files import require_trailer, verify_blocks
+from localckpt.global_tier.data_files import data_bytes
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
@@ -36,6 +36,7 @@ from localckpt.state_dict.source import ShardSource, read_header
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.files import FileSource
 from localckpt.storage.open_file import OpenFile
 from localckpt.storage.store import Claim, Slot, Store, Stored
 
@@ -164,14 +165,11 @@ class SharedImages(Store):
 
     def _open(self, rank: int) -> ShardSource:
         path = self._folder / envelope_name(rank)
-        with ExitStack() as opened:
-            file = OpenFile(path)
-            opened.callback(file.close)
-            with storage_errors("read", path):
-                trailer = require_trailer(file, self._save_id, path)
-                content = memoryview(bytearray(trailer.covered_nbytes))
-                verify_blocks(file, trailer, content, lambda nbytes: None)
-            return _Source(self._folder, path.name, content, self._places)
+        with closing(FileSource(path)) as file:
+            envelope = data_bytes(file, path, self._save_id)
+            content = memoryview(bytearray(envelope.end))
+            envelope.read_into(0, content)
+        return _Source(self._folder, path.name, content, self._places)
 
 
 class _Segment(NamedTuple):

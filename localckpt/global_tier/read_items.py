@@ -1,21 +1,18 @@
-"""Reads of the items of a load: runs of bytes in data files, and the tensors that they fill.
+"""Reads of the items of a load: the parts of their values in data files, and the tensors they fill.
 
-Values that torch writes as contiguous bytes go straight into their tensors, piece by piece. All
-other items are read whole, and parsed by torch. Several runs are read at a time, within a budget,
-and each block of them is verified.
+Values that torch writes as contiguous bytes go straight into their tensors. All other items are
+read whole, and parsed by torch. Several files are read at a time, within a budget, and each block
+of them is verified.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,165 +20,92 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from localckpt.errors import CorruptShardError, MismatchError
-from localckpt.global_tier.data_files import FileIdentity, Trailer, read_trailer, require_trailer
+from localckpt.errors import CheckpointingException, CorruptShardError, MismatchError
+from localckpt.global_tier.data_files import FileIdentity, data_bytes, read_trailer
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
 from localckpt.memory.copying import Copier
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
-from localckpt.memory.tensor_bytes import copy_values, is_host_run
+from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import convert_values, narrowed
 from localckpt.ranks.deadline import interruptible
-from localckpt.storage.buffers import PrivateBuffer
-from localckpt.storage.failures import storage_errors
-from localckpt.storage.open_file import OpenFile, close_read
-
-READ_NBYTES = 4 << 20
-"""Runs between two multiples of it are best: whole blocks, and few enough for the cache."""
+from localckpt.state_dict.boxes import Rectangle
+from localckpt.state_dict.part_reads import COPIED_NBYTES, Part, read_parts
+from localckpt.state_dict.source import VerifiedBytes
+from localckpt.storage.files import FileSource
 
 # A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
 _THREADS = 8
-# Rows that are not taken whole are read in pieces that do not end where blocks do.
-_ROWS_NBYTES = 4 * READ_NBYTES
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Bytes ``[start, stop)`` of a file, and who takes them.
-
-    ``use`` is called with them, in any thread; they are gone when it returns.
-    """
-
-    start: int
-    stop: int
-    use: Callable[[memoryview], None]
 
 
 class FileReads:
     """Reads of one load.
 
-    So many runs are read at a time that at most ``concurrent_bytes`` are in flight. Without
-    ``save_id`` files of any writer are verified if they can be.
+    So many files are read at a time that at most ``concurrent_bytes`` are in flight beside the
+    tensors. Without ``save_id`` files of any writer are verified if they can be.
     """
 
     def __init__(self, folder: Path, concurrent_bytes: int, save_id: str | None) -> None:
         self._folder = folder
         self._save_id = save_id
         self._limit = concurrent_bytes
+        self._at_once = 1
         self._counting = threading.Lock()
-        self._waiting: list[tuple[_DataFile, FileRange]] = []
         self._is_stopped = False
         self.nbytes = 0
         """Bytes that were read."""
 
-    def add(self, name: str, runs: Iterable[FileRange]) -> None:
-        """Have these runs of a file read; in the order of their offsets it goes fastest."""
-        file = _DataFile(self._folder / name, self._save_id)
-        for run in runs:
-            file.pending += 1
-            self._waiting.append((file, run))
+    def read(self, items: Sequence[ItemRead]) -> None:
+        """Read all items; the caller's thread takes part."""
+        by_file: dict[str, list[ItemRead]] = {}
+        for item in sorted(items, key=lambda item: item.info.offset):
+            by_file.setdefault(item.info.relative_path, []).append(item)
+        largest = max((item.held_nbytes for item in items), default=0)
+        self._at_once = min(_THREADS, len(by_file), max(1, self._limit // max(1, largest)))
+        copier = Copier(max(1, self._at_once))
 
-    def carry_out(self) -> None:
-        """Read all that was added since the last time; the caller's thread takes part."""
-        waiting, self._waiting = self._waiting, []
-        largest = max((run.stop - run.start for _, run in waiting), default=1)
-        copier = Copier(min(_THREADS, max(1, self._limit // largest)))
-        try:
-            interruptible(lambda: copier.share(waiting, self._work), self._stop)
-        finally:
-            for file, _ in waiting:
-                file.close()
+        def work(files: Iterator[tuple[str, list[ItemRead]]]) -> None:
+            for name, of_file in files:
+                with closing(FileSource(self._folder / name)) as source:
+                    self._read_items(self._content(source), of_file)
+
+        interruptible(lambda: copier.share([*by_file.items()], work), self._stop)
+
+    def _content(self, source: FileSource) -> VerifiedBytes:
+        path = source.path
+        if self._save_id is not None:
+            return data_bytes(source, path, self._save_id, self._count)
+        if (trailer := read_trailer(source, path.name)) is not None:
+            return trailer.content(source, path.name, self._count)
+        return VerifiedBytes(source, FileIdentity(path.name, ""), source.nbytes, None, self._count)
+
+    def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
+        waiting: list[ItemRead] = []
+        held_nbytes = 0
+        for item in items:
+            item.require_within(content.end)
+            if waiting and (held_nbytes + item.held_nbytes) * self._at_once > self._limit:
+                self._read_together(content, waiting)
+                waiting, held_nbytes = [], 0
+            waiting.append(item)
+            held_nbytes += item.held_nbytes
+        self._read_together(content, waiting)
+
+    def _read_together(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
+        parts = [part for item in items for part in item.parts()]
+        most_nbytes = max(1, min(COPIED_NBYTES, self._limit) // self._at_once)
+        read_parts(content, parts, most_nbytes, max(1, _THREADS // self._at_once))
+        # By another release of torch, or not contiguous: torch knows what they mean.
+        if foreign := [item for item in items if not item.take()]:
+            self._read_items(content, foreign)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.nbytes += nbytes
+        if self._is_stopped:
+            raise CheckpointingException("the load was interrupted")
 
     def _stop(self) -> None:
         self._is_stopped = True
-
-    def _work(self, left: Iterator[tuple[_DataFile, FileRange]]) -> None:
-        with contextlib.closing(PrivateBuffer(READ_NBYTES + 2 * BLOCK_NBYTES)) as scratch:
-            for file, run in left:
-                if self._is_stopped:
-                    break
-                nbytes = self._read(file, run, scratch.view)
-                with self._counting:
-                    self.nbytes += nbytes
-                    file.pending -= 1
-                if not file.pending:
-                    file.close()
-
-    def _read(self, file: _DataFile, run: FileRange, scratch: memoryview) -> int:
-        file.open()
-        start, stop = file.span(run)
-        nbytes = round_up(stop - start, PAGE_NBYTES)
-        with contextlib.ExitStack() as own:
-            if nbytes > len(scratch):
-                with storage_errors("read", file.path):
-                    scratch = own.enter_context(contextlib.closing(PrivateBuffer(nbytes))).view
-            file.read(start, stop, scratch[:nbytes])
-            run.use(scratch[run.start - start : run.stop - start])
-        return stop - start
-
-
-class _DataFile:
-    """One file while runs of it are waiting."""
-
-    def __init__(self, path: Path, save_id: str | None) -> None:
-        self.path = path
-        self.pending = 0
-        self._save_id = save_id
-        self._lock = threading.Lock()
-        self._file: OpenFile | None = None
-        self._direct: io.FileIO | None = None
-        self._trailer: Trailer | None = None
-
-    def open(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                return
-            file = OpenFile(self.path)
-            try:
-                with storage_errors("read", self.path):
-                    self._trailer = (
-                        read_trailer(file)
-                        if self._save_id is None
-                        else require_trailer(file, self._save_id, self.path)
-                    )
-                    self._direct = None if file.is_cached() else file.open_direct()
-            except BaseException:
-                file.close()
-                raise
-            self._file = file
-
-    def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-            if self._direct is not None:
-                close_read(self._direct)
-            self._file = self._direct = None
-
-    def span(self, run: FileRange) -> tuple[int, int]:
-        """Return the bytes to read for a run: whole blocks, if they are verified."""
-        if self._trailer is None:
-            return run.start // PAGE_NBYTES * PAGE_NBYTES, run.stop
-        if run.stop > self._trailer.covered_nbytes:
-            raise CorruptShardError(
-                f"{self.path} holds {self._trailer.covered_nbytes} bytes of values, and those from "
-                f"{run.start} to {run.stop} are wanted"
-            )
-        start = run.start // BLOCK_NBYTES * BLOCK_NBYTES
-        return start, min(round_up(run.stop, BLOCK_NBYTES), self._trailer.covered_nbytes)
-
-    def read(self, start: int, stop: int, view: memoryview) -> None:
-        """Read and verify ``[start, stop)`` into whole pages."""
-        assert self._file is not None
-        with storage_errors("read", self.path):
-            wanted = stop - start
-            if self._direct is None:
-                self._file.read_into(start, view[:wanted])
-            else:
-                self._file.read_into(start, view, wanted, fd=self._direct.fileno())
-        if self._trailer is not None:
-            hasher = BlockHasher(FileIdentity(self.path.name, self._trailer.save_id))
-            hasher.check(start, [view[:wanted]], memoryview(self._trailer.digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,50 +129,64 @@ class ItemRead:
     """Read of one item.
 
     Attributes:
-        is_foreign: True once the item turned out to have another frame than the expected one.
         device: Device of the tensor that gets the values.
+        held_nbytes: Bytes of an item that is read whole.
     """
 
     def __init__(self, context: LoadContext, request: ReadItem, info: StorageInfo) -> None:
         self.info = info
-        self.is_foreign = False
         self.device = torch.device("cpu")
+        self.held_nbytes = 0
         self._context = context
         self._request = request
+        # The head of the item or all of it, once it is read.
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._saved: tuple[torch.dtype, torch.Size, Frame] | None = None
+        if request.type != LoadItemType.BYTE_IO and not info.transform_descriptors:
+            self._saved = _saved_part(context.metadata, request, info.length)
+        if self._saved is None:
+            self.held_nbytes = info.length
+        else:
+            self._target = self._find_target()
 
-    def whole(self) -> FileRange:
-        """Return the run of the whole item, which torch then parses."""
-        return FileRange(self.info.offset, self.info.offset + self.info.length, self._load)
+    def require_within(self, end: int) -> None:
+        """Check that a file holds the item before the end of its values."""
+        if (stop := self.info.offset + self.info.length) > end:
+            raise CorruptShardError(
+                f"{self.info.relative_path} holds {end} bytes of values, and those from "
+                f"{self.info.offset} to {stop} are wanted"
+            )
 
-    def runs(self) -> list[FileRange]:
-        """Return the runs of the values that are wanted, which may be read in any order."""
-        if self._request.type == LoadItemType.BYTE_IO or self.info.transform_descriptors:
-            return [self.whole()]
-        if 0 in self._request.lengths:
-            return []
-        part = _saved_part(self._context.metadata, self._request, self.info.length)
-        if part is None:
-            return [self.whole()]
-        dtype, shape, frame = part
-        target = self._target()
-        begin = self.info.offset + len(frame.head)
+    def parts(self) -> list[Part]:
+        """Return the parts of the file to read before :meth:`take`."""
+        start, head_nbytes = self.info.offset, self.info.length
+        parts = []
+        if self._saved is not None:
+            dtype, shape, frame = self._saved
+            head_nbytes = len(frame.head)
+            wanted = Rectangle(tuple(self._request.storage_offsets), tuple(self._request.lengths))
+            values = start + head_nbytes
+            parts.append(Part.contiguous(values, dtype, shape, wanted, self._target))
+        self._data = torch.empty(head_nbytes, dtype=torch.uint8)
+        head = Rectangle((0,), (head_nbytes,))
+        parts.append(Part.contiguous(start, torch.uint8, (head_nbytes,), head, self._data))
+        return parts
 
-        awaited = {"frame", "values"}
+    def take(self) -> bool:
+        """Give the planner what was read; False if the item has to be read whole after all."""
+        data = memory_at(self._data.data_ptr(), self._data.nbytes)
+        if self._saved is None:
+            self._load(data)
+        elif data != self._saved[2].head:
+            self._saved, self.held_nbytes = None, self.info.length
+            return False
+        else:
+            self._commit()
+        # Held for the load of a whole file, else.
+        self._data = torch.empty(0, dtype=torch.uint8)
+        return True
 
-        def arrived(what: str) -> None:
-            with self._context.lock:
-                awaited.discard(what)
-                if not awaited and not self.is_foreign:
-                    self._context.planner.commit_tensor(self._request, target)
-
-        def check(head: memoryview) -> None:
-            self.is_foreign = head != frame.head
-            arrived("frame")
-
-        values = _Values(dtype, shape, begin, self._request, target, partial(arrived, "values"))
-        return [FileRange(self.info.offset, begin, check), *values.runs()]
-
-    def _target(self) -> torch.Tensor:
+    def _find_target(self) -> torch.Tensor:
         with self._context.lock:
             target = self._context.planner.resolve_tensor(self._request).detach()
         if target.shape != self._request.lengths:
@@ -261,6 +199,10 @@ class ItemRead:
             )
         self.device = target.device
         return target
+
+    def _commit(self) -> None:
+        with self._context.lock:
+            self._context.planner.commit_tensor(self._request, self._target)
 
     def _load(self, data: memoryview) -> None:
         stream: IO[bytes] = io.BytesIO(data)
@@ -275,13 +217,15 @@ class ItemRead:
             return
         name = self._request.dest_index.fqn
         saved = load_object(name, cast(io.BytesIO, stream), self._context.safe_globals)
-        parts = zip(self._request.storage_offsets, self._request.lengths, strict=True)
-        for dim, (start, length) in enumerate(parts):
-            saved = saved.narrow(dim, start, length)
-        target = self._target()
-        _copy_part(target, saved)
-        with self._context.lock:
-            self._context.planner.commit_tensor(self._request, target)
+        saved = narrowed(saved, self._request.storage_offsets, self._request.lengths)
+        self._target = self._find_target()
+        if self._target.shape != saved.shape:
+            raise CorruptShardError(
+                f"a part of shape {tuple(saved.shape)} was saved where one of shape "
+                f"{tuple(self._target.shape)} is wanted"
+            )
+        convert_values(self._target, saved)
+        self._commit()
 
 
 def _saved_part(
@@ -308,121 +252,3 @@ def _saved_part(
     if nbytes != len(frame.head) + values_nbytes + len(frame.tail):
         return None
     return dtype, shape, frame
-
-
-def add_runs(reads: FileReads, runs: list[tuple[ItemRead, FileRange]]) -> None:
-    """Add runs of items to the reads of files; those that begin within ``READ_NBYTES`` are one."""
-    by_file: dict[str, list[FileRange]] = {}
-    for item, run in runs:
-        by_file.setdefault(item.info.relative_path, []).append(run)
-    for name, of_file in by_file.items():
-        of_file.sort(key=lambda run: run.start)
-        groups = groupby(of_file, lambda run: run.start // READ_NBYTES)
-        reads.add(name, [_joined([*group]) for _, group in groups])
-
-
-def _joined(runs: list[FileRange]) -> FileRange:
-    start = runs[0].start
-
-    def use(data: memoryview) -> None:
-        for run in runs:
-            run.use(data[run.start - start : run.stop - start])
-
-    return FileRange(start, max(run.stop for run in runs), use)
-
-
-class _Values:
-    """Values that one request wants of a saved part of a tensor.
-
-    The saved part is contiguous in the file, from ``begin`` on. ``filled`` is called once the
-    target has all values.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        begin: int,
-        request: ReadItem,
-        target: torch.Tensor,
-        filled: Callable[[], None],
-    ) -> None:
-        self._dtype = dtype
-        self._target = target
-        self._filled = filled
-        # Rows are those of the first dimension that has several.
-        self._dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-        self._row_shape = shape[self._dim + 1 :]
-        self._row_nbytes = math.prod(self._row_shape) * dtype.itemsize
-        wanted = list(zip(request.storage_offsets, request.lengths, strict=True))
-        first, self._rows = wanted[self._dim] if shape else (0, 1)
-        self._inner = wanted[self._dim + 1 :]
-        self._begin = begin + first * self._row_nbytes
-        self._end = self._begin + self._rows * self._row_nbytes
-        self._missing = self._end - self._begin
-        self._lock = threading.Lock()
-
-    def runs(self) -> list[FileRange]:
-        """Return the runs to read."""
-        whole_rows = torch.Size(length for _, length in self._inner) == self._row_shape
-        target = self._target
-        if whole_rows and is_host_run(target) and target.dtype is self._dtype:
-            ends = range(
-                self._begin // READ_NBYTES * READ_NBYTES + READ_NBYTES, self._end, READ_NBYTES
-            )
-            cuts = [self._begin, *ends, self._end]
-            return [FileRange(a, b, self._taking_bytes(a)) for a, b in pairwise(cuts)]
-        step = max(1, _ROWS_NBYTES // self._row_nbytes)
-        return [
-            FileRange(
-                self._begin + row * self._row_nbytes,
-                self._begin + min(row + step, self._rows) * self._row_nbytes,
-                self._taking_rows(row),
-            )
-            for row in range(0, self._rows, step)
-        ]
-
-    def _taking_bytes(self, start: int) -> Callable[[memoryview], None]:
-        def take(data: memoryview) -> None:
-            place = self._target.data_ptr() + start - self._begin
-            ctypes.memmove(place, address_of(data), len(data))
-            self._count(len(data))
-
-        return take
-
-    def _taking_rows(self, row: int) -> Callable[[memoryview], None]:
-        def take(data: memoryview) -> None:
-            count = len(data) // self._row_nbytes
-            values = torch.frombuffer(data, dtype=torch.uint8).view(self._dtype)
-            if self._target.dim() == 0:
-                _copy_part(self._target, values.view(()))
-            else:
-                rows = values.view(*([1] * self._dim), count, *self._row_shape)
-                for dim, (start, length) in enumerate(self._inner, self._dim + 1):
-                    rows = rows.narrow(dim, start, length)
-                _copy_part(self._target.narrow(self._dim, row, count), rows)
-            self._count(len(data))
-
-        return take
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._missing -= nbytes
-            is_filled = not self._missing
-        if is_filled:
-            self._filled()
-
-
-def _copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape, whatever the dtypes and the devices."""
-    if target.shape != source.shape:
-        raise CorruptShardError(
-            f"a part of shape {tuple(source.shape)} was saved where one of shape "
-            f"{tuple(target.shape)} is wanted"
-        )
-    # Tensors that were made in inference mode are written to in that mode only.
-    with torch.inference_mode(target.is_inference()):
-        if target.dtype is source.dtype:
-            copy_values(target, source)
-        else:
-            target.copy_(source)

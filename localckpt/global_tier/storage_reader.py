@@ -16,12 +16,12 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
-from localckpt.global_tier.read_items import FileReads, ItemRead, LoadContext, add_runs
+from localckpt.global_tier.read_items import FileReads, ItemRead, LoadContext
 from localckpt.memory.gpu_copies import await_training
 from localckpt.ranks.deadline import within
 from localckpt.ranks.failure import Failure
@@ -114,15 +114,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         items = [
             ItemRead(context, request, info)
             for request, info in zip(plan.items, self._places(plan), strict=True)
+            if request.type == LoadItemType.BYTE_IO or 0 not in request.lengths
         ]
-        runs = [(item, run) for item in items for run in item.runs()]
         # What training has queued on them must not come after what is loaded.
         await_training({item.device for item in items}, self._timeout_s)
-        add_runs(reads, runs)
-        reads.carry_out()
-        # By another release of torch, or not contiguous: torch knows what they mean.
-        add_runs(reads, [(item, item.whole()) for item in items if item.is_foreign])
-        reads.carry_out()
+        reads.read(items)
         self.nbytes_read = reads.nbytes
         done: Future[None] = Future()
         done.set_result(None)

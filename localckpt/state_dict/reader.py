@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,15 +27,13 @@ from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import (
     copy_values,
     flat_bytes,
-    integer_view,
     is_flat,
-    is_host_run,
-    narrowed,
 )
 from localckpt.state_dict.boxes import Box, Rectangle, parse_boxes
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
+from localckpt.state_dict.part_reads import Part, read_parts
 from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
@@ -52,9 +50,6 @@ from localckpt.state_dict.unpickler import Contents, check_skeleton
 from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
 logger = logging.getLogger(__name__)
-
-# Bytes of parts that are copied, read at once.
-_WAITING_NBYTES = 64 << 20
 
 
 class ImageReader(ImageBytes):
@@ -450,55 +445,20 @@ class ImageReader(ImageBytes):
         return items.as_strided(entry.shape, entry.view[1])
 
     def read(self, parts: Iterable[tuple[int, Rectangle, torch.Tensor]]) -> None:
-        """Fill tensors with rectangles of tensors of this image, given by their numbers.
+        """Fill tensors with rectangles of tensors of this image, given by their numbers."""
+        read_parts(self, (self._part(*part) for part in parts))
 
-        Only the blocks that hold them are read. Rows go straight to where they belong; other parts
-        are copied out of memory of their own, some parts at a time.
-        """
-        waiting: list[_Part] = []
-        copied_nbytes = 0
-        for number, rectangle, out in parts:
-            part = self._part(number, rectangle, out)
-            waiting.append(part)
-            copied_nbytes += 0 if part.memory is not None else part.stop - part.start
-            if copied_nbytes >= _WAITING_NBYTES:
-                self._read(waiting)
-                waiting, copied_nbytes = [], 0
-        self._read(waiting)
-
-    def _part(self, number: int, rectangle: Rectangle, out: torch.Tensor) -> _Part:
+    def _part(self, number: int, rectangle: Rectangle, out: torch.Tensor) -> Part:
         entry = self.entries[number]
-        dims, itemsize = len(entry.shape), entry.torch_dtype().itemsize
+        dims, dtype = len(entry.shape), out.dtype
         # A global tensor may have more dimensions in front.
-        starts, sizes = (side[len(side) - dims :] for side in rectangle)
+        rectangle = Rectangle(*(side[len(side) - dims :] for side in rectangle))
         start = self.start_of(number) + entry.offset
-        if not entry.is_contiguous:
-            nbytes = entry.reach_nbytes() - entry.offset
-            return _Part(start, start + nbytes, None, out, entry.shape, entry.strides, starts)
-        shape = (*sizes[:1], *entry.shape[1:])
-        nbytes = math.prod(shape) * itemsize
-        if starts:
-            start += starts[0] * math.prod(shape[1:]) * itemsize
-        memory = None
-        if sizes == shape and is_host_run(out):
-            memory = memory_at(out.data_ptr(), nbytes)
-        return _Part(start, start + nbytes, memory, out, shape, None, (0, *starts[1:])[:dims])
-
-    def _read(self, parts: Sequence[_Part]) -> None:
-        ranges: list[ByteRange] = []
-        copies: list[tuple[_Part, torch.Tensor]] = []
-        for sharing in _clusters(parts):
-            start, stop = sharing[0].start, max(part.stop for part in sharing)
-            if len(sharing) == 1 and (memory := sharing[0].memory) is not None:
-                ranges.append(ByteRange(start, stop, memory))
-                continue
-            data = torch.empty(stop - start, dtype=torch.uint8)
-            ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
-            copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
-        self.read_ranges(ranges)
-        with torch.no_grad():
-            for part, data in copies:
-                part.copy(data)
+        if entry.is_contiguous:
+            return Part.contiguous(start, dtype, entry.shape, rectangle, out)
+        stop = start + entry.reach_nbytes() - entry.offset
+        starts = rectangle.offsets
+        return Part(start, stop, None, out, dtype, entry.shape, entry.strides, starts)
 
     def start_of(self, number: int) -> int:
         """First byte in the image of the slot of a tensor that has data."""
@@ -533,49 +493,6 @@ def open_images(
         owner = identity.checkpoint.shard(rank, identity.session_id)
         image.join(ImageReader(open_source(owner), allowed, owner, image))
     return image
-
-
-class _Part(NamedTuple):
-    """Bytes of an image that hold a rectangle of a tensor, and the tensor that it fills.
-
-    ``memory`` is where these bytes belong as they are, if that is so. Else they are items of a
-    shape, in which the rectangle begins at ``starts``; ``strides`` are ``None`` if contiguous.
-    """
-
-    start: int
-    stop: int
-    memory: memoryview | None
-    out: torch.Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    starts: tuple[int, ...]
-
-    def copy(self, data: torch.Tensor) -> None:
-        """Copy the rectangle out of the bytes that hold it."""
-        if data.storage_offset() % self.out.itemsize:
-            data = data.clone()
-        items = integer_view(data, self.out.itemsize)
-        if self.strides is None:
-            items = items.view(self.shape)
-        else:
-            items = items.as_strided(self.shape, self.strides, items.storage_offset())
-        sizes = self.out.shape[self.out.dim() - len(self.starts) :]
-        values = narrowed(items, self.starts, sizes)
-        copy_values(self.out, values.view(self.out.dtype).view(self.out.shape))
-
-
-def _clusters(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Divide parts into groups of which no two share a byte of the image."""
-    cluster: list[_Part] = []
-    end = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if cluster and part.start >= end:
-            yield cluster
-            cluster = []
-        end = max(end, part.stop) if cluster else part.stop
-        cluster.append(part)
-    if cluster:
-        yield cluster
 
 
 def _copy_up(flat: torch.Tensor, bounce: BounceBuffers, offset: int, data: memoryview) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.memory.copying import Copier
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, covered_nbytes
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, Hashed, covered_nbytes
 from localckpt.memory.host_memory import address_of, round_up
 from localckpt.state_dict.header import (
     ImageHeader,
@@ -157,7 +157,7 @@ class ReadProgress:
 
 
 class ByteRange(NamedTuple):
-    """Bytes ``[start, stop)`` of an image, and where they go.
+    """Bytes ``[start, stop)`` of a source, and where they go.
 
     That is memory, or a function, which gets them piece by piece, verified, with the offset of each
     piece in the range. Several threads call it, and it may keep nothing of a piece.
@@ -168,46 +168,35 @@ class ByteRange(NamedTuple):
     to: memoryview | Callable[[int, memoryview], None]
 
 
-class ImageBytes:
-    """Bytes of one image, of which each block is verified before a byte of it is given.
+class VerifiedBytes:
+    """Bytes of an image or a file, of which each block is verified before a byte of it is given.
 
-    One thread calls the methods. All but :meth:`verify` give bytes before the digests.
+    One thread calls the methods, which raise CorruptShardError for a damaged block.
 
     Args:
-        source: Source of the image's bytes; the caller closes it.
-        expect: Identity that the image must have; ``None`` for any.
-        on_read: Called with a number of bytes after each read, in the thread that has read; by
-            default the progress of a long read is logged.
-
-    Raises:
-        CorruptShardError: The image is another shard's; and, by the methods, a block is damaged.
+        source: Source of the bytes; the caller closes it.
+        identity: Identity by which the digests are seeded.
+        end: Number of bytes that the digests cover, and that can be read.
+        digests: Digests of the blocks; ``None`` if nothing is verified.
+        on_read: Called with a number of bytes after each read, in the thread that has read; what it
+            raises ends the read.
     """
 
     def __init__(
         self,
         source: ShardSource,
-        expect: ShardIdentity | None = None,
-        on_read: Callable[[int], None] | None = None,
+        identity: Hashed,
+        end: int,
+        digests: memoryview | None,
+        on_read: Callable[[int], None],
     ) -> None:
-        self.header = header = read_header(source)
-        if expect is not None and header.identity != expect:
-            raise CorruptShardError(f"expected {expect}, and found {header.identity}")
+        self.end = end
         self._source = source
-        self._on_read = on_read or ReadProgress(f"reading {header.identity}", header.nbytes).add
-        self._hasher = BlockHasher(header.identity)
-        self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+        self._on_read = on_read
+        self._hasher = BlockHasher(identity)
+        self._digests = digests
         # The last piece that was read: small tensors lie side by side, and one read serves many.
         self._start, self._piece = 0, memoryview(b"")
-
-    @property
-    def identity(self) -> ShardIdentity:
-        """Identity of the shard, with its lineage."""
-        return self.header.identity
-
-    @property
-    def digest_bytes(self) -> memoryview:
-        """Digests of the image's blocks, which are its last bytes."""
-        return self._digests
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes ``[start, stop)`` in order.
@@ -235,17 +224,17 @@ class ImageBytes:
         is_all_verified: bool = False,
         scratch: Callable[[int], memoryview] | None = None,
         finish: Callable[[], None] = lambda: None,
+        most_threads: int | None = None,
     ) -> None:
         """Read ranges, of which no two share a byte, with several threads.
 
         Args:
-            is_all_verified: Whether the whole image is read, rather than the blocks of the ranges.
+            is_all_verified: Whether all is read, rather than the blocks of the ranges.
             scratch: Returns memory of the thread for so many bytes that have no place.
             finish: Called after each piece, once all bytes of it are given.
         """
         ordered = sorted((one for one in ranges if one.start < one.stop), key=lambda one: one.start)
         begins = [one.start for one in ordered]
-        end = self.header.digests_start
 
         def read(pieces: Iterator[tuple[int, int]]) -> None:
             own = memoryview(b"") if scratch else memoryview(bytearray(PIECE_NBYTES))
@@ -255,32 +244,70 @@ class ImageBytes:
                 within = ordered[first : bisect_left(begins, stop)]
                 parts, given = _places(within, start, stop, rest)
                 self._source.read_into(start, parts)
-                self._on_read(stop - start)
-                self._hasher.check(start, parts, self._digests)
+                self._take(start, parts)
                 for give, offset, data in given:
                     give(offset, data)
                 finish()
 
         self._forget()
-        pieces = [(at, min(at + PIECE_NBYTES, end)) for at in range(0, end, PIECE_NBYTES)]
-        if not is_all_verified:
-            pieces = _pieces_with(ordered, end)
-        Copier(self._source.threads).share(pieces, read)
-
-    def verify(self) -> None:
-        self.read_ranges((), is_all_verified=True)
+        if is_all_verified:
+            starts = range(0, self.end, PIECE_NBYTES)
+            pieces = [(at, min(at + PIECE_NBYTES, self.end)) for at in starts]
+        else:
+            pieces = _pieces_with(ordered, self.end)
+        threads = self._source.threads
+        Copier(min(threads, most_threads or threads)).share(pieces, read)
 
     def _fetch(self, wanted: int) -> None:
         self._forget()
         start = wanted // BLOCK_NBYTES * BLOCK_NBYTES
-        piece = self._source.read(start, min(start + PIECE_NBYTES, self.header.digests_start))
-        self._on_read(len(piece))
-        self._hasher.check(start, [piece], self._digests)
+        piece = self._source.read(start, min(start + PIECE_NBYTES, self.end))
+        self._take(start, [piece])
         self._start, self._piece = start, piece
+
+    def _take(self, start: int, parts: Sequence[memoryview]) -> None:
+        self._on_read(sum(map(len, parts)))
+        if self._digests is not None:
+            self._hasher.check(start, parts, self._digests)
 
     def _forget(self) -> None:
         # A source gives its last piece until the next is read.
         self._piece = memoryview(b"")
+
+
+class ImageBytes(VerifiedBytes):
+    """Bytes of one image before its digests.
+
+    Args:
+        source: Source of the image's bytes; the caller closes it.
+        expect: Identity that the image must have; ``None`` for any.
+        on_read: As for :class:`VerifiedBytes`; by default the progress of a long read is logged.
+
+    Raises:
+        CorruptShardError: The image is another shard's.
+    """
+
+    def __init__(
+        self,
+        source: ShardSource,
+        expect: ShardIdentity | None = None,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        self.header = header = read_header(source)
+        if expect is not None and header.identity != expect:
+            raise CorruptShardError(f"expected {expect}, and found {header.identity}")
+        self.digest_bytes = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+        """Digests of the image's blocks, which are its last bytes."""
+        on_read = on_read or ReadProgress(f"reading {header.identity}", header.nbytes).add
+        super().__init__(source, header.identity, header.digests_start, self.digest_bytes, on_read)
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Identity of the shard, with its lineage."""
+        return self.header.identity
+
+    def verify(self) -> None:
+        self.read_ranges((), is_all_verified=True)
 
 
 _Given = tuple[Callable[[int, memoryview], None], int, memoryview]

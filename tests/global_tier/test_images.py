@@ -21,7 +21,7 @@ from localckpt.global_tier.images import envelope_name
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.state_dict.source import ImageBytes
 from localckpt.storage.buffers import PrivateBuffer
-from localckpt.storage.open_file import OpenFile
+from localckpt.storage.files import FileSource
 from tests.global_tier.models import MAX_S, checkpoints_in, fsdp_model, manager_on, states_of, step
 from tests.global_tier.states import state_of as state_of_all_kinds
 from tests.managers.jobs import damage, make_manager
@@ -138,8 +138,8 @@ def _forged(chance: random.Random, text: bytes) -> bytes:
 def test_a_forged_envelope_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
     _drained(0, tmp_path, {"weight": torch.arange(1000.0), "bias": torch.arange(10)})
     path = _envelope(tmp_path)
-    with closing(OpenFile(path)) as file:
-        trailer = read_trailer(file)
+    with closing(FileSource(path)) as file:
+        trailer = read_trailer(file, path.name)
     assert trailer is not None
     content = path.read_bytes()[: trailer.covered_nbytes]
     length = int.from_bytes(content[:8], "little")

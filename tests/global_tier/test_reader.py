@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,10 +26,12 @@ from localckpt import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load import ReshardingLoadPlanner
-from localckpt.global_tier.metadata import read_metadata
-from localckpt.global_tier.read_items import FileRange, FileReads
+from localckpt.global_tier.metadata import StorageInfo, read_metadata
+from localckpt.global_tier.read_items import FileReads, ItemRead
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.state_dict.boxes import Rectangle
+from localckpt.state_dict.part_reads import Part
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import (
     assert_same,
@@ -207,23 +209,45 @@ def test_a_rank_that_reads_for_all_and_does_not_come_is_named(tmp_path: Path) ->
 
 
 class InFlight:
-    """Takes bytes of a file, and sees how many others are being taken."""
+    """Bytes of whole items that are held at once, of as many items as are to meet."""
 
     def __init__(self, together: int) -> None:
         self._lock = threading.Lock()
         self._meet = threading.Barrier(together)
         self.nbytes = self.most = 0
-        self.taken: list[bytes] = []
 
-    def take(self, data: memoryview) -> None:
+    def hold(self, nbytes: int) -> None:
         with self._lock:
-            self.nbytes += len(data)
+            self.nbytes += nbytes
             self.most = max(self.most, self.nbytes)
+
+    def meet(self) -> None:
         # All that may be in flight together are, or this raises.
         self._meet.wait(20.0)
-        with self._lock:
-            self.nbytes -= len(data)
-            self.taken.append(bytes(data[:1]))
+
+
+class Held:
+    """An item that is read whole."""
+
+    def __init__(self, name: str, flight: InFlight) -> None:
+        self.info = StorageInfo(name, 0, MIB)
+        self.held_nbytes = MIB
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._flight = flight
+
+    def require_within(self, end: int) -> None:
+        assert end == MIB
+
+    def parts(self) -> list[Part]:
+        self._flight.hold(MIB)
+        self.data = torch.empty(MIB, dtype=torch.uint8)
+        whole = Rectangle((0,), (MIB,))
+        return [Part.contiguous(0, torch.uint8, (MIB,), whole, self.data)]
+
+    def take(self) -> bool:
+        self._flight.meet()
+        self._flight.hold(-MIB)
+        return True
 
 
 @pytest.mark.parametrize(
@@ -232,16 +256,16 @@ class InFlight:
 def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
     tmp_path: Path, limit: int, together: int
 ) -> None:
-    path = tmp_path / "__0_0.distcp"
-    path.write_bytes(b"".join(bytes([i]) * MIB for i in range(16)))
     flight = InFlight(together)
+    items = [Held(f"__{i}_0.distcp", flight) for i in range(16)]
+    for i, item in enumerate(items):
+        (tmp_path / item.info.relative_path).write_bytes(bytes([i]) * MIB)
     reads = FileReads(tmp_path, limit, None)
-    reads.add(path.name, [FileRange(i * MIB, (i + 1) * MIB, flight.take) for i in range(16)])
 
-    reads.carry_out()
+    reads.read(cast(list[ItemRead], items))
 
     assert flight.most == max(limit, MIB)
-    assert sorted(flight.taken) == [bytes([i]) for i in range(16)]
+    assert all(item.data.eq(i).all() for i, item in enumerate(items))
     assert reads.nbytes == 16 * MIB
 
 

@@ -25,7 +25,7 @@ from localckpt.global_tier.data_files import (
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.storage.open_file import OpenFile
+from localckpt.state_dict.source import ShardSource
 from tests.global_tier.states import (
     assert_same,
     data_files,
@@ -47,17 +47,17 @@ class End:
     """The end of a file, of which nothing else is read."""
 
     def __init__(self, end: bytes, nbytes: int) -> None:
-        self.path, self.nbytes = Path("here"), nbytes
+        self.nbytes = nbytes
         self._end = end
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        start = offset - (self.nbytes - len(self._end))
-        view[:] = self._end[start : start + len(view)]
+    def read(self, start: int, stop: int) -> memoryview:
+        before = self.nbytes - len(self._end)
+        return memoryview(self._end)[start - before : stop - before]
 
 
 def trailer_in(end: bytes, nbytes: int) -> Trailer | None:
     """The trailer of a file of so many bytes that ends so."""
-    return read_trailer(cast(OpenFile, End(end, nbytes)))
+    return read_trailer(cast(ShardSource, End(end, nbytes)), "here")
 
 
 class Saved:

@@ -87,19 +87,19 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2096, 1300, 14),
     "async_save": (1641, 1400, 7),
-    "availability": (2789, 2000, 11),
+    "availability": (2779, 2000, 11),
     "checkpointer": (4416, 1800, 18),
     "cli": (3119, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (6413, 4900, 21),
     "integrations": (2821, 2900, 21),
-    "managers": (5397, 3600, 21),
+    "managers": (5398, 3600, 21),
     "memory": (827, 700, 7),
     "ranks": (2917, 1600, 13),
     "replication": (3086, 2900, 17),
     "replication/parity": (1788, 1700, 12),
-    "state_dict": (7404, 5000, 31),
+    "state_dict": (7341, 5000, 31),
     "storage": (3350, 3100, 17),
 }
 

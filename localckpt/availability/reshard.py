@@ -67,11 +67,6 @@ class Keys(NamedTuple):
         """Name by which ranks refer to them: a digest."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self).encode())
 
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Keys:
-        dtype, shape, keys = fields
-        return cls(dtype, tuple(shape), tuple(keys))
-
 
 class TensorGroup(NamedTuple):
     """Elements that a rank or a shard has of some global tensors.
@@ -84,15 +79,10 @@ class TensorGroup(NamedTuple):
     region: Region
     equal_on: str = ""
 
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> TensorGroup:
-        name, region, equal_on = fields
-        return cls(name, region_of(region), equal_on)
 
-
-def region_of(fields: Sequence[Any]) -> Region:
-    """Return a region from its JSON fields."""
-    return tuple(tuple((start, count) for start, count in runs) for runs in fields)
+def tuples_of(fields: Any) -> Any:
+    """Return values from JSON, with tuples for the lists that JSON makes of them."""
+    return tuple(map(tuples_of, fields)) if isinstance(fields, list) else fields
 
 
 def group_tensors(
@@ -136,9 +126,9 @@ class Take(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Take:
-        receiver, shard, reader, wanted, saved, keys, region = fields
-        groups = TensorGroup.from_json(wanted), TensorGroup.from_json(saved)
-        return cls(receiver, shard, reader, *groups, keys, region_of(region))
+        receiver, shard, reader, wanted, saved, keys, region = tuples_of(fields)
+        groups = TensorGroup(*wanted), TensorGroup(*saved)
+        return cls(receiver, shard, reader, *groups, keys, region)
 
 
 class Unsettled(NamedTuple):

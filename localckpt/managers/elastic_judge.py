@@ -25,6 +25,7 @@ from localckpt.availability.reshard import (
     TensorGroup,
     plan_reshard,
     require_equal,
+    tuples_of,
 )
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import Mismatches, with_class
@@ -176,11 +177,11 @@ class ElasticJudge:
             self._places = frozenset(place for report in reports for place in report["places"])
         shared = sorted({tuple(pair) for report in reports for pair in report["shared"]})
         for rank, report in enumerate(reports):
-            self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
+            self._wanted[rank] = [TensorGroup(*tuples_of(group)) for group in report["wanted"]]
             for name, *_ in self._wanted[rank]:
                 names.setdefault(name, rank)
             for shard, groups, sections, of_rules in report["saved"]:
-                self._saved[shard] = [TensorGroup.from_json(group) for group in groups]
+                self._saved[shard] = [TensorGroup(*tuples_of(group)) for group in groups]
                 self._sections[shard], ruled[shard] = sections, of_rules
                 for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
@@ -211,7 +212,7 @@ class ElasticJudge:
         packs: list[Packed] = []
         for report in reports:
             for fields in report.record["tables"]:
-                keys = Keys.from_json(fields)
+                keys = Keys(*tuples_of(fields))
                 tables[keys.name] = keys
             for shard, of_shard in report.record["digests"]:
                 digests.setdefault(shard, {}).update(of_shard)

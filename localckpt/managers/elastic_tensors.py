@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from localckpt.availability.reshard import Keys, Take, TensorGroup, group_tensors, region_of
+from localckpt.availability.reshard import Keys, Take, TensorGroup, group_tensors, tuples_of
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -119,8 +119,8 @@ class DescribedTensors:
                 yield Transfer(*ranks, number, targets or (), rectangle, dtype)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
-        found = self._find(self._groups_of(shard), TensorGroup.from_json(group), keys)
-        region = region_of(fields)
+        found = self._find(self._groups_of(shard), TensorGroup(*tuples_of(group)), keys)
+        region = tuples_of(fields)
         return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in found]
 
     def _groups_of(self, shard: int) -> _Groups:

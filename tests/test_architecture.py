@@ -99,7 +99,7 @@ _BUDGETS = {
     "ranks": (2917, 1600, 13),
     "replication": (3086, 2900, 17),
     "replication/parity": (1788, 1700, 12),
-    "state_dict": (7341, 5000, 31),
+    "state_dict": (7315, 5000, 31),
     "storage": (3350, 3100, 17),
 }
 

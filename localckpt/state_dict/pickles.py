@@ -1,11 +1,8 @@
-"""Checks of pickles that make none of the objects in them.
+"""Check of a pickle's instructions, before it is read.
 
-``check_opcodes`` runs before a pickle is read, and refuses one that would take unbounded memory or
-stack. Most instructions of a pickle are harmless. A regular expression skips runs of them, so the
-check takes less time than reading the pickle, and training can wait for it.
-
-``place_at`` finds the place of an object in a state for error messages. It is slow, and called only
-after a failure.
+It refuses a pickle that would take unbounded memory or stack. Most instructions are harmless. A
+regular expression skips runs of them, so the check takes less time than reading the pickle, and
+training can wait for it.
 """
 
 from __future__ import annotations
@@ -13,9 +10,7 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from localckpt.errors import CorruptShardError
 
@@ -99,82 +94,44 @@ _MADE_OF_OTHERS = frozenset(
     }
 )
 _FILLS = frozenset({"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"})
+_MARK = -1
 
 
-def _depth(pickle: bytes) -> int:
+def _depth(pickled: bytes) -> int:
     """Return the greatest nesting depth of tuples, frozen sets and objects.
 
     The depth starts again at 0 inside lists, dicts and sets, which cannot be hashed.
     """
-
-    def depth(name: str, _: Any, parts: list[int]) -> int:
-        if name in _FILLS:
-            return parts[0]
-        return 1 + max(parts, default=0) if name in _MADE_OF_OTHERS else 0
-
-    return max((made for _, made in _follow(pickle, depth, unknown=0)), default=0)
-
-
-def _follow(
-    pickled: bytes, make: Callable[[str, Any, list[Any]], Any], unknown: Any = None
-) -> Iterator[tuple[int, Any]]:
-    """Interpret a pickle's instructions with a stand-in for each value.
-
-    Args:
-        make: Returns the stand-in of the value that an instruction makes or fills, given the
-            instruction's name, its argument, and the stand-ins that it takes from the stack.
-        unknown: Stand-in for a value that the pickle reads from its memo but never stored there.
-    """
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, argument, position in pickletools.genops(pickled):
+    stack: list[int] = []
+    memo: dict[Any, int] = {}
+    deepest = 0
+    for opcode, argument, _ in pickletools.genops(pickled):
         name, before = opcode.name, opcode.stack_before
         if name == "MEMOIZE" or name.endswith("PUT"):
             memo[len(memo) if argument is None else argument] = stack[-1]
-            continue
-        if name == "MARK":
+        elif name == "MARK":
             stack.append(_MARK)
-            continue
-        if name.endswith("GET"):
-            made = memo.get(argument, unknown)
+        elif name.endswith("GET"):
+            stack.append(memo.get(argument, 0))
         else:
-            parts: list[Any] = []
+            parts: list[int] = []
             fixed = len(before)
             if before and before[-1] is pickletools.stackslice:
                 fixed = before.index(pickletools.markobject)
-                while (part := stack.pop()) is not _MARK:
+                while (part := stack.pop()) != _MARK:
                     parts.append(part)
             parts.extend(stack.pop() for _ in range(fixed))
-            if not opcode.stack_after:
-                continue
-            parts.reverse()
-            made = make(name, argument, parts)
-        stack.append(made)
-        yield position or 0, made
+            if name in _FILLS:
+                stack.append(parts[-1])
+            elif name in _MADE_OF_OTHERS:
+                stack.append(1 + max(parts, default=0))
+                deepest = max(deepest, stack[-1])
+            elif opcode.stack_after:
+                stack.append(0)
+    return deepest
 
 
-_MARK = object()
-
-# Attribute of localckpt's wrapper that holds a plain state.
-_WRAPPER = "state_dict"
 _FRAME_NBYTES = 9
-_CONTAINERS = frozenset({"TUPLE", "LIST", "DICT", "SET", "FROZENSET"})
-
-
-class Place(NamedTuple):
-    """Place of an object in a state: keys, indices and attributes, joined by dots."""
-
-    class_name: str
-    path: str
-
-
-def place_at(pickled: bytes, end: int) -> Place | None:
-    """Find the place of the object that the instruction before byte ``end`` makes, if any."""
-    wanted = None
-    # Follow the pickle to its end, since an object's containers may be filled after it is made.
-    for position, made in _follow(pickled, _make_node):
-        wanted = made if position < end else wanted
-    return Place(wanted.class_name, _path_of(wanted)) if isinstance(wanted, _Node) else None
 
 
 def unframed(pickled: bytes) -> bytes:
@@ -185,69 +142,3 @@ def unframed(pickled: bytes) -> bytes:
             parts.append(pickled[start:position])
             start = position + _FRAME_NBYTES
     return b"".join([*parts, pickled[start:]])
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """Stand-in of a value that may hold others: a container, or an object."""
-
-    class_name: str
-    parent: _Node | None = None
-    key: Any = None
-    count: int = 0
-
-    def fill(self, members: Iterable[tuple[Any, Any]]) -> None:
-        """Record this value as the parent of others, unless these have a parent already."""
-        for key, child in members:
-            self.count += 1
-            if isinstance(child, _Node) and child.parent is None and child is not self:
-                child.parent, child.key = self, key
-
-
-class _Name(str):
-    """Stand-in of a class or function: its full name."""
-
-    __slots__ = ()
-
-
-def _make_node(name: str, argument: Any, parts: list[Any]) -> Any:
-    container = name.rstrip("123").removeprefix("EMPTY_")
-    if name in _FILLS:
-        whole, *members = parts
-        if not isinstance(whole, _Node):
-            return whole
-        if name == "BUILD":
-            # The state's members become attributes, so the dict around them adds no key to paths.
-            whole.fill([(None, members[0])])
-        elif name.startswith("SETITEM"):
-            whole.fill(zip(members[::2], members[1::2], strict=True))
-        else:
-            whole.fill(enumerate(members, whole.count))
-        return whole
-    if name in _MADE_OF_OTHERS and container not in _CONTAINERS:
-        called, *arguments = parts
-        made = _Node(str(called) if isinstance(called, _Name) else "an object")
-        # A function's arguments get the path of its result.
-        made.fill((None, part) for part in arguments)
-        made.count = 0
-        return made
-    if container in _CONTAINERS:
-        made = _Node(f"builtins.{container.lower()}")
-        made.fill(enumerate(parts))
-        return made
-    if name == "STACK_GLOBAL":
-        return _Name(".".join(map(str, parts)))
-    return _Name(argument.replace(" ", ".")) if name == "GLOBAL" else argument
-
-
-def _path_of(node: _Node) -> str:
-    keys = []
-    seen: set[int] = set()
-    at: _Node | None = node
-    while at is not None and at.parent is not None and id(at) not in seen:
-        seen.add(id(at))
-        if at.key is not None:
-            keys.append(str(at.key))
-        at = at.parent
-    path = ".".join(reversed(keys))
-    return path.removeprefix(f"{_WRAPPER}.") if path != _WRAPPER else ""

@@ -36,11 +36,11 @@ from localckpt.state_dict.foreign_values import (
     type_of_constant,
 )
 from localckpt.state_dict.marks import marks_of, set_marks
-from localckpt.state_dict.pickles import Place, place_at, unframed
+from localckpt.state_dict.pickles import unframed
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
-from localckpt.state_dict.unpickler import Unpickler
+from localckpt.state_dict.unpickler import Place, Unpickler, place_at
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}

@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
+from localckpt.state_dict.containers import children_of, joined
 from localckpt.state_dict.pickles import check_opcodes
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 
@@ -142,6 +143,88 @@ class Ignored:
 
     def add(self, _: Any) -> None:
         pass
+
+
+class Place(NamedTuple):
+    """Place of an object in a state: keys, indices and attributes, joined by dots."""
+
+    class_name: str
+    path: str
+
+
+def place_at(pickled: bytes, end: int) -> Place | None:
+    """Find the place of the object that the instruction before byte ``end`` makes or fills.
+
+    The pickle has no frames: an unpickler is at a byte when it carries out the instruction before.
+    """
+    file = io.BytesIO(pickled)
+    touched: list[_Made] = []
+
+    def find(module: str, name: str) -> Any:
+        def note(made: _Made) -> None:
+            if file.tell() == end:
+                touched.append(made)
+
+        return type(name, (_Made,), {"class_name": f"{module}.{name}", "note": note})
+
+    root = Unpickler(file, find, lambda _: None).load()
+    keys = _keys_of(touched[0], root, (), set()) if touched else None
+    if keys is None:
+        return None
+    # The attribute of localckpt's wrapper that holds a plain state.
+    keys = keys[1:] if keys[:1] == ("state_dict",) else keys
+    return Place(touched[0].class_name, joined(keys))
+
+
+class _Made(Ignored):
+    """Stand-in that keeps its arguments, and what fills it, by keys; ``None`` adds no key."""
+
+    class_name: str
+    note: Callable[[], None]
+    held: list[tuple[Any, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = object.__new__(cls)
+        made.held = [(None, (*args, *kwargs.values()))]
+        made.note()
+        return made
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.held.append((key, value))
+        self.note()
+
+    def __setstate__(self, state: Any) -> None:
+        # Its members become attributes, so the dict around them adds no key to paths.
+        self[None] = state
+
+    def append(self, item: Any) -> None:
+        self[len(self.held) - 1] = item
+
+    def extend(self, items: Any) -> None:
+        self[None] = items
+
+    def add(self, item: Any) -> None:
+        self.append(item)
+
+    def __hash__(self) -> int:
+        self.note()
+        return id(self)
+
+
+def _keys_of(wanted: _Made, value: Any, keys: tuple[Any, ...], seen: set[int]) -> Any:
+    """Return the keys that lead from a value to a stand-in in it; ``None`` if it is not there."""
+    if value is wanted:
+        return keys
+    held: Any = value.held if isinstance(value, _Made) else children_of(value)
+    if isinstance(value, dict):
+        held = [*((None, key) for key in value), *value.items()]
+    elif isinstance(value, set | frozenset):
+        held = enumerate(value)
+    if held is None or id(value) in seen:
+        return None
+    seen.add(id(value))
+    found = (_keys_of(wanted, p, keys if k is None else (*keys, k), seen) for k, p in held)
+    return next((place for place in found if place is not None), None)
 
 
 class _Fixed(Ignored):

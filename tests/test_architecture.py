@@ -89,7 +89,7 @@ _BUDGETS = {
     "async_save": (1641, 1400, 7),
     "availability": (2779, 2000, 11),
     "checkpointer": (4416, 1800, 18),
-    "cli": (3119, 3000, 16),
+    "cli": (3118, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (6413, 4900, 21),

@@ -208,9 +208,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
     framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    table, _, parts_text, _ = Skeleton.split(framed)
-    rows = json_module.loads(table)
-    parts = {slot: (start, count) for slot, _, start, count, _ in json_module.loads(parts_text)[1]}
+    rows = json_module.loads(Skeleton.split(framed).table)
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
     views: Counter[str] = Counter()
     shapes = {tensor.name: tensor.shape for tensor in seen.tensors}
@@ -222,8 +220,9 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
             views[slot] += 1
     for number, tensor in enumerate(seen.tensors):
         dtype, shape = whole.get(tensor.name, (None, tensor.shape))
-        if tensor.name in parts and shape:
-            shape = (parts[tensor.name][1], *shape[1:])
+        if not tensor.nbytes and 0 not in shape:
+            # The image of another rank holds it.
+            shape = tensor.shape
         seen.tensors[number] = replace(tensor, dtype=dtype, shape=shape, views=views[tensor.name])
 
 

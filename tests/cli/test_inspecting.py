@@ -15,6 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import SideStreams
+from localckpt.state_dict.global_view import Job
+from localckpt.state_dict.image import ImagePlanner
+from localckpt.state_dict.replicated import Replicated
 from tests.cli.commands import call, run
 from tests.state_dict.states import bits, image_of, with_pickle
 
@@ -25,6 +30,22 @@ def _shard(folder: Path, state: Any, name: str = "shard.safetensors") -> Path:
     path = folder / name
     path.write_bytes(image_of(state, _IDENTITY))
     return path
+
+
+def test_tensors_that_images_of_other_ranks_hold_are_shown_empty(tmp_path: Path) -> None:
+    identity = ShardIdentity("run", Generation(3, 7), 1200, 0, 2)
+    state = {"all": Replicated({name: torch.ones(100, 1000) for name in "ab"}, (0, 1))}
+    capture = ImagePlanner(job=Job(0, range(2))).capture(state, (0, 1))
+    image = memoryview(bytearray(capture.nbytes(identity)))
+    capture.write(image, identity, Copier(1), SideStreams())
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(image)
+
+    told = call("inspect", path, "--json").json()
+
+    assert not told["problems"]
+    seen = {(tensor["dtype"], *tensor["shape"], tensor["nbytes"]) for tensor in told["tensors"]}
+    assert seen == {("float32", 100, 1000, 400_000), ("float32", 0, 0)}
 
 
 def test_a_shard_tells_whose_it_is_and_where_each_tensor_lies(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from torch.profiler import record_function
@@ -56,10 +55,6 @@ class _Bad(NamedTuple):
     holder: int
     owner: int
     why: str
-
-
-class _ShardedOtherwiseError(Exception):
-    """The tensors to load into are other parts of global tensors than those of the shards."""
 
 
 class Load:
@@ -137,9 +132,11 @@ class Load:
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
         with record_function("localckpt.load"), collection_paused():
             if checkpoint.world_size == self._ranks.world_size:
-                with suppress(_ShardedOtherwiseError):
-                    return self._load()
-            return ElasticLoad(self._context, self._recovery, self._options).run()
+                return self._load()
+            return self._load_elastic()
+
+    def _load_elastic(self) -> Loaded | None:
+        return ElasticLoad(self._context, self._recovery, self._options).run()
 
     def _load(self) -> Loaded | None:
         try:
@@ -155,10 +152,12 @@ class Load:
                         continue
                     if plan.transfers and not self._fetch(plan):
                         continue
-                    if self._store.keeps_images:
-                        lacking = self._compare_with_shards()
-                        if lacking and not self._fetch(self._plan_parts(lacking)):
-                            continue
+                    lacking = self._compare_with_shards() if self._store.keeps_images else {}
+                    if lacking and not self._fetch(self._plan_parts(lacking)):
+                        continue
+                if lacking is None:
+                    self._drop_slots()
+                    return self._load_elastic()
                 with self._context.events.timed("read", step):
                     loaded, bad = self._verify_and_restore()
                 if self._agree(f"load iteration {step}", bad):
@@ -242,11 +241,11 @@ class Load:
 
     # Verify and restore.
 
-    def _compare_with_shards(self) -> dict[int, list[int]]:
+    def _compare_with_shards(self) -> dict[int, list[int]] | None:
         """Compare what ranks load into with their shards, before any of them fills a tensor.
 
-        Returns by rank the shards with parts of its tensors that are not on its node. Raises
-        :class:`_ShardedOtherwiseError` on all ranks if some have other parts of global tensors, and
+        Returns by rank the shards with parts of its tensors that are not on its node; ``None`` on
+        all ranks if the tensors of some are other parts of global tensors than those saved. Raises
         MismatchError if the state of some does not fit.
         """
         differs, parts, misfit, lacks = False, list[str](), None, list[int]()
@@ -275,7 +274,7 @@ class Load:
             self._options.rules.require_named(saved)
         if any(differs for differs, *_ in reports.values()):
             logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
-            raise _ShardedOtherwiseError
+            return None
         if any(is_misfit for _, _, is_misfit, _ in reports.values()):
             self._failure = misfit
             self._agree(f"load iteration {step}")

@@ -25,11 +25,9 @@ from localckpt.state_dict.containers import (
     named_values,
     with_children,
 )
-from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.replicated import Replicated, without_marker, without_markers
-from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.stateful import Freedom, ParametersOfStates, TensorKind
-from localckpt.state_dict.targets import find_overlaps
+from localckpt.state_dict.targets import find_overlaps, find_targets
 from localckpt.state_dict.values import Placeholder, Unit, above, placed, root_of
 
 
@@ -54,20 +52,17 @@ class WantedTensor(NamedTuple):
         return narrowed(local, local_starts(self.box.runs, *rectangle), rectangle.sizes)
 
 
-@collection_paused()
 def find_wanted(state: Any) -> list[WantedTensor]:
     """Find the tensors of a state that can be filled; those of which no part is known are whole."""
-    tensors = find_tensors(state)
-    names, tellers = named(state, tensors)
-    boxes = boxes_of(tellers, tensors, Job(0, ()))
+    targets = find_targets(state)
     wanted = []
     private: set[str] = set()
-    for number, tensor in enumerate(tensors):
+    for tensor in targets.tensors:
         if tensor.is_meta:
             continue
-        if (box := boxes.get(number)) is not None:
+        if (box := targets.boxes.get(id(tensor))) is not None:
             wanted.append(WantedTensor(box, tensor))
-        elif (key := names.get(id(tensor))) is not None:
+        elif (key := targets.names.get(id(tensor))) is not None:
             require_one(key, private)
             wanted.append(WantedTensor(private_box(key, tensor.shape), tensor))
     return wanted

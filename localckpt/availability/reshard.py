@@ -19,9 +19,8 @@ import xxhash
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError, NoReplicasAvailableError
 from localckpt.ids import Checkpoint
-from localckpt.state_dict.boxes import Region, bounds_of, common, text_of, volume, without
+from localckpt.state_dict.boxes import Region, common, overlapping_pairs, text_of, volume, without
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.targets import STRICT, TargetRules, listed, mismatch
 
 
@@ -292,8 +291,8 @@ def _unsettled(
     # Parts that do not overlap, as of one mesh, are no more than the whole.
     if sum(volume(region) for region, _ in held) <= math.prod(shape):
         return result
-    bounds = [bounds_of(region) for region, _ in held]
-    for a, b in overlapping_pairs(bounds, bounds):
+    regions = [region for region, _ in held]
+    for a, b in overlapping_pairs(regions, regions):
         (one, of_one), (other, of_other) = held[a], held[b]
         is_said = a >= b or not of_one.keys().isdisjoint(of_other)
         if not is_said and (shared := common(one, other)) is not None:
@@ -340,7 +339,7 @@ def _covers(
         twice; and the elements that are in none.
     """
     overlapping: dict[int, list[int]] = {}
-    for w, s in overlapping_pairs([bounds_of(r) for r in wanted], [bounds_of(r) for r in saved]):
+    for w, s in overlapping_pairs(wanted, saved):
         overlapping.setdefault(w, []).append(s)
     for w, region in enumerate(wanted):
         left = [region] if volume(region) else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from localckpt.availability.private_values import (
@@ -132,34 +132,25 @@ class ValueImages:
         return [Unit(tuple(place), value) for place, value in values]
 
 
+@dataclass
 class ElasticJudge:
     """Judge of one load; only the root's is asked."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        rules: Mapping[str, PrivateRule],
-        nodes: Sequence[str],
-        readers: Mapping[int, int],
-        held: Mapping[int, Collection[str]],
-        fits: TargetRules,
-        images: ValueImages,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._rules = rules
-        self._nodes = nodes
-        self._readers = readers
-        self._held = held
-        self._fits = fits
-        self._images = images
-        self._saved: dict[int, list[TensorGroup]] = {}
-        self._wanted: dict[int, list[TensorGroup]] = {}
-        self._sections: dict[int, dict[str, str]] = {}
-        self._ruled = RuledValues({}, ())
-        self._places = frozenset[str]()
-        # What is planned, until digests that are asked for are judged.
-        self._plan = ReshardPlan()
-        self._packs: list[Packed] = []
+    _checkpoint: Checkpoint
+    _rules: Mapping[str, PrivateRule]
+    _nodes: Sequence[str]
+    _readers: Mapping[int, int]
+    _held: Mapping[int, Collection[str]]
+    _fits: TargetRules
+    _images: ValueImages
+    _saved: dict[int, list[TensorGroup]] = field(default_factory=dict, init=False)
+    _wanted: dict[int, list[TensorGroup]] = field(default_factory=dict, init=False)
+    _sections: dict[int, dict[str, str]] = field(default_factory=dict, init=False)
+    _ruled: RuledValues = field(default_factory=lambda: RuledValues({}, ()), init=False)
+    _places: frozenset[str] = field(default=frozenset(), init=False)
+    # What is planned, until digests that are asked for are judged.
+    _plan: ReshardPlan = field(default_factory=ReshardPlan, init=False)
+    _packs: list[Packed] = field(default_factory=list, init=False)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Say nothing of tensors below some names, which are found to be on one side only."""

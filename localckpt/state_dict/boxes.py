@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any, NamedTuple, NoReturn
 
+import numpy
 import xxhash
 
 from localckpt.errors import CorruptShardError
@@ -233,6 +234,9 @@ Region = tuple[Runs, ...]
 """For each dimension the indices, as runs in ascending order. Without a dimension: one element."""
 
 
+_Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+
 class Rectangle(NamedTuple):
     """Rectangular part of a tensor: first index, and number of indices, in each dimension."""
 
@@ -259,16 +263,6 @@ def text_of(region: Region) -> str:
     return f"[{', '.join(sides)}]"
 
 
-def bounds_of(region: Region) -> Rectangle:
-    """Return the smallest rectangle around a region; an empty one if the region is empty."""
-    offsets, sizes = [], []
-    for runs in region:
-        start, end = runs[0][0], sum(runs[-1])
-        offsets.append(start)
-        sizes.append(end - start)
-    return Rectangle(tuple(offsets), tuple(sizes))
-
-
 def common(one: Region, other: Region) -> Region | None:
     """Return the elements that two regions have in common; ``None`` if there are none."""
     shared = []
@@ -289,6 +283,47 @@ def without(region: Region, other: Region) -> list[Region]:
         if left := _runs_without(runs, taken):
             rest.append((*shared[:dim], left, *region[dim + 1 :]))
     return [part for part in rest if volume(part)]
+
+
+def overlapping_pairs(wanted: Sequence[Region], saved: Sequence[Region]) -> list[tuple[int, int]]:
+    """Indices of each wanted and saved region whose bounds have an element in common, in order.
+
+    The regions may lie in any way: unsorted, of unequal sizes, over each other or with gaps. An
+    empty one overlaps nothing; in a tensor of 0 dimensions every one is its one element. A wanted
+    one is compared with those that are near it along one dimension.
+    """
+    if not (wanted and saved):
+        return []
+    w_index, w_starts, w_ends = _spans(wanted)
+    s_index, s_starts, s_ends = _spans(saved)
+    along = max(range(s_starts.shape[1]), key=lambda dim: len(numpy.unique(s_starts[:, dim])))
+    order = numpy.argsort(s_starts[:, along], kind="stable")
+    s_index, s_starts, s_ends = s_index[order], s_starts[order], s_ends[order]
+    # Those before the first that reaches so far, and from the first that begins beyond, are far.
+    reached = numpy.maximum.accumulate(s_ends[:, along])
+    low = numpy.searchsorted(reached, w_starts[:, along], side="right")
+    high = numpy.searchsorted(s_starts[:, along], w_ends[:, along], side="left")
+    # Both conditions in one comparison: it begins before the end, and ends after the start.
+    bounds = numpy.concatenate([s_starts, -s_ends], axis=1)
+    limits = numpy.concatenate([w_ends, -w_starts], axis=1)
+    windows = zip(w_index.tolist(), limits, low.tolist(), high.tolist(), strict=True)
+    return [
+        (w, s)
+        for w, limit, first, last in windows
+        for s in sorted(s_index[first:last][(bounds[first:last] < limit).all(1)].tolist())
+    ]
+
+
+def _spans(regions: Sequence[Region]) -> tuple[_Ints, _Ints, _Ints]:
+    """Return the indices of the regions that are not empty, and where they start and end.
+
+    The last dimension is one more, of one index, for tensors that have none.
+    """
+    rows = [[*(runs[0][0] for runs in region), 0] for region in regions]
+    beyond = [[*(sum(runs[-1]) for runs in region), 1] for region in regions]
+    starts, ends = (numpy.array(side, dtype=numpy.int64) for side in (rows, beyond))
+    index = numpy.flatnonzero((starts < ends).all(1))
+    return index, starts[index], ends[index]
 
 
 def rectangles_of(region: Region, most: float = math.inf) -> Iterator[Rectangle]:

@@ -11,14 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.state_dict.boxes import Rectangle
-from localckpt.state_dict.overlaps import overlapping_pairs
+from localckpt.state_dict.boxes import Region, overlapping_pairs
 
-Chunks = list[Rectangle]
+Chunks = list[Region]
 
 
-def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Rectangle:
-    return Rectangle(tuple(offsets), tuple(sizes))
+def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
+    return tuple((run,) for run in zip(offsets, sizes, strict=True))
 
 
 def tiled(edges: Sequence[Sequence[int]]) -> Chunks:
@@ -42,12 +41,10 @@ def tiling(shape: Sequence[int], parts: Sequence[int]) -> Chunks:
 def pairs_by_definition(wanted: Chunks, saved: Chunks) -> list[tuple[int, int]]:
     """All pairs whose intersection has a length in every dimension."""
 
-    def overlap(one: Rectangle, other: Rectangle) -> bool:
+    def overlap(one: Region, other: Region) -> bool:
         return all(
             max(a, b) < min(a + a_size, b + b_size)
-            for a, a_size, b, b_size in zip(
-                one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-            )
+            for ((a, a_size),), ((b, b_size),) in zip(one, other, strict=True)
         )
 
     return [

@@ -197,8 +197,9 @@ def _refuse(what: str) -> NoReturn:
 
 
 class Tables(NamedTuple):
-    """Tables of an image: tensors, their boxes by number, and the divided slots by name."""
+    """Content of a skeleton: tensors, their boxes by number, divided slots by name, the pickle."""
 
     entries: tuple[TableEntry, ...]
     boxes: dict[int, Box]
     parts: dict[str, DividedSlot]
+    pickle: bytes

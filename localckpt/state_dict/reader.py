@@ -83,11 +83,6 @@ class ImageReader(ImageBytes):
         self.nbytes_read = 0
 
     @cached_property
-    def tables(self) -> Tables:
-        """Tables of the image, verified."""
-        return self._verified[0]
-
-    @cached_property
     def absent(self) -> dict[str, DividedSlot]:
         """Divided slots that the images of other ranks hold; raises as :attr:`tables`."""
         parts = self.tables.parts
@@ -133,7 +128,7 @@ class ImageReader(ImageBytes):
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
         skeleton, _ = self.checked_skeleton
-        entries, boxes, _ = self.tables
+        entries, boxes, *_ = self.tables
         holders = self._holders
         matched = Matched({}, {})
         dtensors: dict[int, Any] = {}
@@ -183,7 +178,7 @@ class ImageReader(ImageBytes):
             self._matches = like._matches
         if self._matches is not None and self._matches[0] is into:
             return self._matches[1:]
-        entries, boxes, _ = self.tables
+        entries, boxes, *_ = self.tables
         saved = read_names(skeleton, self.allowed, into.rules.free)
         differ = compare_names(saved, into.parts, rules=into.rules)
         matched = into.match(
@@ -234,11 +229,11 @@ class ImageReader(ImageBytes):
     @cached_property
     def checked_skeleton(self) -> tuple[bytes, Contents]:
         """The pickle, and what it holds: checked, with the tables, without making any object."""
-        tables, skeleton = self._verified
-        if (like := self._like) is not None and like._verified[1] == skeleton:
+        skeleton = self.tables.pickle
+        if (like := self._like) is not None and like.tables.pickle == skeleton:
             return like.checked_skeleton
         try:
-            contents = check_skeleton(skeleton, self.allowed, len(tables.entries))
+            contents = check_skeleton(skeleton, self.allowed, len(self.entries))
         except CorruptShardError as error:
             # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
@@ -278,14 +273,9 @@ class ImageReader(ImageBytes):
         return found
 
     @cached_property
-    def _verified(self) -> tuple[Tables, bytes]:
+    @collection_paused()
+    def tables(self) -> Tables:
         """Tables, which fit the header, and the pickle, of which nothing is checked yet."""
-        with collection_paused():
-            tables, skeleton = self._read_skeleton()
-            self._require_consistent(tables)
-        return tables, skeleton
-
-    def _read_skeleton(self) -> tuple[Tables, bytes]:
         header, identity = self.header, self.identity
         for _ in self.pieces(0, header.data_start):
             # The places of the tensors are the header's, so its blocks are verified, too.
@@ -296,9 +286,11 @@ class ImageReader(ImageBytes):
             table, boxes_text, parts_text, pickle = Skeleton.split(bytes(framed))
             entries, boxes = self._parse(table, boxes_text)
             parts = parse_parts(parts_text, entries, boxes, identity.rank, identity.world_size)
-            return Tables(entries, boxes, parts), pickle
         except CorruptShardError as error:
             raise CorruptShardError(f"{identity}: {error}") from error
+        tables = Tables(entries, boxes, parts, pickle)
+        self._require_consistent(tables)
+        return tables
 
     def _parse(
         self, table: bytes, boxes_text: bytes

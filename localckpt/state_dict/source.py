@@ -104,25 +104,21 @@ def read_header(source: ShardSource) -> ImageHeader:
 
 def read_verified_record(source: ShardSource) -> ShardRecord:
     """Read the record of a piece, and verify the blocks that hold its header."""
+    nbytes = source.nbytes
     try:
-        return _read_verified_record(source)
+        start = header_length(source.read(0, min(8, nbytes)), nbytes)
+        record = parse_record(source.read(0, start), nbytes)
+        covered = covered_nbytes(nbytes)
+        if covered < start:
+            raise CorruptShardError("not a shard image: its header leaves no room for its digests")
+        digests = memoryview(bytes(source.read(covered, nbytes)))
+        stop = min(round_up(start, BLOCK_NBYTES), covered)
+        BlockHasher(record.identity).check(0, [source.read(0, stop)], digests)
+        return record
     except CorruptShardError:
         # read_header() parses all of the header, so its error may be more exact.
         read_header(source)
         raise
-
-
-def _read_verified_record(source: ShardSource) -> ShardRecord:
-    nbytes = source.nbytes
-    start = header_length(source.read(0, min(8, nbytes)), nbytes)
-    record = parse_record(source.read(0, start), nbytes)
-    covered = covered_nbytes(nbytes)
-    if covered < start:
-        raise CorruptShardError("not a shard image: its header leaves no room for its digests")
-    digests = memoryview(bytes(source.read(covered, nbytes)))
-    stop = min(round_up(start, BLOCK_NBYTES), covered)
-    BlockHasher(record.identity).check(0, [source.read(0, stop)], digests)
-    return record
 
 
 _EVERY_S = 10.0
@@ -283,6 +279,9 @@ class ImageBytes(VerifiedBytes):
         expect: Identity that the image must have; ``None`` for any.
         on_read: As for :class:`VerifiedBytes`; by default the progress of a long read is logged.
 
+    Attributes:
+        digest_bytes: Digests of the image's blocks, which are its last bytes.
+
     Raises:
         CorruptShardError: The image is another shard's.
     """
@@ -294,17 +293,12 @@ class ImageBytes(VerifiedBytes):
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.header = header = read_header(source)
+        self.identity = header.identity
         if expect is not None and header.identity != expect:
             raise CorruptShardError(f"expected {expect}, and found {header.identity}")
         self.digest_bytes = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
-        """Digests of the image's blocks, which are its last bytes."""
         on_read = on_read or ReadProgress(f"reading {header.identity}", header.nbytes).add
         super().__init__(source, header.identity, header.digests_start, self.digest_bytes, on_read)
-
-    @property
-    def identity(self) -> ShardIdentity:
-        """Identity of the shard, with its lineage."""
-        return self.header.identity
 
     def verify(self) -> None:
         self.read_ranges((), is_all_verified=True)

@@ -23,7 +23,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import NAMED, Absences, Failure, named
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
-from localckpt.ranks.round import RESULT, Round
+from localckpt.ranks.round import RESULT, VERDICT, Round
 from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
@@ -41,6 +41,9 @@ _LEAVING_S = 1.0
 _DRAIN_S = 2.0
 # For a look whom a wait is for.
 _LOOKING_S = 1.0
+
+_Outcome = tuple[Verdict, Exception | None]
+"""A verdict, and on the root the error of the judge that it comes of."""
 
 
 class Deciding:
@@ -66,8 +69,8 @@ class Deciding:
         self.rounds = 0
         # Set while no call waits.
         self._stopped = Latch()
-        # Verdicts before it have been deleted; the first was that of the opening of the part.
-        self._forgotten = -1
+        # Verdicts before it have been deleted.
+        self._forgotten = 0
         # Number and name of a round in which this rank waits for others.
         self._waits: tuple[int, str] | None = None
         self._has_left = False
@@ -82,26 +85,18 @@ class Deciding:
         else:
             self._part.close()
 
-    def _open(self, deadline: Deadline | None = None) -> Store:
-        return self._part.open(self._stopped, deadline)
-
-    def _ask_part(self, what: str, call: Callable[[Store], T]) -> T:
-        store = self._open()
-        return ask_store(what, self._store_timeout_s, lambda: call(store))
-
-    def _meet(self, call: Call) -> tuple[Verdict, Exception | None]:
-        """Take part in the next round.
-
-        Returns the verdict for this rank, and on the root the error of ``call.judge`` that it comes
-        of.
-        """
+    def _meet(self, call: Call) -> _Outcome:
+        """Take part in the next round; return the verdict as this rank has it."""
         while True:
-            number = self._next_round(call.deadline)
             if self._part.is_alone:
+                self.rounds += 1
                 own = {self.root: call.data or b""}
                 judged, cause = judge_reports(call, [call.report()], own, self.global_ranks)
                 return self._own(judged), cause
-            deadline = call.deadline
+            # Before it counts: a round that no rank could begin has no number.
+            self._part.open(self._stopped, call.deadline)
+            number, deadline = self.rounds, call.deadline
+            self.rounds += 1
             waits_s = deadline.left_s + deadline.timeout_s * _AFTER_ROOT + call.grace_s
             outcome = self._wait(number, call.what, partial(self._take_part, call), waits_s)
             if outcome is None and self._has_left:
@@ -115,10 +110,6 @@ class Deciding:
             # An error may end this process, and with it the store.
             self._drain_readers(number)
         return self._for_this_rank(call.what, verdict), cause
-
-    def _post(self, call: Call) -> None:
-        number = self._next_round(call.deadline)
-        self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
 
     def _has_failed(self, what: str) -> bool:
         """Return whether there is a verdict already on the next round: others have failed."""
@@ -136,10 +127,6 @@ class Deciding:
         """
         number = self.rounds - 1
 
-        def give(round_: Round, done: Verdict) -> Verdict:
-            round_.give_parts(done.parts or {})
-            return Verdict.received(round_.decide(done.to_json(), RESULT), round_.part)
-
         def read(round_: Round) -> Verdict:
             given = round_.await_verdict(time.monotonic() + waits_s, RESULT)
             round_.count_reader()
@@ -148,7 +135,7 @@ class Deciding:
         if done is not None:
             if self._part.is_alone:
                 return self._own(done)
-            told = self._ask(number, what, lambda round_: give(round_, done))
+            told = self._ask(number, what, lambda round_: self._give(round_, done, RESULT))
             self._drain_readers(number)
             return told
         unknown = Verdict(failure=self._absences.unknown(what, waits_s))
@@ -157,16 +144,9 @@ class Deciding:
             self._ask(number, what, Round.count_reader)
         return heard or unknown
 
-    def _failure_here(self, what: str, error: BaseException) -> Verdict:
-        mine = {self._absences.me: Failure.of(error)}
-        return Verdict(failure=Failure.joint(f"could not {what}: ", mine))
-
-    def _next_round(self, deadline: Deadline) -> int:
-        if not self._part.is_alone:
-            # Before it counts: a round that no rank could begin has no number.
-            self._open(deadline)
-        self.rounds += 1
-        return self.rounds - 1
+    def _alone(self, what: str, failure: Failure) -> Failure:
+        """Describe for the others what has failed on this rank."""
+        return Failure.joint(f"could not {what}: ", {self._absences.me: failure})
 
     def _own(self, verdict: Verdict) -> Verdict:
         parts = verdict.parts or {}
@@ -197,70 +177,63 @@ class Deciding:
 
     # Called in a thread that may wait at the store.
 
-    def _take_part(self, call: Call, round_: Round) -> tuple[Verdict, Exception | None]:
+    def _take_part(self, call: Call, round_: Round) -> _Outcome:
         report, deadline = call.report(), call.deadline
+        has_failed = report[1] is not None
         if call.data and not self.is_root:
             round_.put_data(call.data)
-        round_.report(report, wakes_root=report[1] is not None)
+        round_.report(report, wakes_root=has_failed)
         if self.is_root:
-            grace_until = lambda: time.monotonic() + call.grace_s  # noqa: E731
-            return self._lead(call, round_, round_.wait_for_reports(deadline.at, grace_until))
-        if report[1] is not None and not call.grace_s:
-            failure = joint_failure(call.what, [report], [self._absences.me])
-            given = round_.decide(Verdict(failure=failure).to_json())
+            round_.wait_for_reports(deadline.at, call.grace_s)
+            return self._lead(call, round_)
+        if has_failed and not call.grace_s:
+            given = self._fail(round_, self._alone(call.what, Failure.from_json(report[1])))
         else:
             given = round_.await_verdict(deadline.at + deadline.timeout_s * _AFTER_ROOT)
         if given is None:
             given = self._give_up(round_, call.what, deadline.waited_s)
         return self._ended(round_, call, given), None
 
-    def _end_now(self, call: Call, round_: Round) -> tuple[Verdict, Exception | None]:
+    def _end_now(self, call: Call, round_: Round) -> _Outcome:
         """End a round in which this rank has reported, and waits no longer."""
         if self.is_root:
-            return self._lead(call, round_, round_.is_complete())
-        missing = self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
-        given = round_.decide(missing.to_json())
-        round_.wake_root()
+            return self._lead(call, round_)
+        given = self._give_up(round_, call.what, call.deadline.waited_s)
         return self._ended(round_, call, given), None
 
-    def _lead(
-        self, call: Call, round_: Round, is_complete: bool
-    ) -> tuple[Verdict, Exception | None]:
+    def _lead(self, call: Call, round_: Round) -> _Outcome:
         """On the root: judge the reports, or find out who is missing; give the verdict."""
         cause, data = None, {self.rank: call.data or b""}
         try:
             with store_errors(call.what):
-                collected = self._collected(round_, call, data, is_complete)
+                reports = round_.reports()
+                if None in reports:
+                    waited_s = call.deadline.waited_s
+                    verdict = self._verdict_on_missing(round_, call.what, reports, waited_s)
+                else:
+                    # What is left of earlier rounds has been read by all.
+                    round_.forget_before(self._forgotten)
+                    self._forgotten = round_.number
+                    if joint_failure(call.what, reports, self.global_ranks) is None:
+                        for rank, (_, _, _, nbytes, *_) in enumerate(reports):
+                            if nbytes and rank != self.rank:
+                                data[rank] = round_.take_data(rank)
+                    verdict, cause = judge_reports(call, reports, data, self.global_ranks)
         except MismatchError as error:
             # What a rank has reported cannot be read.
-            collected = Verdict(failure=Failure.of(error))
-        if isinstance(collected, Verdict):
-            verdict = collected
-        else:
-            verdict, cause = judge_reports(call, collected, data, self.global_ranks)
-        round_.give_parts(verdict.parts or {})
-        return Verdict.received(round_.decide(verdict.to_json()), round_.part), cause
+            verdict = Verdict(failure=Failure.of(error))
+        return self._give(round_, verdict), cause
 
-    def _collected(
-        self, round_: Round, call: Call, data: dict[int, bytes], is_complete: bool
-    ) -> list[Any] | Verdict:
-        """The reports of all ranks, or the verdict if there is nothing to judge."""
-        if not is_complete and not round_.complete_for_dead():
-            return self._verdict_on_missing(round_, call.what, call.deadline.waited_s)
-        # What is left of earlier rounds has been read by all.
-        round_.forget_before(self._forgotten)
-        self._forgotten = round_.number
-        reports = round_.reports()
-        if None in reports:
-            # Another rank has given the verdict, or is about to.
-            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
-            given = given or self._give_up(round_, call.what, call.deadline.timeout_s)
-            return Verdict.received(given, round_.part)
-        if joint_failure(call.what, reports, self.global_ranks) is None:
-            for rank, (_, _, _, nbytes, *_) in enumerate(reports):
-                if nbytes and rank != self.rank:
-                    data[rank] = round_.take_data(rank)
-        return reports
+    def _give(self, round_: Round, verdict: Verdict, key: str = VERDICT) -> Verdict:
+        """Give a verdict, unless another rank has; return the one that holds."""
+        round_.give_parts(verdict.parts or {})
+        return Verdict.received(round_.decide(verdict.to_json(), key), round_.part)
+
+    def _fail(self, round_: Round, failure: Failure) -> Any:
+        """Fail a round for all ranks, unless it has a verdict; return the one that holds."""
+        given = round_.decide(Verdict(failure=failure).to_json())
+        round_.wake_root()
+        return given
 
     def _ended(self, round_: Round, call: Call, given: Any) -> Verdict:
         verdict = Verdict.received(given, round_.part)
@@ -294,9 +267,7 @@ class Deciding:
         def decide() -> None:
             # The others may wait for this rank to come here first.
             store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
-            round_ = self._round(store, number, StoreWait())
-            round_.decide(Verdict(failure=self._absences.left(what)).to_json())
-            round_.wake_root()
+            self._fail(self._round(store, number, StoreWait()), self._absences.left(what))
 
         try:
             ask_store("leave the others", _LEAVING_S, decide)
@@ -307,15 +278,21 @@ class Deciding:
 
     def _give_up(self, round_: Round, what: str, waited_s: float) -> Any:
         """Decide that the ranks which have not reported are lost, unless another rank does."""
-        is_first = self._stopped.is_set() or self.is_root or round_.is_first_to_ask()
+        is_stopped = self._stopped.is_set()
+        is_first = is_stopped or self.is_root or round_.is_first_to_ask()
         try:
             with store_errors(what):
-                if not is_first or round_.complete_for_dead():
+                reports = round_.reports() if is_first else []
+                if None not in reports:
+                    if is_first:
+                        # A rank may have died after its report, before it was counted.
+                        round_.wake_root()
                     # The others wait longer, for what the first one decides.
-                    wait_s = _AFTER_FIRST_S / (2 if is_first else 1)
+                    wait_s = 0.0 if is_stopped else _AFTER_FIRST_S / (2 if is_first else 1)
                     if (given := round_.await_verdict(time.monotonic() + wait_s)) is not None:
                         return given
-                missing = self._verdict_on_missing(round_, what, waited_s)
+                    reports = round_.reports()
+                missing = self._verdict_on_missing(round_, what, reports, waited_s)
         except MismatchError as error:
             # What a rank has reported cannot be read.
             missing = Verdict(failure=Failure.of(error))
@@ -323,9 +300,11 @@ class Deciding:
         round_.wake_root()
         return given
 
-    def _verdict_on_missing(self, round_: Round, what: str, waited_s: float) -> Verdict:
-        reports, ranks = round_.reports(), self.global_ranks
-        late = [rank for rank, report in enumerate(reports) if report is None] or [self.root]
+    def _verdict_on_missing(
+        self, round_: Round, what: str, reports: list[Any], waited_s: float
+    ) -> Verdict:
+        ranks = self.global_ranks
+        late = _missing(reports) or [self.root]
         failure = joint_failure(what, reports, ranks)
         missing = tuple(ranks[rank] for rank in late)
         if failure is None or failure.kind == PeerLostError.__name__:
@@ -344,13 +323,11 @@ class Deciding:
         """Return in words which ranks a round waits for: on the root all, else whether it does."""
 
         def look() -> str:
-            round_ = self._round(self._open(), number, StoreWait())
+            round_ = self._round(self._part.open(self._stopped), number, StoreWait())
             reported = round_.last_report(self.root)
             if not self.is_root and reported is not None and reported[0] >= number:
                 return f"ranks that rank {self._absences.root} names"
-            late = [self.root]
-            if self.is_root:
-                late = [rank for rank, report in enumerate(round_.reports()) if report is None]
+            late = _missing(round_.reports()) if self.is_root else [self.root]
             seen = round_.last_seen(late[:NAMED], self.global_ranks)
             return named([self.global_ranks[rank] for rank in late], seen) or "the job's store"
 
@@ -381,7 +358,7 @@ class Deciding:
         waits_s: float,
         stopped: Latch,
     ) -> T | None:
-        store = self._open()
+        store = self._part.open(self._stopped)
         if waits_s == inf:
             # In a thread behind training, which has nothing else to do.
             with store_errors(what), suppress(AbandonedError):
@@ -400,3 +377,7 @@ class Deciding:
             return self._part.fetch(key, until, wait)
 
         return Round(store, number, self.rank, self.world_size, fetch)
+
+
+def _missing(reports: list[Any]) -> list[int]:
+    return [rank for rank, report in enumerate(reports) if report is None]

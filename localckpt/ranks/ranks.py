@@ -22,7 +22,7 @@ from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
-from localckpt.ranks.round import HAND
+from localckpt.ranks.round import Round
 from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, shaped
 from localckpt.threads import Latch
 
@@ -283,9 +283,10 @@ class Ranks(Deciding):
         except BaseException as error:
             # Others need not wait for a rank that was interrupted. A fork that ends has not failed.
             if not (self._part.is_alone or self._part.is_fork):
-                failed, deadline = Failure.of(error), Deadline.after(self.timeout_s)
-                with suppress(PeerLostError):
-                    self._post(Call(what, failed, None, _nothing, deadline))
+                failure = self._alone(what, Failure.of(error))
+                with suppress(CheckpointingException):
+                    self._ask(self.rounds, what, lambda round_: self._fail(round_, failure))
+                self.rounds += 1
             raise
         finally:
             over.set()
@@ -310,13 +311,13 @@ class Ranks(Deciding):
     def raise_hand(self) -> None:
         """Have :meth:`is_hand_raised` be true on all ranks from now on; waits for none of them."""
         if not self._part.is_alone:
-            self._ask_part("raise a hand", lambda store: store.set(HAND, "1"))
+            self._ask(self.rounds, "raise a hand", Round.raise_hand)
 
     def is_hand_raised(self) -> bool:
         """Return whether some rank has raised its hand, as the job's store says. May be polled."""
         if self._part.is_alone:
             return False
-        return self._ask_part("look for a hand", lambda store: bool(store.check([HAND])))
+        return self._ask(self.rounds, "look for a hand", Round.is_hand_raised)
 
     def patience(self, what: str) -> Patience:
         return Patience(self.global_ranks[self.rank], what)
@@ -339,11 +340,14 @@ class Ranks(Deciding):
         try:
             return Verdict.of(commit(said)), None
         except Exception as error:  # noqa: BLE001 - raised on all ranks
-            return self._failure_here(what, error), error
+            return self._uncommitted(what, error), error
         except BaseException as error:
             with suppress(CheckpointingException):
-                self._tell(what, self._failure_here(what, error), 0.0)
+                self._tell(what, self._uncommitted(what, error), 0.0)
             raise
+
+    def _uncommitted(self, what: str, error: BaseException) -> Verdict:
+        return Verdict(failure=self._alone(what, Failure.of(error)))
 
 
 def _outcome(

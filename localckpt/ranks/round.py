@@ -8,6 +8,7 @@ by who writes the verdict first. A round takes O(N) operations of the store.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from localckpt.ranks.values import (
     if_there,
     look,
     look_all,
-    look_if_there,
     put,
     take,
 )
@@ -28,11 +28,8 @@ from localckpt.ranks.values import (
 Fetch = Callable[[str, float], bytes | None]
 """``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
 
-HAND = "hand"
-"""Key of the part, outside of rounds, that is there once some rank has raised its hand."""
-
-OPENING = -1
-"""Number of the round that opens a part, before all others."""
+# Key of the part, outside of rounds.
+_HAND = "hand"
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
 _SMALL_PART_NBYTES = 4096
@@ -40,9 +37,9 @@ _INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
 
+VERDICT = "verdict"
 RESULT = "result"
 """Key of what the root has done after a round whose verdict was that all ranks did their part."""
-_VERDICT = "verdict"
 
 
 class Round:
@@ -66,17 +63,19 @@ class Round:
         # Two keys by turns: the last report stays for those who ask where a rank was last seen.
         value = json.dumps([number, report]).encode()
         put(self._store, _report_key(self._rank, number), value)
-        if self._store.add(f"{number}/count", 1) == self._world_size:
-            self._complete()
-        elif wakes_root:
+        if is_last := self._store.add(f"{number}/count", 1) == self._world_size:
+            self._store.set(f"{number}/complete", _THERE)
+        if is_last or wakes_root:
             self.wake_root()
 
     def note(self, what: str) -> None:
         self._store.set(_note_key(self._rank), json.dumps([self.number, short(what)]))
 
-    def is_first_report(self) -> bool:
-        """Return whether no process of this rank has asked this of the round before."""
-        return int(self._store.add(_signed_key(self._rank, self.number), 1)) == 1
+    def raise_hand(self) -> None:
+        self._store.set(_HAND, _THERE)
+
+    def is_hand_raised(self) -> bool:
+        return bool(self._store.check([_HAND]))
 
     def put_data(self, data: bytes) -> None:
         put(self._store, _data_key(self._rank, self.number), data)
@@ -94,54 +93,24 @@ class Round:
     def is_read_by_all(self) -> bool:
         return int(self._store.add(f"{self.number}/readers", 0)) >= self._world_size - 1
 
-    def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
+    def wait_for_reports(self, until: float, grace_s: float) -> None:
         """On the root: wait until all have reported, or until the grace for a failure is over."""
-        if not self.wait_to_look(until) or self.is_complete():
-            return self.is_complete()
-        return self._fetch(f"{self.number}/complete", min(until, grace_until())) is not None
-
-    def wait_to_look(self, until: float) -> bool:
-        """On the root: wait until there is something to look at; whether there is in time."""
-        return self._fetch(f"{self.number}/look", until) is not None
+        if self._fetch(f"{self.number}/look", until) is not None:
+            self._fetch(f"{self.number}/complete", min(until, time.monotonic() + grace_s))
 
     def wake_root(self) -> None:
         self._store.set(f"{self.number}/look", _THERE)
 
-    def is_complete(self) -> bool:
-        return bool(self._store.check([f"{self.number}/complete"]))
-
     def reports(self) -> list[Any]:
-        """Read the report of each rank, by rank.
-
-        It is ``None`` for ranks that have not, and for those that know the verdict, which another
-        rank gave, and have reported two rounds later since.
-        """
-        number, ranks = self.number, range(self._world_size)
-        if self.is_complete():
-            values = look_all(self._store, [_report_key(rank, number) for rank in ranks])
-            last: list[Any] = [json.loads(value) for value in values]
-        else:
-            last = [self.last_report(rank) for rank in ranks]
-        return [entry[1] if entry and entry[0] == number else None for entry in last]
-
-    def complete_for_dead(self) -> bool:
-        """Complete the round for a rank that died after its report, before it was counted.
-
-        Returns whether all ranks had reported, and the root gets to know it from here only.
-        """
-        if self.is_complete() or None in self.reports():
-            return False
-        self._complete()
-        return True
-
-    def _complete(self) -> None:
-        self._store.set(f"{self.number}/complete", _THERE)
-        self.wake_root()
+        """Read the reports of all ranks; ``None`` for one that has reported later, or not yet."""
+        keys = [_report_key(rank, self.number) for rank in range(self._world_size)]
+        entries = [value and json.loads(value) for value in look_all(self._store, keys)]
+        return [entry[1] if entry and entry[0] == self.number else None for entry in entries]
 
     def last_report(self, rank: int) -> tuple[int, Any] | None:
         """The round and the report that a rank was last seen in; ``None`` if it never was."""
         values = [
-            look_if_there(self._store, _report_key(rank, number))
+            look(self._store, _report_key(rank, number))
             for number in (self.number, self.number - 1)
         ]
         found = [tuple(json.loads(value)) for value in values if value is not None]
@@ -152,7 +121,7 @@ class Round:
         seen: dict[int, str] = {}
         for rank in ranks:
             noted = if_there(self._store, _note_key(rank))
-            number, what = (OPENING - 1, "") if noted is None else json.loads(noted)
+            number, what = (-1, "") if noted is None else json.loads(noted)
             reported = self.last_report(rank)
             # A note is of the round that the rank is to report in next.
             if reported is not None and reported[0] >= number:
@@ -170,7 +139,7 @@ class Round:
     def part(self) -> bytes | None:
         """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
         key, number = _part_key(self._rank, self.number), _packed_number(self.number)
-        value = look_if_there(self._store, key)
+        value = look(self._store, key)
         # An earlier verdict may have had a part for this rank, and this one none.
         if value is None or not value.startswith(number):
             return None
@@ -179,7 +148,7 @@ class Round:
             drop(self._store, key, len(value))
         return value[len(number) :]
 
-    def decide(self, verdict: Any, key: str = _VERDICT) -> Any:
+    def decide(self, verdict: Any, key: str = VERDICT) -> Any:
         """Give the verdict, unless another rank has; the one that holds."""
         text, kind, key = json.dumps(verdict), _INLINE, f"{self.number}/{key}"
         if len(text) > _INLINE_NBYTES:
@@ -187,19 +156,15 @@ class Round:
             text, kind = "", _APART
         return self._read(key, self._store.compare_set(key, "", kind + text))
 
-    def await_verdict(self, until: float, key: str = _VERDICT) -> Any:
+    def await_verdict(self, until: float, key: str = VERDICT) -> Any:
         key = f"{self.number}/{key}"
         value = self._fetch(key, until)
         return None if value is None else self._read(key, value)
 
     def verdict(self) -> Any:
-        key = f"{self.number}/{_VERDICT}"
+        key = f"{self.number}/{VERDICT}"
         value = if_there(self._store, key)
         return None if value is None else self._read(key, value)
-
-    def is_decided(self) -> bool:
-        """Return whether there is a verdict, also one that cannot be read."""
-        return if_there(self._store, f"{self.number}/{_VERDICT}") is not None
 
     def is_first_to_ask(self) -> bool:
         """Return whether this rank is the first that waited in vain, which looks for the reason."""
@@ -212,7 +177,7 @@ class Round:
 
     def _read(self, key: str, value: bytes) -> Any:
         kind, text = value[:1].decode(), value[1:]
-        return json.loads(look(self._store, f"{key}/body") if kind == _APART else text)
+        return json.loads(look(self._store, f"{key}/body") or b"" if kind == _APART else text)
 
 
 def remove_rounds(store: Store, rank: int) -> None:
@@ -222,13 +187,12 @@ def remove_rounds(store: Store, rank: int) -> None:
             last = max(last, _number_in(value))
             delete(store, _report_key(rank, number))
         delete(store, _part_key(rank, number))
-    store.delete_key(_signed_key(rank, OPENING))
     store.delete_key(_note_key(rank))
     for number in range(last - 1, last + 1):
         delete(store, _data_key(rank, number))
     if rank > 0:
         return
-    store.delete_key(HAND)
+    store.delete_key(_HAND)
     for number in range(last - 1, last + 1):
         _forget_verdict(store, number)
 
@@ -240,9 +204,9 @@ def _number_in(report: bytes) -> int:
 
 
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("count", "complete", "look", _VERDICT, RESULT, "asked", "readers"):
+    for key in ("count", "complete", "look", VERDICT, RESULT, "asked", "readers"):
         store.delete_key(f"{number}/{key}")
-    for key in (_VERDICT, RESULT):
+    for key in (VERDICT, RESULT):
         delete(store, f"{number}/{key}/body")
 
 
@@ -252,10 +216,6 @@ def _report_key(rank: int, number: int) -> str:
 
 def _note_key(rank: int) -> str:
     return f"note/{rank}"
-
-
-def _signed_key(rank: int, number: int) -> str:
-    return f"{number}/signed/{rank}"
 
 
 def _data_key(rank: int, number: int) -> str:

@@ -1,25 +1,26 @@
-"""A part of the job's store that nobody has used, opened by a handshake of some ranks.
+"""A part of the job's store that nobody has used, found by a nonce that the first rank draws.
 
 A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
-keys of ranks that died at any point. So the name of a part is drawn: it never follows from what a
-process has made before, of which others may have made less, or nothing.
+keys of ranks that died at any point. No launcher's count of restarts names an attempt: torchrun's
+differs between nodes. So the first rank publishes a nonce, and withdraws it before it says that all
+have come: a nonce that is found published is new, or of an attempt in which nothing was said.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 import secrets
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -28,10 +29,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ranks.asking import StoreWait, store_errors
 from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.failure import NAMED, Absences, Failure, named
+from localckpt.ranks.failure import Absences, Failure, named
 from localckpt.ranks.job_store import Members, Standing, default_store
 from localckpt.ranks.patience import Patience
-from localckpt.ranks.round import OPENING, Round, remove_rounds
+from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
 from localckpt.ranks.verdict import Verdict
 from localckpt.threads import Latch, Task
@@ -41,6 +42,8 @@ from localckpt.waiting import back_off, wait_until
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
 _ALIKE = " All ranks make the same calls in the same order."
 _PUBLISHED = "opening"
+# Keys under a nonce: how many ranks have come, and the verdict on that.
+_COUNT, _OPEN = "count", "open"
 
 _NAMES = re.compile("[0-9a-f]{16}")
 
@@ -189,17 +192,17 @@ class StorePart:
                 return
         self._closed = True
         self.close_clients()
-        self._openings.closed.setdefault(self._prefix, deque()).append(self._part)
+        self._closed_parts.append(self._part)
 
     def _agree_after(self, before: Latch | None, over: Latch) -> Store:
         try:
             if before is not None:
                 before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
-            self._part = self._agree()
+            self._part = self._agreed_name()
             # All ranks have come here, so none of them is in the last call on a part before.
-            closed = self._openings.closed.get(self._prefix)
-            while closed:
-                remove_rounds(PrefixStore(closed.popleft(), self._shared), self._group.rank)
+            while self._closed_parts:
+                closed = PrefixStore(self._closed_parts.popleft(), self._shared)
+                _remove(closed, self._group.rank)
             return PrefixStore(self._part, self._shared)
         finally:
             over.set()
@@ -250,71 +253,68 @@ class StorePart:
             return None
         return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
-    # The handshake.
-
-    def _agree(self) -> str:
-        refused, rank, count = {""}, self._group.rank, len(self._group.ranks)
+    def _agreed_name(self) -> str:
+        refused, rank = {""}, self._group.rank
         while True:
             name = self._publish() if rank == 0 else self._await_name(refused)
             refused.add(name)
             part = PrefixStore(name, self._shared)
-            round_ = Round(part, OPENING, rank, count, lambda *_: None)
-            # One that has a verdict, or under which this rank has reported, is of an attempt that
+            # One with a verdict, or to which a process of this rank has come, is of an attempt that
             # is over.
-            if not round_.is_decided() and round_.is_first_report():
-                round_.report([self._what, None, None, None, "", None], wakes_root=False)
-                verdict = self._await_opened(round_, name)
-                if verdict is None:
-                    remove_rounds(part, rank)
-                elif verdict.failure is not None:
-                    raise verdict.failure.error()
-                else:
-                    if rank == 0:
-                        self._shared.delete_key(_PUBLISHED)
+            if if_there(part, _OPEN) is None and int(part.add(_came_key(rank), 1)) == 1:
+                part.add(_COUNT, 1)
+                verdict = self._await_opened(part, name)
+                if verdict is not None and verdict.failure is None:
+                    part.delete_key(_came_key(rank))
                     return name
+                self._closed_parts.append(name)
+                if verdict is not None and verdict.failure is not None:
+                    raise verdict.failure.error()
 
     def _publish(self) -> str:
         before, name = self._published(), secrets.token_hex(8)
         self._shared.set(_PUBLISHED, name)
         for rank in range(len(self._group.ranks) if before else 0):
-            remove_rounds(PrefixStore(before, self._shared), rank)
+            _remove(PrefixStore(before, self._shared), rank)
         return name
 
     def _await_name(self, refused: set[str]) -> str:
         name = ""
 
         def is_published() -> bool:
-            # Read once: the first rank may delete the name of an opening that is over.
+            # Read once: the first rank may withdraw it.
             nonlocal name
             name = self._published()
             return name not in refused
 
         if not self._wait_for(is_published, lambda: [0]) or name in refused:
-            raise self._failure([0], {}).error()
+            raise self._failure([0]).error()
         return name
 
-    def _await_opened(self, round_: Round, name: str) -> Verdict | None:
+    def _await_opened(self, part: Store, name: str) -> Verdict | None:
         """The verdict under a name; ``None`` once another one is published."""
-        given: Any = None
-        published = name
+        given, is_other = None, False
 
         def is_over() -> bool:
-            nonlocal given, published
-            if self._group.rank == 0 and round_.is_complete():
-                given = round_.decide(Verdict().to_json())
+            nonlocal given, is_other
+            if self._group.rank == 0:
+                if int(part.add(_COUNT, 0)) >= len(self._group.ranks):
+                    self._shared.delete_key(_PUBLISHED)
+                    part.compare_set(_OPEN, "", json.dumps(Verdict().to_json()))
             else:
-                # In this order: a first rank that publishes its next name has decided this one.
-                published = self._published()
-                given = round_.verdict()
-            return given is not None or published != name
+                # Before the look at the verdict: who publishes another has decided this one.
+                is_other = self._published() not in ("", name)
+            given = if_there(part, _OPEN)
+            return is_other or given is not None
 
         def late() -> list[int]:
-            return [rank for rank, report in enumerate(round_.reports()) if report is None] or [0]
+            came = [bool(part.check([_came_key(rank)])) for rank in range(len(self._group.ranks))]
+            return [rank for rank, has_come in enumerate(came) if not has_come] or [0]
 
         if not self._wait_for(is_over, late) or self._is_given_up:
-            seen = round_.last_seen(late()[:NAMED], self._group.ranks)
-            given = round_.decide(Verdict(failure=self._failure(late(), seen)).to_json())
-        return None if given is None else Verdict.received(given, bytes)
+            verdict = Verdict(failure=self._failure(late()))
+            given = part.compare_set(_OPEN, "", json.dumps(verdict.to_json()))
+        return None if given is None else Verdict.received(json.loads(given), bytes)
 
     def _published(self) -> str:
         name = (if_there(self._shared, _PUBLISHED) or b"").decode(errors="replace")
@@ -342,16 +342,31 @@ class StorePart:
         wait_until(is_over, self._deadline.left_s, longest_s=longest_s)
         return found
 
-    def _failure(self, late: Sequence[int], seen: dict[int, str]) -> Failure:
+    def _failure(self, late: Sequence[int]) -> Failure:
         """Describe this rank, which has closed the part, or those that have not come."""
         if self._is_given_up:
             return self._absences.closed(self._name)
         ranks, waited_s = [self._group.ranks[rank] for rank in late], self._deadline.timeout_s
-        return self._absences.late(self._what, ranks, seen, waited_s, f"{_ALIKE}{self._hint()}")
+        return self._absences.late(self._what, ranks, {}, waited_s, f"{_ALIKE}{self._hint()}")
 
     @property
     def _is_given_up(self) -> bool:
         return self._given_up.is_set() or self._openings.are_over.is_set()
+
+    @property
+    def _closed_parts(self) -> deque[str]:
+        return self._openings.closed[self._prefix]
+
+
+def _came_key(rank: int) -> str:
+    return f"came/{rank}"
+
+
+def _remove(part: Store, rank: int) -> None:
+    """Delete what a rank has written into a part; the first rank also what is for all."""
+    remove_rounds(part, rank)
+    for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
+        part.delete_key(key)
 
 
 def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
@@ -386,7 +401,7 @@ class _Openings:
     made_for: Standing | None
     last: dict[str, Latch] = field(default_factory=dict)
     are_over: Latch = field(default_factory=Latch)
-    closed: dict[str, deque[str]] = field(default_factory=dict)
+    closed: defaultdict[str, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
 
 # Parts of one name are opened one after another. Owners of parts know nothing of each other; what

@@ -42,30 +42,30 @@ def put(store: Store, key: str, value: bytes) -> None:
     store.set(key, head)  # type: ignore[arg-type]
 
 
-def look(store: Store, key: str) -> bytes:
-    """Read a value that :func:`put` has set; raises ValueError if it is not there, or not whole.
+def look(store: Store, key: str) -> bytes | None:
+    """Read a value that :func:`put` has set, without waiting; ``None`` if the key is not there.
 
-    Never waits: another rank may be deleting it.
+    Raises ValueError if it is not whole: another rank may be deleting it.
     """
-    return _whole(store, key, if_there(store, key) or b"")
-
-
-def look_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """Read values whose keys are all there; in one message if the store can."""
-    extended = store.has_extended_api()  # type: ignore[attr-defined]
-    heads = store.multi_get(list(keys)) if extended else [store.get(key) for key in keys]
-    return [_whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
-
-
-def look_if_there(store: Store, key: str) -> bytes | None:
-    """Read a value without waiting; ``None`` if the key is not there."""
     head = if_there(store, key)
     return None if head is None else _whole(store, key, head)
 
 
+def look_all(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """Read values as :func:`look` does; those that are all there in one message if the store can.
+
+    Keys that are there are not deleted meanwhile.
+    """
+    if not store.has_extended_api() or not store.check(list(keys)):  # type: ignore[attr-defined]
+        return [look(store, key) for key in keys]
+    heads = store.multi_get(list(keys))
+    return [_whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
+
+
 def take(store: Store, key: str) -> bytes:
-    """Read a value as :func:`look` does, and delete it."""
-    value = look(store, key)
+    """Read a value as :func:`look` does, and delete it; raises ValueError if it is not there."""
+    if (value := look(store, key)) is None:
+        raise ValueError(f"{key} is not there")
     drop(store, key, len(value))
     return value
 
@@ -96,7 +96,7 @@ def if_there(store: Store, key: str) -> bytes | None:
 def _whole(store: Store, key: str, head: bytes) -> bytes:
     more = int.from_bytes(head[:4], "little")
     if len(head) < 4 or more > _MOST_PARTS:
-        raise ValueError(f"{key} is not there, or is said to have {more} further parts")
+        raise ValueError(f"{key} is said to have {more} further parts")
     parts = [if_there(store, f"{key}.{i}") for i in range(more)]
     if None in parts:
         raise ValueError(f"{key} is not whole")

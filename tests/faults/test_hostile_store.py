@@ -137,7 +137,7 @@ class _Tampering:
         self._store.set(key, self._replaced(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        if key.endswith(("/verdict", "/result")) and self._is_hit():
+        if key.endswith(("/verdict", "/result", "open")) and self._is_hit():
             self._store.set(key, self._made(desired))
         value: bytes = self._store.compare_set(key, expected, desired)
         return value
@@ -155,8 +155,14 @@ def _tamper() -> None:
             self._shared.set("opening", value)
         return name
 
+    def open_with_stranger(
+        self: Any, part: Any, name: str, own: Any = StorePart._await_opened
+    ) -> Any:
+        return own(self, _Tampering(part), name)
+
     rounds.Round.__init__ = with_stranger  # type: ignore[assignment]
     StorePart._publish = publish  # type: ignore[method-assign]
+    StorePart._await_opened = open_with_stranger  # type: ignore[method-assign]
 
 
 def _decide(rank: int, number: int, timeout_s: float) -> None:

@@ -96,7 +96,7 @@ _BUDGETS = {
     "integrations": (2821, 2900, 21),
     "managers": (5388, 3600, 21),
     "memory": (827, 700, 7),
-    "ranks": (2877, 1600, 13),
+    "ranks": (2810, 1600, 12),
     "replication": (3086, 2900, 17),
     "replication/parity": (1788, 1700, 12),
     "state_dict": (7278, 5000, 30),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (181, 150)
+_CORE_MODULES = (180, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

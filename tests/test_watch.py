@@ -230,7 +230,7 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
     record_property: Any,
 ) -> None:
     # How long a rank is waited for that may be about to say what it has found.
-    monkeypatch.setattr("localckpt.ranks.deciding._AFTER_FIRST_S", 0.3)
+    monkeypatch.setattr("localckpt.ranks.round.AFTER_FIRST_S", 0.3)
     part: Any = world.ranks[dying]._part
     store, clients = part._store, part._clients
     survived, messages, cases, disturbed = False, 0, 0, 0
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
         survived = left[0] >= 0
         rounds = max(ranks.rounds for ranks in world.ranks)
         for ranks in world.ranks:
-            ranks.rounds = ranks._forgotten = rounds
+            ranks.rounds = ranks._place.forgotten = rounds
         others = [outcome for rank, outcome in outcomes.items() if rank != dying]
         errors = [outcome for outcome in others if isinstance(outcome, Exception)]
         failures = [failure for failure, _ in others] if not errors else []
@@ -280,7 +280,7 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
 def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(when: str, world: World) -> None:
     rounds = max(ranks.rounds for ranks in world.ranks)
     for ranks in world.ranks:
-        ranks.rounds = ranks._forgotten = rounds
+        ranks.rounds = ranks._place.forgotten = rounds
     watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
     leaving = watches[7]
     call = _call(0, ends_after_s=0.0 if when == "it waits for others" else 2 * PATIENCE_S)

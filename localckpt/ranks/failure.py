@@ -117,26 +117,42 @@ def forget_frames(failure: BaseException | None) -> None:
         failure = failure.__cause__
 
 
-@dataclass(frozen=True, slots=True)
-class Absences:
-    """The words of one rank (``me``) about others: ranks of the job, of which ``root`` judges."""
+@dataclass(slots=True)
+class Place:
+    """A rank among those of a group, and its words on the others; ``root`` is the one that judges.
 
-    me: int
+    Attributes:
+        rank, root: Places in the group.
+        ranks: The ranks of the group, as ranks of the job, which messages name.
+        hint: Returns the end of the error message for ranks that do not come.
+        forgotten: On the root, the first round of which anything is left in the store.
+    """
+
+    rank: int
     ranks: Sequence[int]
-    root: int
+    root: int = 0
+    hint: Callable[[], str] = str
+    forgotten: int = 0
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root
+
+    @property
+    def me(self) -> int:
+        return self.ranks[self.rank]
+
+    def failed(self, what: str, failure: Failure) -> Failure:
+        return Failure.joint(f"could not {what}: ", {self.me: failure})
 
     def late(
-        self, what: str, late: Sequence[int], seen: Mapping[int, str], waited_s: float, hint: str
+        self, what: str, late: Sequence[int], seen: Mapping[int, str], waited_s: float
     ) -> Failure:
-        """Describe ranks that have not reported in time.
-
-        ``seen`` has the call in which each was last seen, if it was; ``hint`` is the end of the
-        message.
-        """
+        """Describe ranks that have not reported in time; ``seen`` has their last calls."""
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
             f"{named(late, seen)} did not come. What was saved before stands",
-            advice=f"{SLOW}{hint}",
+            advice=f"{SLOW}{self.hint()}",
         )
 
     def too_late(self, what: str, late: Sequence[int]) -> Failure:
@@ -165,10 +181,11 @@ class Absences:
         )
 
     def unknown(self, what: str, waited_s: float) -> Failure:
+        root = self.ranks[self.root]
         return _lost(
-            f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
-            f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "
-            f"saved before stands. find_latest() will tell",
+            f"could not {what}: all ranks had done their part, and rank {root} has "
+            f"not said after {waited_s:g} s what came of it. Whether it was done is not known; "
+            f"what was saved before stands. find_latest() will tell",
             outcome_unknown=True,
         )
 

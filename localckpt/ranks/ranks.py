@@ -6,7 +6,9 @@ costs no GPU synchronisation and needs no gloo group.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,17 +16,19 @@ from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ranks.asking import store_errors
+from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
 from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.deciding import Deciding
-from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, Place, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience
-from localckpt.ranks.round import Round
-from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, shaped
+from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, Outcome, Round
+from localckpt.ranks.store_part import AbandonedError, StorePart
+from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped
 from localckpt.threads import Latch
+from localckpt.waiting import wait_until
 
 __all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped"]
 
@@ -41,6 +45,14 @@ _LOOK_S, _MANY = 0.25, 1024
 # Others may make nothing together with a rank that was refused, whose error is not to wait long.
 _LONGEST_S = 30.0
 
+_LEAVING_S = 1.0
+# The job's store may live in the root's process, so others get time to read the last verdict.
+_DRAIN_S = 2.0
+# For a look whom a wait is for.
+_LOOKING_S = 1.0
+
+logger = logging.getLogger(__name__)
+
 _nested = threading.local()
 
 
@@ -52,7 +64,7 @@ def _not_empty(results: list[Any]) -> list[Any]:
     return [[rank, result] for rank, result in enumerate(results) if result]
 
 
-class Ranks(Deciding):
+class Ranks:
     """Decisions of the ranks of one process group.
 
     All ranks of the group call the same methods in the same order, also over all objects of one
@@ -66,6 +78,11 @@ class Ranks(Deciding):
     cause.
 
     Attributes:
+        rank, root, is_root: This process's rank in the group, the rank that judges, and whether it
+            is this one.
+        global_ranks: The ranks of the group, as ranks of the job.
+        rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
+            its number by a decision of other ``Ranks``.
         under_way: What the ranks decide together at the moment, for messages of other threads;
             ``None`` if nothing.
     """
@@ -82,9 +99,18 @@ class Ranks(Deciding):
         hint: Callable[[], str] = str,
     ) -> None:
         group = group or Members.of(process_group, ranks)
-        super().__init__(name, group, root, timeout_s, hint)
-        self.timeout_s = timeout_s
+        self.rank, self.root, self.is_root = group.rank, root, group.rank == root
+        self.global_ranks, self.world_size = list(group.ranks), len(group.ranks)
+        self.timeout_s = self._store_timeout_s = timeout_s
         self.under_way: str | None = None
+        self.rounds = 0
+        self._place = Place(group.rank, self.global_ranks, root, hint)
+        self._part = StorePart(name, group, timeout_s, hint)
+        # Set while no call waits.
+        self._stopped = Latch()
+        # Number and name of a round in which this rank waits for others.
+        self._waits: tuple[int, str] | None = None
+        self._has_left = False
 
     def require_same_world(self) -> None:
         """Raise MismatchError if the process group, or its members, are others than before.
@@ -100,6 +126,16 @@ class Ranks(Deciding):
         has one name in the same order.
         """
         self._part.prepare()
+
+    def close(self) -> None:
+        """Let what is left in the job's store be removed; no call may follow, on any rank.
+
+        A rank that does not wait any more leaves its keys: the others may look at them still.
+        """
+        if self._stopped.is_set():
+            self._part.close_clients()
+        else:
+            self._part.close()
 
     def abandon(self) -> None:
         """Close without a word to the other ranks, which may never come; no call may follow."""
@@ -283,9 +319,9 @@ class Ranks(Deciding):
         except BaseException as error:
             # Others need not wait for a rank that was interrupted. A fork that ends has not failed.
             if not (self._part.is_alone or self._part.is_fork):
-                failure = self._alone(what, Failure.of(error))
+                failure = self._place.failed(what, Failure.of(error))
                 with suppress(CheckpointingException):
-                    self._ask(self.rounds, what, lambda round_: self._fail(round_, failure))
+                    self._ask(self.rounds, what, lambda round_: round_.fail(failure))
                 self.rounds += 1
             raise
         finally:
@@ -347,7 +383,163 @@ class Ranks(Deciding):
             raise
 
     def _uncommitted(self, what: str, error: BaseException) -> Verdict:
-        return Verdict(failure=self._alone(what, Failure.of(error)))
+        return Verdict(failure=self._place.failed(what, Failure.of(error)))
+
+    def give_up(self, waited_s: float) -> None:
+        """End a wait with no deadline in another thread: ranks that have not reported are lost.
+
+        Raises PeerLostError if the store cannot be reached.
+        """
+        if (waits := self._waits) is not None:
+            number, what = waits
+            self._ask(number, what, lambda round_: round_.give_up(what, waited_s))
+
+    def leave(self, next_what: str) -> None:
+        """Take part in nothing any more.
+
+        It ends a wait with no deadline in another thread, on all ranks; else the others' next one,
+        which is that for ``next_what``.
+        """
+        number, what = self._waits or (self.rounds, next_what)
+        self._has_left = True
+        self._stopped.set()
+
+        def decide() -> None:
+            # The others may wait for this rank to come here first.
+            store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
+            self._round(store, number, StoreWait()).fail(self._place.left(what))
+
+        try:
+            ask_store("leave the others", _LEAVING_S, decide)
+        except CheckpointingException as error:
+            logger.debug("%s", error)
+
+    def awaits(self) -> str:
+        """Return in words which ranks a call in another thread waits for; empty for none."""
+        return "" if (waits := self._waits) is None else self._awaited(waits[0])
+
+    def _meet(self, call: Call) -> Outcome:
+        """Take part in the next round; return the verdict as this rank has it."""
+        while True:
+            if self._part.is_alone:
+                self.rounds += 1
+                own = {self.root: call.data or b""}
+                judged, cause = judge_reports(call, [call.report()], own, self.global_ranks)
+                return self._own(judged), cause
+            # Before it counts: a round that no rank could begin has no number.
+            self._part.open(self._stopped, call.deadline)
+            number, deadline = self.rounds, call.deadline
+            self.rounds += 1
+            waits_s = deadline.left_s + deadline.timeout_s * AFTER_ROOT + call.grace_s
+            outcome = self._wait(number, call.what, lambda round_: round_.take_part(call), waits_s)
+            if outcome is None and self._has_left:
+                raise PeerLostError(f"could not {call.what}: this rank has left")
+            if outcome is None:
+                outcome = self._ask(number, call.what, lambda round_: round_.end_now(call))
+            verdict, cause = outcome
+            if not self._is_for_others(call.what, verdict):
+                break
+        if verdict.failure is not None and not verdict.late:
+            # An error may end this process, and with it the store.
+            self._drain_readers(number)
+        failure, is_late = verdict.failure, self._place.me in verdict.late
+        if failure is not None and is_late and failure.kind == PeerLostError.__name__:
+            verdict = Verdict(failure=self._place.too_late(call.what, verdict.late))
+        return verdict, cause
+
+    def _is_for_others(self, what: str, verdict: Verdict) -> bool:
+        """Return whether a round was given up in which others were in a call that this rank is not.
+
+        Such a call one rank made alone, or this rank has missed it: its next one is another round.
+        """
+        return self._place.me in verdict.late and verdict.given_up != what
+
+    def _has_failed(self, what: str) -> bool:
+        """Return whether there is a verdict already on the next round: others have failed."""
+        while (given := self._ask(self.rounds, what, Round.verdict)) is not None:
+            if not self._is_for_others(what, given):
+                return True
+            self.rounds += 1
+        return False
+
+    def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
+        """Tell what the root has done after a round; returns once all ranks have read it, or soon.
+
+        ``done`` is that on the root, and ``None`` on the other ranks, which wait ``waits_s`` for
+        it. Only the root knows, so none of the others decides anything for all ranks.
+        """
+        number, until = self.rounds - 1, time.monotonic() + waits_s
+        if done is None:
+            heard = self._wait(number, what, lambda round_: [round_.hear(until)], waits_s)
+            if heard is None:
+                self._ask(number, what, Round.count_reader)
+            told = heard and heard[0]
+            return told or Verdict(failure=self._place.unknown(what, waits_s))
+        if self._part.is_alone:
+            return self._own(done)
+        told = self._ask(number, what, lambda round_: round_.tell(done))
+        self._drain_readers(number)
+        return told
+
+    def _own(self, verdict: Verdict) -> Verdict:
+        """A verdict as it is received, in a world of one."""
+        parts = verdict.parts or {}
+        return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
+
+    def _drain_readers(self, number: int) -> None:
+        """On the root: return once all ranks have read the verdict of a round, or soon."""
+        if not self.is_root:
+            return
+        what = "wait until the other ranks have read the verdict"
+        # A store that cannot be reached is not waited for.
+        with suppress(CheckpointingException):
+            self._ask(number, what, lambda round_: wait_until(round_.is_read_by_all, _DRAIN_S))
+
+    # Talking to the store.
+
+    def _ask(self, number: int, what: str, call: Callable[[Round], T]) -> T:
+        """Call ``call`` in another thread; the store waits for ever for a lost host."""
+        return self._in_thread(number, what, call, 0.0, Latch())  # type: ignore[return-value]
+
+    def _wait(self, number: int, what: str, call: Callable[[Round], T], waits_s: float) -> T | None:
+        """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
+        self._waits = number, what
+        try:
+            return self._in_thread(number, what, call, waits_s, self._stopped)
+        finally:
+            self._waits = None
+
+    def _in_thread(
+        self, number: int, what: str, call: Callable[[Round], T], waits_s: float, stopped: Latch
+    ) -> T | None:
+        store = self._part.open(self._stopped)
+        if waits_s == inf:
+            # In a thread behind training, which has nothing else to do.
+            with store_errors(what), suppress(AbandonedError):
+                return call(self._round(store, number, StoreWait(stopped)))
+            return None
+        # However long the wait for other ranks, the store needs its time.
+        limit_s = waits_s + self._store_timeout_s + 2 * AFTER_FIRST_S
+        patience = self.patience(what)
+        return ask_until_stopped(
+            *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
+            *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
+        )
+
+    def _awaited(self, number: int) -> str:
+        def look() -> str:
+            return self._round(self._part.open(self._stopped), number, StoreWait()).awaited()
+
+        try:
+            return ask_store("see which ranks are waited for", _LOOKING_S, look)
+        except CheckpointingException:
+            return "the job's store, which does not answer"
+
+    def _round(self, store: Store, number: int, wait: StoreWait) -> Round:
+        def fetch(key: str, until: float) -> bytes | None:
+            return self._part.fetch(key, until, wait)
+
+        return Round(store, self._place, number, fetch)
 
 
 def _outcome(

@@ -1,32 +1,37 @@
-"""One round of a group of ranks over the job's store: reports go up, one verdict comes down.
+"""One rank's part in one round over the job's store: reports go up, one verdict comes down.
 
 The last rank to report wakes the root. Only the root reads all reports, in one message where the
-store can, and whatever is decided, by the root or by a rank that waited in vain, is decided once,
-by who writes the verdict first. A round takes O(N) operations of the store.
+store can, and gives the verdict. A rank that waits for it in vain finds out who is missing, and
+gives the verdict in its place: it is decided once, by who writes it first. A round takes O(N)
+operations of the store.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
-from localckpt.ranks.values import (
-    delete,
-    drop,
-    if_there,
-    look,
-    look_all,
-    put,
-    take,
-)
+from localckpt.ranks.asking import store_errors
+from localckpt.ranks.failure import NAMED, Failure, Place, named
+from localckpt.ranks.values import delete, drop, if_there, look, look_all, put, take
+from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 
 Fetch = Callable[[str, float], bytes | None]
 """``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
+
+Outcome = tuple[Verdict, Exception | None]
+"""A verdict, and on the root the error of the judge that it comes of."""
+
+# The root gives up first; then the first of those that waited for it in vain looks why, and the
+# others wait for what it finds.
+AFTER_ROOT, AFTER_FIRST_S = 0.1, 2.0
 
 # Key of the part, outside of rounds.
 _HAND = "hand"
@@ -36,40 +41,110 @@ _SMALL_PART_NBYTES = 4096
 _INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
-
-VERDICT = "verdict"
-RESULT = "result"
-"""Key of what the root has done after a round whose verdict was that all ranks did their part."""
+# Keys of the verdict, and of what the root has done once all ranks had done their part.
+_VERDICT, _RESULT = "verdict", "result"
 
 
 class Round:
-    def __init__(
-        self,
-        store: Store,
-        number: int,
-        rank: int,
-        world_size: int,
-        fetch: Fetch,
-    ) -> None:
+    """One rank's part in a round; ``number`` counts those of its part of the store."""
+
+    def __init__(self, store: Store, place: Place, number: int, fetch: Fetch) -> None:
         self._store = store
+        self._place = place
         self.number = number
-        self._rank = rank
-        self._world_size = world_size
         self._fetch = fetch
+
+    def take_part(self, call: Call) -> Outcome:
+        """Report, and wait for the verdict; in a thread that may wait at the store."""
+        report, deadline = call.report(), call.deadline
+        has_failed = report[1] is not None
+        if call.data and not self._place.is_root:
+            put(self._store, _data_key(self._place.rank, self.number), call.data)
+        self.report(report, wakes_root=has_failed)
+        if self._place.is_root:
+            self._wait_for_reports(deadline.at, call.grace_s)
+            return self._lead(call)
+        if has_failed and not call.grace_s:
+            given = self.fail(self._place.failed(call.what, Failure.from_json(report[1])))
+        else:
+            given = self._await(_VERDICT, deadline.at + deadline.timeout_s * AFTER_ROOT)
+        return self._ended(call, given or self.give_up(call.what, deadline.waited_s)), None
+
+    def end_now(self, call: Call) -> Outcome:
+        """End a round in which this rank has reported, and waits no longer."""
+        if self._place.is_root:
+            return self._lead(call)
+        given = self.give_up(call.what, call.deadline.waited_s, last_wait_s=0.0)
+        return self._ended(call, given), None
+
+    def give_up(self, what: str, waited_s: float, last_wait_s: float = AFTER_FIRST_S) -> Any:
+        """Decide that the ranks which have not reported are lost, unless another rank does."""
+        is_first = not last_wait_s or self._place.is_root or self._is_first_to_ask()
+        try:
+            with store_errors(what):
+                reports = self._reports() if is_first else []
+                if None not in reports:
+                    if is_first:
+                        # A rank may have died after its report, before it was counted.
+                        self._wake_root()
+                    # The others wait longer, for what the first one decides.
+                    until = time.monotonic() + last_wait_s / (2 if is_first else 1)
+                    if (given := self._await(_VERDICT, until)) is not None:
+                        return given
+                    reports = self._reports()
+                missing = self._verdict_on_missing(what, reports, waited_s)
+        except MismatchError as error:
+            # What a rank has reported cannot be read.
+            missing = Verdict(failure=Failure.of(error))
+        given = self._decide(missing, _VERDICT)
+        self._wake_root()
+        return given
+
+    def fail(self, failure: Failure) -> Any:
+        """Fail the round for all ranks, unless it has a verdict; return the one that holds."""
+        given = self._decide(Verdict(failure=failure), _VERDICT)
+        self._wake_root()
+        return given
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict, without a part for this rank, if there is one."""
+        value = if_there(self._store, f"{self.number}/{_VERDICT}")
+        return None if value is None else Verdict.received(self._read(_VERDICT, value), bytes)
+
+    def tell(self, done: Verdict) -> Verdict:
+        """On the root: give the others what it has done after the verdict."""
+        return self._give(done, _RESULT)
+
+    def hear(self, until: float) -> Verdict | None:
+        """Return what the root has done after the verdict; ``None`` if it is not told in time."""
+        given = self._await(_RESULT, until)
+        self.count_reader()
+        return None if given is None else Verdict.received(given, self._own_part)
+
+    def awaited(self) -> str:
+        """Return in words which ranks are waited for: on the root all, else whether it is."""
+        place = self._place
+        reported = self._last_report(place.root)
+        if not place.is_root and reported is not None and reported[0] >= self.number:
+            return f"ranks that rank {place.ranks[place.root]} names"
+        late = _missing(self._reports()) if place.is_root else [place.root]
+        return named([place.ranks[rank] for rank in late], self._last_seen(late)) or (
+            "the job's store"
+        )
 
     def report(self, report: Any, *, wakes_root: bool) -> None:
         """Report, once a round. With ``wakes_root`` the root knows before others have reported."""
         number = self.number
         # Two keys by turns: the last report stays for those who ask where a rank was last seen.
         value = json.dumps([number, report]).encode()
-        put(self._store, _report_key(self._rank, number), value)
-        if is_last := self._store.add(f"{number}/count", 1) == self._world_size:
+        put(self._store, _report_key(self._place.rank, number), value)
+        if is_last := self._store.add(f"{number}/count", 1) == len(self._place.ranks):
             self._store.set(f"{number}/complete", _THERE)
         if is_last or wakes_root:
-            self.wake_root()
+            self._wake_root()
 
     def note(self, what: str) -> None:
-        self._store.set(_note_key(self._rank), json.dumps([self.number, short(what)]))
+        self._store.set(_note_key(self._place.rank), json.dumps([self.number, short(what)]))
 
     def raise_hand(self) -> None:
         self._store.set(_HAND, _THERE)
@@ -77,37 +152,79 @@ class Round:
     def is_hand_raised(self) -> bool:
         return bool(self._store.check([_HAND]))
 
-    def put_data(self, data: bytes) -> None:
-        put(self._store, _data_key(self._rank, self.number), data)
-
-    def take_data(self, rank: int) -> bytes:
-        return take(self._store, _data_key(rank, self.number))
-
-    def drop_data(self, nbytes: int) -> None:
-        """Delete the bytes of this rank's report if the root has not taken them."""
-        drop(self._store, _data_key(self._rank, self.number), nbytes)
-
     def count_reader(self) -> None:
         self._store.add(f"{self.number}/readers", 1)
 
     def is_read_by_all(self) -> bool:
-        return int(self._store.add(f"{self.number}/readers", 0)) >= self._world_size - 1
+        return int(self._store.add(f"{self.number}/readers", 0)) >= len(self._place.ranks) - 1
 
-    def wait_for_reports(self, until: float, grace_s: float) -> None:
+    def _lead(self, call: Call) -> Outcome:
+        """On the root: judge the reports, or find out who is missing; give the verdict."""
+        ranks, cause = self._place.ranks, None
+        try:
+            with store_errors(call.what):
+                reports = self._reports()
+                if None in reports:
+                    waited_s = call.deadline.waited_s
+                    verdict = self._verdict_on_missing(call.what, reports, waited_s)
+                else:
+                    # What is left of earlier rounds has been read by all.
+                    for number in range(self._place.forgotten, self.number):
+                        _forget_verdict(self._store, number)
+                    self._place.forgotten = self.number
+                    data = {self._place.rank: call.data or b""}
+                    if joint_failure(call.what, reports, ranks) is None:
+                        for rank, (_, _, _, nbytes, *_) in enumerate(reports):
+                            if nbytes and rank != self._place.rank:
+                                data[rank] = take(self._store, _data_key(rank, self.number))
+                    verdict, cause = judge_reports(call, reports, data, ranks)
+        except MismatchError as error:
+            # What a rank has reported cannot be read.
+            verdict = Verdict(failure=Failure.of(error))
+        return self._give(verdict, _VERDICT), cause
+
+    def _verdict_on_missing(self, what: str, reports: list[Any], waited_s: float) -> Verdict:
+        place = self._place
+        late = _missing(reports) or [place.root]
+        failure = joint_failure(what, reports, place.ranks)
+        missing = tuple(place.ranks[rank] for rank in late)
+        if failure is None or failure.kind == PeerLostError.__name__:
+            absent = place.late(what, missing, self._last_seen(late), waited_s)
+            # Ranks that have lost a peer say so, and this which of them is to blame.
+            also = "" if failure is None else f" Also: {failure.text}"
+            failure = replace(absent, text=f"{absent.text}{also and '.'}{also}")
+        return Verdict(failure=failure, late=missing, given_up=what)
+
+    def _ended(self, call: Call, given: Any) -> Verdict:
+        verdict = Verdict.received(given, self._own_part)
+        if verdict.failure is not None:
+            self.count_reader()
+            if call.data:
+                # The root may not have taken them.
+                drop(self._store, _data_key(self._place.rank, self.number), len(call.data))
+        return verdict
+
+    # Values in the store.
+
+    def _wait_for_reports(self, until: float, grace_s: float) -> None:
         """On the root: wait until all have reported, or until the grace for a failure is over."""
         if self._fetch(f"{self.number}/look", until) is not None:
             self._fetch(f"{self.number}/complete", min(until, time.monotonic() + grace_s))
 
-    def wake_root(self) -> None:
+    def _wake_root(self) -> None:
         self._store.set(f"{self.number}/look", _THERE)
 
-    def reports(self) -> list[Any]:
+    def _is_first_to_ask(self) -> bool:
+        """Return whether this rank is the first that waited in vain, which looks for the reason."""
+        return int(self._store.add(f"{self.number}/asked", 1)) == 1
+
+    def _reports(self) -> list[Any]:
         """Read the reports of all ranks; ``None`` for one that has reported later, or not yet."""
-        keys = [_report_key(rank, self.number) for rank in range(self._world_size)]
+        keys = [_report_key(rank, self.number) for rank in range(len(self._place.ranks))]
         entries = [value and json.loads(value) for value in look_all(self._store, keys)]
         return [entry[1] if entry and entry[0] == self.number else None for entry in entries]
 
-    def last_report(self, rank: int) -> tuple[int, Any] | None:
+    def _last_report(self, rank: int) -> tuple[int, Any] | None:
         """The round and the report that a rank was last seen in; ``None`` if it never was."""
         values = [
             look(self._store, _report_key(rank, number))
@@ -116,29 +233,23 @@ class Round:
         found = [tuple(json.loads(value)) for value in values if value is not None]
         return max(found, key=lambda entry: entry[0], default=None)
 
-    def last_seen(self, ranks: Sequence[int], names: Sequence[int]) -> dict[int, str]:
-        """The calls that ranks were last seen in, if they ever were, by their ``names``."""
+    def _last_seen(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The calls that ranks were last seen in, if they ever were, by their names in the job."""
         seen: dict[int, str] = {}
-        for rank in ranks:
+        for rank in ranks[:NAMED]:
             noted = if_there(self._store, _note_key(rank))
             number, what = (-1, "") if noted is None else json.loads(noted)
-            reported = self.last_report(rank)
+            reported = self._last_report(rank)
             # A note is of the round that the rank is to report in next.
             if reported is not None and reported[0] >= number:
                 what = reported[1][0]
             if reported is not None or noted is not None:
-                seen[names[rank]] = what
+                seen[self._place.ranks[rank]] = what
         return seen
 
-    def give_parts(self, parts: Mapping[int, bytes]) -> None:
-        """On the root, before the verdict: give ranks the parts of it that are theirs alone."""
-        number = _packed_number(self.number)
-        for rank, part in parts.items():
-            put(self._store, _part_key(rank, self.number), number + part)
-
-    def part(self) -> bytes | None:
+    def _own_part(self) -> bytes | None:
         """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
-        key, number = _part_key(self._rank, self.number), _packed_number(self.number)
+        key, number = _part_key(self._place.rank, self.number), _packed_number(self.number)
         value = look(self._store, key)
         # An earlier verdict may have had a part for this rank, and this one none.
         if value is None or not value.startswith(number):
@@ -148,36 +259,32 @@ class Round:
             drop(self._store, key, len(value))
         return value[len(number) :]
 
-    def decide(self, verdict: Any, key: str = VERDICT) -> Any:
-        """Give the verdict, unless another rank has; the one that holds."""
-        text, kind, key = json.dumps(verdict), _INLINE, f"{self.number}/{key}"
+    def _give(self, verdict: Verdict, key: str) -> Verdict:
+        """Give a verdict with its parts, unless another rank has; return the one that holds."""
+        for rank, part in (verdict.parts or {}).items():
+            put(self._store, _part_key(rank, self.number), _packed_number(self.number) + part)
+        return Verdict.received(self._decide(verdict, key), self._own_part)
+
+    def _decide(self, verdict: Verdict, key: str) -> Any:
+        text, kind = json.dumps(verdict.to_json()), _INLINE
         if len(text) > _INLINE_NBYTES:
-            put(self._store, f"{key}/body", text.encode())
+            put(self._store, f"{self.number}/{key}/body", text.encode())
             text, kind = "", _APART
-        return self._read(key, self._store.compare_set(key, "", kind + text))
+        return self._read(key, self._store.compare_set(f"{self.number}/{key}", "", kind + text))
 
-    def await_verdict(self, until: float, key: str = VERDICT) -> Any:
-        key = f"{self.number}/{key}"
-        value = self._fetch(key, until)
+    def _await(self, key: str, until: float) -> Any:
+        value = self._fetch(f"{self.number}/{key}", until)
         return None if value is None else self._read(key, value)
-
-    def verdict(self) -> Any:
-        key = f"{self.number}/{VERDICT}"
-        value = if_there(self._store, key)
-        return None if value is None else self._read(key, value)
-
-    def is_first_to_ask(self) -> bool:
-        """Return whether this rank is the first that waited in vain, which looks for the reason."""
-        return int(self._store.add(f"{self.number}/asked", 1)) == 1
-
-    def forget_before(self, first: int) -> None:
-        """On the root, when all have reported: delete what is left of the rounds from ``first``."""
-        for number in range(first, self.number):
-            _forget_verdict(self._store, number)
 
     def _read(self, key: str, value: bytes) -> Any:
         kind, text = value[:1].decode(), value[1:]
-        return json.loads(look(self._store, f"{key}/body") or b"" if kind == _APART else text)
+        if kind == _APART:
+            text = look(self._store, f"{self.number}/{key}/body") or b""
+        return json.loads(text)
+
+
+def _missing(reports: list[Any]) -> list[int]:
+    return [rank for rank, report in enumerate(reports) if report is None]
 
 
 def remove_rounds(store: Store, rank: int) -> None:
@@ -204,9 +311,9 @@ def _number_in(report: bytes) -> int:
 
 
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("count", "complete", "look", VERDICT, RESULT, "asked", "readers"):
+    for key in ("count", "complete", "look", _VERDICT, _RESULT, "asked", "readers"):
         store.delete_key(f"{number}/{key}")
-    for key in (VERDICT, RESULT):
+    for key in (_VERDICT, _RESULT):
         delete(store, f"{number}/{key}/body")
 
 

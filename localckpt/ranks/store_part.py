@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ranks.asking import StoreWait, store_errors
 from localckpt.ranks.deadline import Deadline, begin
-from localckpt.ranks.failure import Absences, Failure, named
+from localckpt.ranks.failure import Failure, Place, named
 from localckpt.ranks.job_store import Members, Standing, default_store
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import remove_rounds
@@ -105,7 +105,7 @@ class StorePart:
         self._deadline = Deadline.after(timeout_s)
         self._what = f"open {name!r}"
         me = group.ranks[group.rank]
-        self._absences = Absences(me, group.ranks, group.ranks[0])
+        self._place = Place(group.rank, group.ranks, hint=lambda: f"{_ALIKE}{hint()}")
         self._patience = Patience(me, self._what, logging.WARNING)
 
     @property
@@ -345,9 +345,9 @@ class StorePart:
     def _failure(self, late: Sequence[int]) -> Failure:
         """Describe this rank, which has closed the part, or those that have not come."""
         if self._is_given_up:
-            return self._absences.closed(self._name)
+            return self._place.closed(self._name)
         ranks, waited_s = [self._group.ranks[rank] for rank in late], self._deadline.timeout_s
-        return self._absences.late(self._what, ranks, {}, waited_s, f"{_ALIKE}{self._hint()}")
+        return self._place.late(self._what, ranks, {}, waited_s)
 
     @property
     def _is_given_up(self) -> bool:

@@ -21,7 +21,7 @@ from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
 from localckpt.ranks.failure import CallEnd
-from localckpt.threads import Latch, SerialThread, Task
+from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -39,8 +39,8 @@ def _nothing() -> None:
 class PendingCall:
     """Call on this rank, and its end.
 
-    ``run`` carries it out, in the caller's thread. ``stop`` ends it from another one, and returns
-    whether nothing of it runs any more; then ``release`` gives back what it holds.
+    ``run`` carries it out, in a thread. ``stop`` ends it from another one, and returns whether
+    nothing of it runs any more; then ``release`` gives back what it holds.
     """
 
     def __init__(
@@ -55,6 +55,9 @@ class PendingCall:
         self._over = Latch()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self.is_running = False
+        # Set once the call after it may begin.
+        self.has_left = Latch()
 
     def done(self) -> bool:
         return self._over.is_set()
@@ -93,11 +96,8 @@ class AsyncCaller(ABC):
         self._timeout_s = timeout_s
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: list[PendingCall] = []
-        self._running: PendingCall | None = None
-        self._thread = SerialThread(f"localckpt {type(self).__name__}")
-        # Threads in the middle of calls that were given up.
-        self._left_behind: list[SerialThread] = []
+        # Calls, in order, and their threads, which wait for each other.
+        self._begun: list[tuple[PendingCall, Task[None]]] = []
         self._latest = PendingCall(function_name(None))
         self._latest.end(None)
         self._scheduled = 0
@@ -169,26 +169,20 @@ class AsyncCaller(ABC):
         """Count a call as failed and end it, if it is not over; those after it go on.
 
         Returns whether nothing of it runs any more. False for a call that a thread is in the middle
-        of: threads cannot be ended, so it goes on to use its arguments, and another one takes the
-        calls after.
+        of: threads cannot be ended, so it goes on to use its arguments beside the calls after it.
         """
         self._check_fork()
         with self._lock:
             if call.done():
                 return True
             call.end(error)
-            has_ended, is_waiting = call.stop(), call in self._waiting
-            if is_waiting:
-                self._waiting.remove(call)
-            elif not has_ended:
-                self._left_behind = [t for t in self._left_behind if not t.close(0.0)]
-                self._left_behind.append(self._thread)
-                self._thread = SerialThread(f"localckpt {type(self).__name__}")
-                for after in self._waiting:
-                    self._thread.submit(Task(partial(self._carry_out, after)))
-        if is_waiting:
+            has_ended = call.stop()
+        if not call.is_running:
             call.release()
-        return has_ended or is_waiting
+            return True
+        if not has_ended:
+            call.has_left.set()
+        return has_ended
 
     def close(self, abort: bool = False) -> None:
         """Wait for all calls and give back what is held; may be called twice.
@@ -226,48 +220,47 @@ class AsyncCaller(ABC):
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
-        task = Task(partial(self._carry_out, call))
+        self._begun = [(begun, task) for begun, task in self._begun if not task.done()]
+        before = self._begun[-1][0] if self._begun else None
+        task = Task(partial(self._carry_out, before, call))
+        self._begun.append((call, task))
         try:
-            with self._lock:
-                self._waiting.append(call)
             # Not a daemon: the interpreter must not take the memory away that a call writes from.
-            self._thread.submit(task)
+            task.start(f"localckpt {type(self).__name__}", daemon=False)
         except BaseException as error:
             if task.call_off():
+                self._begun.pop()
                 # Not an interrupt itself, whose frames hold the call, and the request with it.
                 why = f"it did not begin: {type(error).__name__}"
                 is_own = isinstance(error, Exception)
                 self.give_up(call, error if is_own else CheckpointingException(why))
             raise
 
-    def _carry_out(self, call: PendingCall) -> None:
+    def _carry_out(self, before: PendingCall | None, call: PendingCall) -> None:
+        if before is not None:
+            before.has_left.wait()
         with self._lock:
-            if call not in self._waiting:
-                return
-            self._waiting.remove(call)
-            self._running = call
-        try:
-            call.run()
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
-            call.end(error)
-        else:
-            call.end(None)
-        with self._lock:
-            self._running = None if self._running is call else self._running
-        call.release()
-        # Its error keeps this frame.
-        del call
+            call.is_running = not call.done()
+        if call.is_running:
+            try:
+                call.run()
+            except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
+                call.end(error)
+            else:
+                call.end(None)
+            call.release()
+        call.has_left.set()
+        # Their errors keep this frame.
+        del before, call
 
     def _give_up_all(self, why: str) -> None:
-        with self._lock:
-            calls = [*self._waiting, self._running]
-        for call in calls:
-            if call is not None:
-                self.give_up(call, CheckpointingException(f"{call.name} {why}"))
+        for call, _ in tuple(self._begun):
+            self.give_up(call, CheckpointingException(f"{call.name} {why}"))
 
     def _join(self, deadline: float) -> bool:
-        threads = [*self._left_behind, self._thread]
-        return all(thread.close(max(0.0, deadline - time.monotonic())) for thread in threads)
+        return all(
+            task.wait(max(0.0, deadline - time.monotonic())) for _, task in tuple(self._begun)
+        )
 
 
 class ThreadAsyncCaller(AsyncCaller):
@@ -321,7 +314,7 @@ class PersistentAsyncCaller(AsyncCaller):
 
         def stop() -> bool:
             # A call that waits for another has no worker yet.
-            worker = self._worker if call is self._running else None
+            worker = self._worker if call.is_running else None
             return worker is None or worker.kill()
 
         call = PendingCall(function_name(request.async_fn), run, stop)

@@ -142,7 +142,7 @@ class TestEveryCaller:
     ) -> None:
         caller = kind(timeout_s=PATIENCE_S)
         assert outcome(caller, work.nothing) is None
-        caller._thread.close(PATIENCE_S)
+        caller._join(time.monotonic() + PATIENCE_S)
         children = our_children()
         assert len(children) == (kind is PersistentAsyncCaller)
         gone = weakref.ref(caller)
@@ -346,7 +346,7 @@ class TestWorker:
         caller = make(PersistentAsyncCaller)
 
         caller.warm_up()
-        caller._thread.close(PATIENCE_S)
+        caller._join(time.monotonic() + PATIENCE_S)
 
         pid = caller.worker_pid
         assert pid is not None

@@ -439,7 +439,7 @@ def test_a_queue_that_is_dropped_takes_its_worker_with_it(
     queue.wait_until_finished()
     pid = json.loads((tmp_path / "a").read_text())["pid"]
     caller = queue._worker
-    caller._thread.close(PATIENCE_S)
+    caller._join(time.monotonic() + PATIENCE_S)
 
     del queue, caller
 

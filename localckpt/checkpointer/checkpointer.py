@@ -37,13 +37,7 @@ from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.state import Check, OnResize, TrainingState, combined_check
 from localckpt.checkpointer.stopping import LastSave, StopRequests
-from localckpt.checkpointer.tiers import (
-    Failures,
-    NodeManager,
-    NodeTier,
-    SharedTier,
-    with_redundancy,
-)
+from localckpt.checkpointer.tiers import NodeManager, NodeTier, SharedTier, with_redundancy
 from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.events.event import Outcome
@@ -282,7 +276,6 @@ class Checkpointer:
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
         most = max_failures if on_error == "warn" else 1
-        self._failures = Failures("the nodes", most), Failures("shared storage", most)
         with ExitStack() as undo:
             undo.callback(self._ranks.close)
             undo.callback(self._events.close)
@@ -290,7 +283,7 @@ class Checkpointer:
             manager, made_strategy = with_redundancy(
                 make_manager, repl_strategy, replication_factor, timeout_s, is_alone
             )
-            self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[NODES])
+            self._nodes = NodeTier(manager, made_strategy, timeout_s, most)
             undo.callback(self._nodes.close, is_in_step=False)
             self._managers: list[NodeManager | GlobalCheckpointManager] = [manager]
             self._shared: SharedTier | None = None
@@ -300,9 +293,7 @@ class Checkpointer:
                     shared, session_id, retention=kept, local=manager, **of_both
                 )
                 self._managers.append(shared_manager)
-                self._shared = SharedTier(
-                    shared_manager, self._nodes, timeout_s, self._failures[SHARED]
-                )
+                self._shared = SharedTier(shared_manager, self._nodes, timeout_s, most)
                 undo.callback(self._shared.close, is_in_step=False)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
@@ -323,7 +314,7 @@ class Checkpointer:
         )
         for one in self._managers:
             one.is_to_stop = self._is_to_begin_nothing
-        self._failures[NODES].is_to_stop = self._is_to_stop
+        self._nodes.is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
         self._resumption = Resumption(self._nodes, self._shared, self._ranks, record, quiet=quiet)
@@ -370,7 +361,7 @@ class Checkpointer:
     @property
     def failed_saves(self) -> int:
         """Number of saves that failed, to the nodes and to shared storage."""
-        return sum(failures.count for failures in self._failures)
+        return self._nodes.failed + (0 if self._shared is None else self._shared.failed)
 
     # The loop.
 
@@ -572,7 +563,7 @@ class Checkpointer:
         self._polls = 0
         is_save = False
         if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
-            is_save = self._attend(step, metrics)
+            is_save = self._attend(step)
         self._evidence.note()
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
@@ -600,7 +591,7 @@ class Checkpointer:
             between, poll = self._pulse_between, step * _POLLS_IN_STEP + self._polls
             if not between.is_under_way:
                 between.begin(step, self._schedule.saved, poll)
-            self._stop_as_planned(between.poll(poll), step, self._last_metrics)
+            self._stop_as_planned(between.poll(poll), step)
         return self.stopped
 
     def rewind_random(self) -> None:
@@ -750,47 +741,38 @@ class Checkpointer:
 
     # What a step does when there is something to do.
 
-    def _attend(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
-        """Finalize, plan, save and stop as it is time.
-
-        Returns whether a save to the nodes took some of that time.
-        """
+    def _attend(self, step: int) -> bool:
+        """Finalize, plan, save and stop; return whether a save to the nodes took time."""
         is_save = self._nodes.is_busy
         self._finalize(step, blocking=False)
         if self.stopped is not None:
             return is_save
-        plan = self._pulse_between.poll(step * _POLLS_IN_STEP)
-        self._stop_as_planned(plan, step, metrics)
+        self._stop_as_planned(self._pulse_between.poll(step * _POLLS_IN_STEP), step)
         # The next pulse begins before saves, whose waits it may end.
-        if self._beat(step, metrics):
-            self._beat(step, metrics)
+        if self._beat(step):
+            self._beat(step)
         if self._schedule.is_save_due(NODES, step) and (
             self._may_overlap or not self._nodes.is_busy
         ):
-            self._begin_save(step, metrics)
+            self._begin_save(step, self._last_metrics)
             is_save = True
         if self._schedule.is_save_due(SHARED, step):
-            self._begin_shared_save(step, metrics)
+            self._begin_shared_save(step, self._last_metrics)
         return is_save
 
-    def _beat(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
+    def _beat(self, step: int) -> bool:
         """Begin a pulse, or follow the plan of one; return whether another is to begin."""
         if self._schedule.is_pulse_due(step):
             self._pulse.begin(step, self._schedule.saved, step)
             self._schedule.note_pulse()
         if (plan := self._pulse.poll(step)) is None:
             return False
-        self._follow(plan, step, metrics)
-        return self.stopped is None
-
-    def _follow(self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        """Take in what all ranks have decided; they do so in the same step."""
         self._events.emit("steps", step=step, details=asdict(self._meter.costs()))
         self._evidence.look()
-        self._stop_as_planned(plan, step, metrics)
-        if self.stopped is not None:
-            return
-        self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
+        self._stop_as_planned(plan, step)
+        if self.stopped is None:
+            self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
+        return self.stopped is None
 
     def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
@@ -801,7 +783,7 @@ class Checkpointer:
         if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
             nodes.save(self._state.parts, step, metrics)
         elif not self._is_to_stop():
-            self._failures[NODES].leave_out(waits_s)
+            nodes.leave_out(waits_s)
         self._schedule.note_save(NODES, step)
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
@@ -819,7 +801,7 @@ class Checkpointer:
         if is_over:
             self._shared.finalize(step, blocking=True)
         elif not is_to_stop:
-            self._failures[SHARED].leave_out(OWN_WORK * self._ranks.timeout_s)
+            self._shared.leave_out(OWN_WORK * self._ranks.timeout_s)
         return is_over
 
     def _look_at_drains(self, shared: SharedTier, step: int | None) -> tuple[bool, bool]:
@@ -947,28 +929,26 @@ class Checkpointer:
         # has notes of its own on its node, and none on shared storage.
         self._nodes.manager.take_back_attempt()
 
-    def _stop_as_planned(
-        self, plan: Plan | None, step: int, metrics: Mapping[str, SupportsFloat] | None
-    ) -> None:
+    def _stop_as_planned(self, plan: Plan | None, step: int) -> None:
         if plan is not None and plan.stop is not None and self.stopped is None:
-            self._stop(plan.stop, step, metrics)
+            self._stop(plan.stop, step)
 
-    def _stop(self, why: str, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _stop(self, why: str, step: int) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
         self.stopped = why
         logger.warning("stopping after step %d: %s", step, why)
         self._events.emit("preempted", step=step, details={"reason": why})
         # Behind the last save, which is not to wait for storage that hangs.
         Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
-
-        self._is_late = self._last_save.run(
-            step,
-            lambda: self._nodes.save(self._state.parts, step, metrics),
-            # It polls more than once in a step.
-            lambda: self._finalize(None, blocking=False),
-            metrics,
-            is_new=self._is_counted,
-        )
+        if self._is_counted:
+            self._is_late = self._last_save.run(
+                *(step, self._state.parts, self._last_metrics),
+                # It polls more than once in a step.
+                lambda: self._finalize(None, blocking=False),
+            )
+        else:
+            # The job has made no step, and there is nothing to save.
+            self._last_save.begin()
         self._schedule.end()
 
     # The end.
@@ -1035,7 +1015,7 @@ class Checkpointer:
             logger.error("step %d is not saved after the signal to stop: %s", step, refused.text)
             return
         why = f"{self._stop_requests.why()}, and then {type(error).__name__}"
-        self._stop(why, step, self._last_metrics)
+        self._stop(why, step)
 
     def _await_saves(self) -> None:
         """Wait for the saves under way; a rank that is asked to stop does so for its grace."""

@@ -198,20 +198,16 @@ class LastSave:
     def run(
         self,
         step: int,
-        begin: Callable[[], None],
-        finalize: Callable[[], None],
+        parts: Mapping[str, Any],
         metrics: Mapping[str, SupportsFloat] | None,
-        *,
-        is_new: bool,
+        finalize: Callable[[], None],
     ) -> bool:
         """Save the state of a step, and wait for it as long as there is time.
 
-        Unless ``is_new``, the job has made no step and there is nothing to save. Returns whether
-        the time was over before all was complete; the same on all ranks, unless some are lost.
+        Returns whether the time was over before all was complete; the same on all ranks, unless
+        some are lost.
         """
         self.begin()
-        if not is_new:
-            return False
         nodes, is_late, is_on_shared = self._nodes, False, False
         if self._shared is not None:
             self._shared.manager.hurry()
@@ -233,7 +229,7 @@ class LastSave:
             for _ in range(2):
                 if is_late := not self._can_begin():
                     break
-                begin()
+                nodes.save(parts, step, metrics)
                 if (is_late := is_late_on_any_rank(nodes)) or nodes.newest == step:
                     break
             if (shared := self._shared) is not None and not is_late:

@@ -10,9 +10,8 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.async_save.request import AsyncRequest
-from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import described
-from localckpt.checkpointer.selection import PartsToLoad
+from localckpt.checkpointer.selection import PartsToLoad, why_parts_are_others
 from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
@@ -47,70 +46,21 @@ _DRAINS = 2
 _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalError)
 
 
-class Failures:
-    """Saves of one tier that failed."""
-
-    def __init__(self, what: str, most: int) -> None:
-        self._what = what
-        self._most = most
-        self.count = 0
-        self.is_to_stop: Callable[[], bool] = lambda: False
-        self._in_a_row = 0
-
-    def note(self, error: CheckpointingException) -> None:
-        """Count a save that failed; raise the error if training is not to go on.
-
-        That is at once if it was not of that save alone, or else if too many have failed.
-        """
-        if isinstance(error, _NOT_OF_ONE_SAVE):
-            raise error
-        is_cut = isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop()
-        if is_cut or (isinstance(error, StorageError) and error.is_given_up):
-            # A rank that is asked to stop begins no save that would have to wait.
-            logger.info("a save to %s is given up on all ranks: the job is to stop", self._what)
-            forget_frames(error)
-            return
-        self.count += 1
-        self._in_a_row += 1
-        # Else the images that the failed calls had would stay until the next save succeeds.
-        forget_frames(error)
-        logger.warning(
-            "a save to %s failed (%d in a row; training ends at %d): %s",
-            *(self._what, self._in_a_row, self._most, worded(error, "step")),
-        )
-        if self._in_a_row >= self._most:
-            why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
-            if self._most == 1:
-                why = f"a save to {self._what} failed (on_error, max_failures)"
-            kept = "Older checkpoints are as they were"
-            raise error.advised("end", f"{kept}. Training ends, since {why}")
-
-    def leave_out(self, waited_s: float) -> None:
-        """Count a save that was not begun, since an older one was in the way."""
-        self.note(
-            SaveFailedError(
-                f"the saves before this one have not been written after {waited_s:g} s: is the "
-                f"storage stuck? This save was not started. Older checkpoints are as they were"
-            )
-        )
-
-    def end_row(self) -> None:
-        """Note that a save has succeeded."""
-        self._in_a_row = 0
-
-
 class _Tier:
     """Saves of one tier, behind training.
 
     Attributes:
-        queue: Queue of the saves.
         newest: Step of the newest save that is complete on all ranks; ``None`` for none.
+        failed: Number of saves that failed.
     """
 
-    def __init__(self, timeout_s: float, failures: Failures) -> None:
+    def __init__(self, what: str, timeout_s: float, most_failures: int) -> None:
         self.queue = AsyncCallsQueue(timeout_s=timeout_s)
         self.newest: int | None = None
-        self._failures = failures
+        self.failed = 0
+        self.is_to_stop: Callable[[], bool] = lambda: False
+        self._what, self._most = what, most_failures
+        self._failed_in_a_row = 0
 
     @property
     def is_busy(self) -> bool:
@@ -125,12 +75,49 @@ class _Tier:
         self.queue.pass_step(step)
         try:
             if self.queue.maybe_finalize_async_calls(blocking=blocking):
-                self._failures.end_row()
+                self._failed_in_a_row = 0
         except CheckpointingException as error:
-            self._note(error)
+            self._note_failure(error)
 
-    def _note(self, error: CheckpointingException) -> None:
-        self._failures.note(error)
+    def leave_out(self, waited_s: float) -> None:
+        """Count a save that was not begun, since an older one was in the way."""
+        self._count_failure(
+            SaveFailedError(
+                f"the saves before this one have not been written after {waited_s:g} s: is the "
+                f"storage stuck? This save was not started. Older checkpoints are as they were"
+            )
+        )
+
+    def _note_failure(self, error: CheckpointingException) -> None:
+        self._count_failure(error)
+
+    def _count_failure(self, error: CheckpointingException) -> None:
+        """Count a save that failed; raise the error if training is not to go on.
+
+        That is at once if it was not of that save alone, or else if too many have failed.
+        """
+        if isinstance(error, _NOT_OF_ONE_SAVE):
+            raise error
+        is_cut = isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop()
+        if is_cut or (isinstance(error, StorageError) and error.is_given_up):
+            # A rank that is asked to stop begins no save that would have to wait.
+            logger.info("a save to %s is given up on all ranks: the job is to stop", self._what)
+            forget_frames(error)
+            return
+        self.failed += 1
+        self._failed_in_a_row += 1
+        # Else the images that the failed calls had would stay until the next save succeeds.
+        forget_frames(error)
+        logger.warning(
+            "a save to %s failed (%d in a row; training ends at %d): %s",
+            *(self._what, self._failed_in_a_row, self._most, worded(error, "step")),
+        )
+        if self._failed_in_a_row >= self._most:
+            why = f"{self._failed_in_a_row} saves in a row to {self._what} failed (max_failures)"
+            if self._most == 1:
+                why = f"a save to {self._what} failed (on_error, max_failures)"
+            kept = "Older checkpoints are as they were"
+            raise error.advised("end", f"{kept}. Training ends, since {why}")
 
     def _schedule(self, request: AsyncRequest, step: int) -> None:
         request.add_finalize_fn(partial(self._note_complete, step))
@@ -153,11 +140,10 @@ class NodeTier(_Tier):
         manager: NodeManager,
         strategy: ReplicationStrategy | None,
         timeout_s: float,
-        failures: Failures,
+        most_failures: int,
     ) -> None:
-        super().__init__(timeout_s, failures)
-        self.manager = manager
-        self._strategy = strategy
+        super().__init__("the nodes", timeout_s, most_failures)
+        self.manager, self._strategy = manager, strategy
         self.begun: int | None = None
         self.on_complete: Callable[[int], None] = lambda step: None
 
@@ -198,7 +184,7 @@ class NodeTier(_Tier):
             )
         except (SaveFailedError, StorageError) as error:
             # Of an older save, which this one has waited for; or no node has room for this one.
-            self._note(error)
+            self._note_failure(error)
         else:
             self._schedule(request, step)
             self.begun = step
@@ -219,9 +205,9 @@ class NodeTier(_Tier):
             closing.callback(_close, self.manager, is_in_step=is_in_step)
             closing.callback(_close, self.queue, is_in_step=is_in_step)
 
-    def _note(self, error: CheckpointingException) -> None:
+    def _note_failure(self, error: CheckpointingException) -> None:
         self.begun = self.newest
-        super()._note(error)
+        self._count_failure(error)
 
 
 class SharedTier(_Tier):
@@ -232,9 +218,9 @@ class SharedTier(_Tier):
         manager: GlobalCheckpointManager,
         nodes: NodeTier,
         timeout_s: float,
-        failures: Failures,
+        most_failures: int,
     ) -> None:
-        super().__init__(timeout_s, failures)
+        super().__init__("shared storage", timeout_s, most_failures)
         self.manager = manager
         self._nodes = nodes
         # Metrics of the steps to drain once their saves to the nodes are over.
@@ -319,7 +305,7 @@ class SharedTier(_Tier):
             logger.warning("not drained to shared storage, as the nodes lack it: step %s", lost)
             self._wanted.clear()
         while self._refused:
-            self._note(self._refused.pop(0))
+            self._note_failure(self._refused.pop(0))
         super().finalize(step, blocking=blocking)
 
     def finish(self, step: int | None) -> None:

@@ -637,7 +637,7 @@ class CheckpointManager:
         checkpoint = promotable(iteration, checkpoints, self.world_size)
         identity = checkpoint.shard(self.rank, self.session_id)
         shard = KeptShard(images, identity, self._context.allowed)
-        promotion = Promotion(checkpoint, shard, to, rate_limit, metrics, checkpoints)
+        promotion = Promotion(shard, to, checkpoints, rate_limit, metrics)
         self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
         return promotion.request()
 
@@ -700,7 +700,7 @@ class CheckpointManager:
             for step in reversed(list(self._saves.closing_steps())):
                 closing.callback(step)
             for promotion in self._promotions:
-                closing.callback(promotion.await_end, self._context.options.timeout)
+                closing.callback(promotion.close, self._context.options.timeout)
             closing.callback(self._await_reprotected)
             if is_abandoned:
                 self._saves.stop_waiting()

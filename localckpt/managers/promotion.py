@@ -36,13 +36,11 @@ class Draining(Protocol):
     def stop(self) -> None:
         """End the drain soon, from any thread."""
 
-    def waits_for(self) -> str:
-        """Return in words whom or what the drain waits for, in any thread."""
-        ...
+    def waits_for(self) -> str: ...
 
 
 class DrainTarget(Protocol):
-    """Manager of a shared storage, as :class:`GlobalCheckpointManager`."""
+    """Manager of a shared storage, as :class:`GlobalCheckpointManager`; all ranks call alike."""
 
     def drain(
         self,
@@ -50,77 +48,67 @@ class DrainTarget(Protocol):
         *,
         rate_limit: float | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
-    ) -> Draining:
-        """Begin a drain of this rank's shard; all ranks call it."""
-        ...
+    ) -> Draining: ...
 
-    def note_drained(self, iteration: int) -> None:
-        """Note that a drain is committed; all ranks call it."""
+    def note_drained(self, iteration: int) -> None: ...
 
 
 class Promotion:
     def __init__(
         self,
-        checkpoint: Checkpoint,
         shard: KeptShard,
         target: DrainTarget,
+        checkpoints: JobCheckpoints,
         rate_limit: float | None,
         metrics: Mapping[str, SupportsFloat] | None,
-        checkpoints: JobCheckpoints,
     ) -> None:
-        self.checkpoint = checkpoint
-        self._target = target
-        self._claim = shard.store.claim
-        self._checkpoints = checkpoints
+        self._checkpoint = shard.identity.checkpoint
+        self._claim, self._target, self._checkpoints = shard.store.claim, target, checkpoints
+        self.is_over = False
         # Before anything reads it.
-        checkpoints.hold(checkpoint)
+        checkpoints.hold(self._checkpoint)
         try:
             self._drain = target.drain(shard, rate_limit=rate_limit, metrics=metrics)
         except BaseException:
-            checkpoints.release(checkpoint)
+            self._release()
             raise
-        self._is_held = True
-
-    @property
-    def is_over(self) -> bool:
-        return not self._is_held
 
     def request(self) -> AsyncRequest:
         """Make a request that waits for the drain in its queue, and finalizes the promotion."""
         call = AsyncCall(
             self._await_drained,
-            failure_fns=[lambda error: self.give_up()],
+            failure_fns=[lambda error: self._give_up()],
             stop_fns=[self._drain.stop],
             waits_for_fn=self._drain.waits_for,
             name="promote",
         )
-        return AsyncRequest(call, (), [self.finalize])
+        return AsyncRequest(call, (), [self._finalize])
 
     @runs_in_trainer
     def _await_drained(self) -> None:
         self._drain.wait()
         try:
             # Here, behind training.
-            self._claim.note_drained(self.checkpoint, self._checkpoints.complete)
+            self._claim.note_drained(self._checkpoint, self._checkpoints.complete)
         except StorageError as error:
             logger.warning(
                 "iteration %d is drained, which the next start is not told by this node: %s",
-                *(self.checkpoint.iteration, error),
+                *(self._checkpoint.iteration, error),
             )
 
-    def finalize(self) -> None:
-        if self._is_held:
-            self._target.note_drained(self.checkpoint.iteration)
-            self._checkpoints.note(self.checkpoint, is_drained=True)
+    def _finalize(self) -> None:
+        if not self.is_over:
+            iteration = self._checkpoint.iteration
+            self._target.note_drained(iteration)
+            self._checkpoints.note(self._checkpoint, is_drained=True)
             self._release()
-            logger.info("iteration %d is drained", self.checkpoint.iteration)
+            logger.info("iteration %d is drained", iteration)
 
-    def give_up(self) -> None:
-        """End the drain if it is not over, and release the checkpoint."""
+    def _give_up(self) -> None:
         self._drain.stop()
         self._release()
 
-    def await_end(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """End the drain, and wait, up to a deadline, until nothing reads the store."""
         if self.is_over:
             return
@@ -128,14 +116,14 @@ class Promotion:
         try:
             self._drain.wait(timeout_s)
         except (CheckpointingException, TimeoutError) as error:
-            iteration = self.checkpoint.iteration
+            iteration = self._checkpoint.iteration
             logger.warning("iteration %d was not drained: %s", iteration, described(error))
         self._release()
 
     def _release(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self._checkpoints.release(self.checkpoint)
+        if not self.is_over:
+            self.is_over = True
+            self._checkpoints.release(self._checkpoint)
 
 
 def promotable(iteration: int, checkpoints: JobCheckpoints, world_size: int) -> Checkpoint:

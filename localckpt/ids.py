@@ -51,7 +51,7 @@ class Generation(NamedTuple):
 
     ``epoch`` is higher than that of any store when the attempt began. ``sequence`` counts the saves
     of the attempt from a random start. Neither orders checkpoints of different attempts: see
-    ``availability/ordering.py``.
+    ``availability/coverage.py``.
     """
 
     epoch: int

@@ -2,7 +2,7 @@
 
 Plain values, without torch. Every image's header, the epoch note of every node and the commit
 record of a shared checkpoint carry the lineage of the epoch that wrote them, so that any surviving
-part is enough to order checkpoints (``availability/ordering.py``).
+part is enough to order checkpoints (``availability/coverage.py``).
 """
 
 from __future__ import annotations

@@ -164,24 +164,6 @@ def durability_found(
     )
 
 
-def spared(
-    kept: Iterable[Checkpoint],
-    older: Iterable[Checkpoint],
-    standing: Mapping[Checkpoint, Durability],
-) -> list[Checkpoint]:
-    """Choose the older checkpoint to keep so that at least one survives the loss of a node.
-
-    Returns the newest of ``older``, which is newest first, that survives it; empty if a kept one
-    does, or no older one.
-    """
-
-    def survives(checkpoint: Checkpoint) -> bool:
-        known = standing.get(checkpoint)
-        return known is not None and known.survives_node_loss
-
-    return [] if any(map(survives, kept)) else list(filter(survives, older))[:1]
-
-
 def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Durability:
     pairs = list(zip(copies, wanted, strict=True))
     fewest, of = min(pairs, key=lambda pair: (pair[0], -pair[1]))

@@ -16,9 +16,9 @@ from localckpt.availability.coverage import (
     describe_incomplete,
     judge_newest,
     judge_nodes,
+    newest_first,
 )
 from localckpt.availability.inventory import Inventory
-from localckpt.availability.ordering import newest_first
 from localckpt.availability.recoverable import breaking_sets, computable
 from localckpt.availability.retention import metrics_to_json
 from localckpt.errors import MismatchError

@@ -30,13 +30,18 @@ from localckpt.checkpointer.arguments import (
 )
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.epochs import Epochs
-from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
+from localckpt.checkpointer.parts import Check, OnResize, TrainingState, combined_check
 from localckpt.checkpointer.pulse import NODES, SHARED, Meter, Plan, Pulse, Schedule
 from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
-from localckpt.checkpointer.state import Check, OnResize, TrainingState, combined_check
-from localckpt.checkpointer.stopping import LastSave, StopRequests
+from localckpt.checkpointer.stopping import (
+    Evidence,
+    LastSave,
+    StopRequests,
+    is_of_loader,
+    judge_ends,
+)
 from localckpt.checkpointer.tiers import NodeManager, NodeTier, SharedTier, with_redundancy
 from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError

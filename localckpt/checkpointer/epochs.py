@@ -31,9 +31,6 @@ from localckpt.errors import CheckpointingException, MismatchError
 
 logger = logging.getLogger(__name__)
 
-OF_RANK = tuple(f"{EPOCHS}.{name}" for name in ("entry", "generators", "loader", "saved_at"))
-"""Keys of what is a rank's own. Another number of ranks needs only how many batches were given."""
-
 
 class _At(Enum):
     """Where a program is in its loops."""

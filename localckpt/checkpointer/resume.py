@@ -70,24 +70,23 @@ def begin_record(
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """Newest checkpoint that can be had.
+    """Newest checkpoints that can be had, and which of them to take.
 
     Attributes:
-        step: Step of the checkpoint; -1 if there is none.
-        is_on_nodes: True if the nodes have it.
         beside: Step of the newest checkpoint that is not on the nodes; -1 for none.
         is_elsewhere: True if the checkpoint beside the nodes is one of the program's own.
+        on_nodes: Newest step on the nodes, which may have given up some on shared storage; -1 for
+            none.
+        takes_nodes: Whether the one on the nodes is taken.
         given_up: Error that says why no checkpoint is taken from shared storage, though it has
             some.
-        on_nodes: Newest step on the nodes, which may have given up some on shared storage.
     """
 
-    step: int
-    is_on_nodes: bool
     beside: int
     is_elsewhere: bool
-    given_up: NoReplicasAvailableError | None
     on_nodes: int = -1
+    takes_nodes: bool = False
+    given_up: NoReplicasAvailableError | None = None
 
 
 class Resumption:
@@ -102,17 +101,15 @@ class Resumption:
         *,
         quiet: bool,
     ) -> None:
-        self._quiet = quiet
-        self._nodes = nodes
-        self._shared = shared
-        self._ranks = ranks
+        self._nodes, self._shared, self._ranks, self._quiet = nodes, shared, ranks, quiet
         self._events = record[0]
         # When the process began, until it has resumed.
         self._began: float | None = record[1]
 
     def find(self, elsewhere: Elsewhere | None) -> int:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""
-        return self._newest(elsewhere).step
+        newest = self._newest(elsewhere)
+        return newest.on_nodes if newest.takes_nodes else newest.beside
 
     def run(
         self,
@@ -142,12 +139,9 @@ class Resumption:
                 step, source = self._load(load, elsewhere)
             else:
                 step, source = self._load_step(load, selection.step)
-            seconds = time.monotonic() - called
+            saved_at = parts[EPOCHS].saved_at if step >= 0 else None
             is_empty = step >= 0 and load.is_empty
-            saved_at = parts[EPOCHS].saved_at
-            job_run = self._say_what_was_loaded(
-                step, source, seconds, saved_at if step >= 0 else None, is_empty=is_empty
-            )
+            job_run = self._say_what_was_loaded(step, source, called, saved_at, is_empty=is_empty)
             if load.gone:
                 logger.log(
                     logging.WARNING if self._ranks.is_root else logging.INFO,
@@ -181,34 +175,32 @@ class Resumption:
 
     def _newest(self, elsewhere: Elsewhere | None) -> _Newest:
         if elsewhere is not None and elsewhere.goes_back:
-            return _Newest(elsewhere.step, False, elsewhere.step, True, None)
-        manager, newest, failed = self._nodes.manager, -1, None
+            return _Newest(elsewhere.step, is_elsewhere=True)
+        manager, on_nodes, failed = self._nodes.manager, -1, None
         try:
-            newest = manager.find_latest()
+            on_nodes = manager.find_latest()
         except (MismatchError, NoReplicasAvailableError) as error:
             failed = error
-        beside, given_up = -1, None
+        shared, given_up = -1, None
         try:
             if self._shared is not None:
-                beside = self._shared.manager.find_latest(on_nodes=newest)
+                shared = self._shared.manager.find_latest(on_nodes=on_nodes)
         except NoReplicasAvailableError as error:
             given_up = error
-        is_elsewhere = elsewhere is not None and elsewhere.step > beside
-        if elsewhere is not None:
-            beside = max(beside, elsewhere.step)
+        known = -1 if elsewhere is None else elsewhere.step
+        beside = max(shared, known)
         if failed is not None:
             _leave_nodes(failed, beside, given_up)
-        has_better = beside >= 0 and newest >= 0 and manager.is_bad(newest)
-        if newest >= max(beside, 0) and not has_better:
-            return _Newest(newest, True, beside, is_elsewhere, given_up, newest)
-        if given_up is not None and not is_elsewhere:
+        is_bad = beside >= 0 and on_nodes >= 0 and manager.is_bad(on_nodes)
+        takes_nodes = on_nodes >= max(beside, 0) and not is_bad
+        if given_up is not None and beside < 0 and not takes_nodes:
             raise given_up
-        return _Newest(beside, False, beside, is_elsewhere, None, newest)
+        return _Newest(beside, known > shared, on_nodes, takes_nodes, given_up)
 
     def _load(self, load: PartsToLoad, elsewhere: Elsewhere | None) -> tuple[int, str]:
         """Load the newest checkpoint; returns its step, and the source of this rank's part."""
         newest, manager = self._newest(elsewhere), self._nodes.manager
-        if newest.is_on_nodes:
+        if newest.takes_nodes:
             try:
                 step = self._nodes.load(load, None)
                 # A damaged checkpoint makes way for the one before, which may be too old.
@@ -224,16 +216,15 @@ class Resumption:
                     self._go_back(elsewhere.step)
             elsewhere.load()
             return elsewhere.step, _ELSEWHERE_SOURCE
-        if newest.given_up is not None:
-            raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
-        steps = self._shared.manager.all_iterations(on_nodes=newest.on_nodes)
+        shared = self._shared
+        steps = shared.manager.all_iterations(on_nodes=newest.on_nodes)
         try:
-            return self._shared.load(load, steps), _SHARED_SOURCE
+            return shared.load(load, steps), _SHARED_SOURCE
         except (CorruptShardError, NoReplicasAvailableError, StorageError):
             # A job that goes on there, and has a newer one now, may have pruned what was read.
-            if self._shared.manager.find_latest(on_nodes=newest.on_nodes) <= newest.beside:
+            if shared.manager.find_latest(on_nodes=newest.on_nodes) <= newest.beside:
                 raise
         return self._load(load, elsewhere)
 
@@ -243,9 +234,7 @@ class Resumption:
             self._nodes.load(load, step)
             source = self._source
         except (MismatchError, NoReplicasAvailableError) as error:
-            self._require_shared(step, error)
-            assert self._shared is not None, "it has the step"
-            self._shared.load(load, [step])
+            self._with_step(step, error).load(load, [step])
             source = _SHARED_SOURCE
         if not self._nodes.manager.read_only:
             self._go_back(step)
@@ -258,20 +247,20 @@ class Resumption:
         assert report is not None, "a load came before"
         return report.source
 
-    def _require_shared(self, step: int, error: MismatchError | NoReplicasAvailableError) -> None:
-        """Raise the error of the nodes unless shared storage has a step."""
+    def _with_step(self, step: int, error: MismatchError | NoReplicasAvailableError) -> SharedTier:
+        """Return shared storage; raise the error of the nodes unless it has a step."""
         if self._shared is None:
             raise error
         there = self._shared.manager.all_iterations()
-        if step in there:
-            logger.warning("step %d is loaded from shared storage: %s", step, described(error))
-        elif isinstance(error, MismatchError):
-            raise error
-        else:
+        if step not in there:
+            if isinstance(error, MismatchError):
+                raise error
             listed = ", ".join(map(str, there[:_SHOWN])) or "none"
             raise NoReplicasAvailableError(
                 f"{error.text}. Shared storage ({self._shared.manager.root}) has {listed}"
             ) from error
+        logger.warning("step %d is loaded from shared storage: %s", step, described(error))
+        return self._shared
 
     def _go_back(self, step: int) -> None:
         """Give up what shared storage has above a step that the job goes back to."""
@@ -279,13 +268,13 @@ class Resumption:
             self._shared.manager.go_back(step)
 
     def _say_what_was_loaded(
-        self, step: int, source: str, seconds: float, saved_at: float | None, *, is_empty: bool
+        self, step: int, source: str, called: float, saved_at: float | None, *, is_empty: bool
     ) -> str:
         """Say on the root where all ranks' parts came from; return the name of the job's run.
 
         It is for who starts a job, so it is printed where no log shows it.
         """
-        mine = [source, self._events.run, is_empty]
+        mine, seconds = [source, self._events.run, is_empty], time.monotonic() - called
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
         )

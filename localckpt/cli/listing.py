@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localckpt.availability.coverage import complete_checkpoints
+from localckpt.availability.coverage import complete_checkpoints, newest_first
 from localckpt.availability.inventory import Inventory
-from localckpt.availability.ordering import newest_first
 from localckpt.availability.retention import Reason, Retention, Version, metrics_to_json
 from localckpt.cli.output import (
     JsonOption,

@@ -26,10 +26,10 @@ from localckpt.errors import (
 from localckpt.failure_texts import described
 from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
 from localckpt.managers.context import Context
+from localckpt.managers.copies import Reprotection
 from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.restoring import (
     BadShardError,
     Loaded,

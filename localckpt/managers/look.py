@@ -9,11 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from localckpt.availability.coverage import describe_choice, judge_newest
+from localckpt.availability.coverage import describe_choice, judge_newest, unrelated
 from localckpt.availability.durability import Found
 from localckpt.availability.explanation import Explanation, explain, why_given_up
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
-from localckpt.availability.ordering import unrelated
 from localckpt.errors import NoReplicasAvailableError, StorageError
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.context import Context

@@ -41,14 +41,12 @@ from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.interrupted import interrupt_behind
 from localckpt.lineage import Lineage, Point
-from localckpt.managers.context import Context
-from localckpt.managers.epoch import Epoch, checked_origin
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import Context, Epoch, JobCheckpoints, checked_origin
+from localckpt.managers.copies import Reprotection
 from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
 from localckpt.managers.promotion import DrainTarget, Promotion, promotable
 from localckpt.managers.reports import LoadReport, MemoryPlan, SaveReport
-from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options

@@ -21,7 +21,7 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import described
 from localckpt.ids import Checkpoint
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import JobCheckpoints
 from localckpt.storage.kept_shard import KeptShard
 
 logger = logging.getLogger(__name__)

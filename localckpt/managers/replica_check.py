@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +16,6 @@ import torch.distributed as dist
 from localckpt.availability.divergence import Divergence, describe, judge_differences
 from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError
 from localckpt.events.stream import EventStream
-from localckpt.ids import SAVES_AN_ATTEMPT, Generation
-from localckpt.options import Options
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.job_store import group_ranks
 from localckpt.ranks.ranks import Ranks
@@ -32,76 +31,52 @@ _NOT_KEPT = (
 )
 
 
-class ReplicaCheck:
-    """Check of one manager's saves.
+def divergence_error(
+    ranks: Ranks,
+    events: EventStream,
+    iteration: int,
+    divergence: Divergence,
+    mine: Sequence[PartDigest],
+    *,
+    is_kept: bool,
+) -> DivergenceError:
+    """Find the tensors that differ; all ranks call it with the same divergence.
 
-    Attributes:
-        is_error: Whether a save with replicas that differ fails.
+    If a rank is lost, no tensors are named. ``is_kept``: the save is, and is marked bad.
     """
-
-    def __init__(self, options: Options, ranks: Ranks, events: EventStream) -> None:
-        self._every = options.check_replicas
-        self._ranks = ranks
-        self._events = events
-        self.is_error = options.on_divergence == "error"
-        # Whether the last check has found a difference; the same on all ranks.
-        self._has_diverged = False
-
-    def is_due(self, generation: Generation) -> bool:
-        """Return whether a save compares replicas; the same on all ranks.
-
-        After one whose replicas differed every save does, until they are equal again.
-        """
-        if self._every is None or self._ranks.world_size < 2:
-            return False
-        number = generation.sequence % SAVES_AN_ATTEMPT
-        return self._has_diverged or number % self._every == 0
-
-    def note(self, divergence: Divergence | None) -> None:
-        """Note the outcome of a save that compared replicas."""
-        self._has_diverged = divergence is not None
-
-    def describe(
-        self, iteration: int, divergence: Divergence, mine: list[PartDigest]
-    ) -> DivergenceError:
-        """Find the tensors that differ; all ranks call it with the same divergence.
-
-        If a rank is lost, no tensors are named.
-        """
-        rank = self._ranks.rank
-        wanted = {of.set_id for of in divergence.sets if rank in of.asked}
-        told = {str(part.set_id): part.tensors for part in mine if part.set_id in wanted}
-        is_concerned = any(of.may_be_named(rank) for of in divergence.sets)
-        report = [socket.gethostname(), told] if is_concerned else None
-        phase = f"name the tensors of iteration {iteration} that differ"
-        try:
-            divergence = self._ranks.agree(
-                *(phase, Attempt(), report),
-                lambda reports: judge_differences(divergence, reports).to_json(),
-                read=Divergence.from_json,
-            )
-        except PeerLostError as lost:
-            # That they differ is known on all ranks already.
-            logger.warning("the tensors that differ are not known: %s", lost)
-        text = (
-            f"iteration {iteration} has replicas that differ, though its state says that they are "
-            f"equal: {describe(divergence)}"
+    wanted = {of.set_id for of in divergence.sets if ranks.rank in of.asked}
+    told = {str(part.set_id): part.tensors for part in mine if part.set_id in wanted}
+    is_concerned = any(of.may_be_named(ranks.rank) for of in divergence.sets)
+    report = [socket.gethostname(), told] if is_concerned else None
+    phase = f"name the tensors of iteration {iteration} that differ"
+    try:
+        divergence = ranks.agree(
+            *(phase, Attempt(), report),
+            lambda reports: judge_differences(divergence, reports).to_json(),
+            read=Divergence.from_json,
         )
-        error = DivergenceError(f"{text}. {_NOT_KEPT}" if self.is_error else text)
-        error.iteration = iteration
-        error.differences = divergence.differences
-        error.keys = tuple(difference.key for difference in divergence.differences)
-        error.ranks = divergence.suspects
-        error.nodes = divergence.nodes
-        error.is_minority = bool(divergence.minority)
-        details = {
-            "keys": list(error.keys),
-            "ranks": list(error.ranks),
-            "nodes": list(error.nodes),
-            "minority": error.is_minority,
-        }
-        self._events.emit("diverged", step=iteration, error=error, details=details)
-        return error
+    except PeerLostError as lost:
+        # That they differ is known on all ranks already.
+        logger.warning("the tensors that differ are not known: %s", lost)
+    text = (
+        f"iteration {iteration} has replicas that differ, though its state says that they are "
+        f"equal: {describe(divergence)}"
+    )
+    error = DivergenceError(text if is_kept else f"{text}. {_NOT_KEPT}")
+    error.iteration = iteration
+    error.differences = divergence.differences
+    error.keys = tuple(difference.key for difference in divergence.differences)
+    error.ranks = divergence.suspects
+    error.nodes = divergence.nodes
+    error.is_minority = bool(divergence.minority)
+    details = {
+        "keys": list(error.keys),
+        "ranks": list(error.ranks),
+        "nodes": list(error.nodes),
+        "minority": error.is_minority,
+    }
+    events.emit("diverged", step=iteration, error=error, details=details)
+    return error
 
 
 def replicated(obj: Any, group: dist.ProcessGroup | None = None) -> Any:

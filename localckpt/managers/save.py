@@ -27,14 +27,14 @@ from localckpt.errors import (
     PeerLostError,
     SaveFailedError,
 )
-from localckpt.events.event import Tier
+from localckpt.events.event import Outcome, Tier
 from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
-from localckpt.ids import CkptID, ShardIdentity
+from localckpt.ids import SAVES_AN_ATTEMPT, CkptID, Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
-from localckpt.managers.replica_check import ReplicaCheck
-from localckpt.managers.replicator import Replication
+from localckpt.managers.copies import Replication
+from localckpt.managers.replica_check import divergence_error
 from localckpt.managers.reports import MemoryPlan, SaveReport
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
@@ -60,13 +60,11 @@ class Save:
 
     Attributes:
         slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
-        replication: Copies of the shard on other nodes.
         error: Text of this rank's first error, which is reported when the save is finalized.
         bad: Reason why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
         is_scheduled: True once a queue, or the trainer itself, runs the save.
         handed_over: Work that a queue of another library waits for, once it has the request.
-        is_complete: True once all ranks have agreed that the save is complete.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Save:
         self.slots: list[Slot] = []
         self.error: str | None = None
         self.bad: str | None = None
-        self._compares_replicas = saves.replica_check.is_due(identity.generation)
+        self._compares_replicas = saves.compares_replicas(identity.generation)
         self._replicas: list[PartDigest] | None = None
         self._divided: tuple[Agreed, ...] = ()
         self.ticket: Ticket | None = None
@@ -160,8 +158,7 @@ class Save:
         self.is_scheduled = True
         outcome = None
         with Attempt() as keeping:
-            self.keep_local()
-            self.protect()
+            self.carry_out()
             outcome = self.outcome().to_json()
         try:
             self._agree("save", keeping, outcome)
@@ -179,8 +176,7 @@ class Save:
         """Return a request that carries the save out behind training.
 
         A queue of this library judges the outcomes of all ranks together with the ends of the call.
-
-        A queue keeps ``finalize`` as long as it has the request: see :attr:`is_forgotten`.
+        It keeps ``finalize`` as long as it has the request: see :attr:`is_forgotten`.
         """
         self._finalizer = weakref.ref(finalize)
         # A user's hooks are asked what they hold in the trainer's thread only.
@@ -335,10 +331,7 @@ class Save:
     # Complete, or failed.
 
     def finalize(self) -> Durability:
-        """Complete the save, or roll it back, as all ranks do; all ranks call it.
-
-        After PeerLostError the save is rolled back, unless its outcome is unknown here.
-        """
+        """Complete the save, or roll it back, as all ranks do; all ranks call it."""
         identity = self.identity
         if (verdict := self._verdict) is None:
             # The queue is a foreign one, or has not asked the other ranks.
@@ -352,7 +345,7 @@ class Save:
         if not verdict.parts_fit:
             self._saves.capture.divide_no_more("; ".join(verdict.problems))
         bad, failed = verdict.bad, self._failure(verdict)
-        if isinstance(failed, DivergenceError) and not self._saves.replica_check.is_error:
+        if isinstance(failed, DivergenceError) and not self._saves.is_divergence_fatal:
             bad, failed = str(failed), None
         if failed is not None:
             # Never lowered: a later save may be under way, and no number is used twice.
@@ -372,17 +365,20 @@ class Save:
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
         """Make the error of a save that failed, or whose replicas differ; ``None`` for neither."""
-        iteration, check = self.identity.iteration, self._saves.replica_check
+        iteration, saves, context = self.identity.iteration, self._saves, self._context
         if verdict.reached is None:
             problems = "; ".join(verdict.problems)
             failed = SaveFailedError(f"the save of iteration {iteration} failed: {problems}")
             failed.is_mismatched = verdict.is_mismatched
             return failed.advised("save", _kept(problems))
         if self._compares_replicas:
-            check.note(verdict.divergence)
+            saves.has_diverged = verdict.divergence is not None
         if verdict.divergence is None:
             return None
-        return check.describe(iteration, verdict.divergence, self._replicas or [])
+        return divergence_error(
+            *(context.ranks, context.events, iteration, verdict.divergence, self._replicas or []),
+            is_kept=not saves.is_divergence_fatal,
+        )
 
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         phase = f"{step} iteration {self.identity.iteration}"
@@ -397,7 +393,6 @@ class Save:
     ) -> None:
         context, identity = self._context, self.identity
         checkpoints, iteration = context.checkpoints, identity.iteration
-        checkpoints.forget(iteration)
         if bad is not None:
             logger.warning("iteration %d is marked bad: %s", iteration, bad)
             checkpoints.note(identity.checkpoint, mark="bad", why=bad)
@@ -415,31 +410,26 @@ class Save:
             context.store.release(slots)
             prune()
 
-        self._settle("retire what is older than", settle)
-        self._end()
-        self.is_complete = True
         tier: Tier = "replicated" if reached.survives_node_loss else "local"
-        self._record.note_end(durable=self._durable, tier=tier)
+        self._end("retire what is older than", settle, durable=self._durable, tier=tier)
+        self.is_complete = True
 
     def roll_back(self, error: BaseException | None = None) -> None:
         """Remove what this rank has written, so that the iteration can be saved again.
 
         Without an error it is a save that nobody carries out.
         """
-        context, identity = self._context, self.identity
+        context, iteration = self._context, self.identity.iteration
         self.replication.wait()
-        self._end()
-        context.checkpoints.forget(identity.iteration)
-        if context.epoch.newest_iteration == identity.iteration:
+        if context.epoch.newest_iteration == iteration:
             context.epoch.newest_iteration = self._previous_iteration
         slots = self._all_slots()
 
         def remove() -> None:
             context.store.discard(slots)
-            context.store.clean_up_failed_save(identity.iteration)
+            context.store.clean_up_failed_save(iteration)
 
-        self._settle("remove", remove)
-        self._record.note_end(durable=None, tier=None, outcome="failed", error=error)
+        self._end("remove", remove, outcome="failed", error=error)
 
     def fail(self, error: BaseException) -> None:
         """End the save after an error that all ranks raise, or this one alone.
@@ -455,17 +445,30 @@ class Save:
     def leave(self) -> None:
         """End the save and keep what was written: other ranks may have found it complete."""
         self.replication.wait()
-        self._end()
-        self._settle("release", partial(self._context.store.release, self._all_slots()))
-        self._context.checkpoints.forget(self.identity.iteration)
-        self._record.note_end(durable=None, tier=None, outcome="unknown")
+        release = partial(self._context.store.release, self._all_slots())
+        self._end("release", release, outcome="unknown")
 
-    def _settle(self, what: str, settle: Callable[[], None]) -> None:
-        """Do in this node's store what the end of the save asks for.
+    def _end(
+        self,
+        what: str,
+        settle: Callable[[], None],
+        *,
+        durable: float | None = None,
+        tier: Tier | None = None,
+        outcome: Outcome | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Forget the save, and do in this node's store what its end asks for.
 
         The storage may never answer, which changes nothing of the end that all ranks know of.
         """
         context, iteration = self._context, self.identity.iteration
+        for slot in self._all_slots():
+            slot.end_hold("comparison")
+        self._saves.in_flight = [other for other in self._saves.in_flight if other is not self]
+        # A queue keeps its last error, whose frames keep the save.
+        self.ticket = None
+        context.checkpoints.forget(iteration)
         try:
             if context.images is None:
                 # A user's hooks are called in the trainer's thread only.
@@ -479,6 +482,7 @@ class Save:
             logger.exception(
                 "rank %d could not %s iteration %d", self.identity.rank, what, iteration
             )
+        self._record.note_end(durable=durable, tier=tier, outcome=outcome, error=error)
 
     def report(self) -> SaveReport:
         return SaveReport(
@@ -494,13 +498,6 @@ class Save:
     def _all_slots(self) -> list[Slot]:
         checkpoint = self.identity.checkpoint
         return [s for s in self._context.store.slots if s.identity.checkpoint == checkpoint]
-
-    def _end(self) -> None:
-        for slot in self._all_slots():
-            slot.end_hold("comparison")
-        self._saves.in_flight = [other for other in self._saves.in_flight if other is not self]
-        # A queue keeps its last error, whose frames keep the save.
-        self.ticket = None
 
     def note_error(self, error: Exception) -> None:
         """Log an error of this rank, and keep its text for the outcome; the first one counts."""
@@ -523,9 +520,8 @@ class Saves:
     Attributes:
         in_flight: Saves that are captured and not finalized, the oldest first; the same on all
             ranks.
-        capture: Captures states in slots of the store.
-        is_protected: Whether what is saved is replicated.
-        replica_check: Compares what ranks have in common.
+        has_diverged: Whether the last save that compared replicas found a difference; the same on
+            all ranks.
         foreign: Carries out the saves that queues of other libraries have.
         is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
     """
@@ -539,7 +535,8 @@ class Saves:
         job = Job(ranks.rank, ranks.global_ranks)
         self.capture = StateCapture(context.store, context.allowed, options, job)
         self.is_protected = is_protected
-        self.replica_check = ReplicaCheck(options, ranks, context.events)
+        self.is_divergence_fatal = options.on_divergence == "error"
+        self.has_diverged = False
         self.foreign = SerialThread("localckpt-foreign")
         self._has_checked_space = False
 
@@ -641,6 +638,16 @@ class Saves:
         return oldest not in self.in_flight
 
     # What they share.
+
+    def compares_replicas(self, generation: Generation) -> bool:
+        """Return whether a save compares replicas; the same on all ranks.
+
+        After one whose replicas differed every save does, until they are equal again.
+        """
+        every = self.context.options.check_replicas
+        if every is None or self.context.ranks.world_size < 2:
+            return False
+        return self.has_diverged or generation.sequence % SAVES_AN_ATTEMPT % every == 0
 
     def check_space(self) -> None:
         """Check the room in the first save, once all images of this rank are known."""

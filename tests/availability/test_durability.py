@@ -8,11 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import SaveOutcome
-from localckpt.availability.durability import Durability, durability_found, durability_saved, spared
+from localckpt.availability.durability import (
+    Durability,
+    Found,
+    durability_found,
+    durability_saved,
+)
 from localckpt.availability.inventory import Inventory, ranks_by_node
+from localckpt.availability.retention import Retention
 from localckpt.ids import Checkpoint, Generation, Group
+from localckpt.managers.context import JobCheckpoints
+from localckpt.replication.strategies import NoReplication
 
 _GENERATION = Generation(1, 1)
+
+
+def _left_of(
+    newest_first: list[Checkpoint], standing: dict[Checkpoint, Durability], keep_last: int
+) -> list[Checkpoint]:
+    """What is left of complete checkpoints when the newest of them has been saved."""
+    known = JobCheckpoints(NoReplication(1.0, None))
+    unknown = dict.fromkeys(newest_first, Durability(0, "local", 1, 2))
+    known.take_in(Found({c: standing.get(c, unknown[c]) for c in newest_first}, [], ""))
+    known.keep(newest_first[0].iteration if newest_first else 0, Retention(last=keep_last))
+    return known.complete
+
 
 # For each rank the other ranks that keep a copy of its shard, and how many nodes it wants it on.
 _KEEPERS = st.integers(1, 6).flatmap(
@@ -111,15 +131,14 @@ def test_what_is_spared_is_the_newest_that_survives_where_nothing_that_is_kept_d
         if level is not None
     }
 
-    stays = spared(newest_first[:keep_last], newest_first[keep_last:], standing)
+    left = _left_of(newest_first, standing, keep_last)
 
     surviving = [c for c, level in zip(newest_first, levels, strict=True) if level == "replicated"]
-    left = [*newest_first[:keep_last], *stays]
     assert len(left) == len(set(left)) <= keep_last + 1
     # The newest that survives a lost node is never among those that go.
     assert surviving[:1] == [c for c in left if c in surviving][:1]
     if set(surviving) & set(newest_first[:keep_last]):
-        assert stays == []
+        assert left == newest_first[:keep_last]
 
 
 @given(st.lists(st.sampled_from(["local", "replicated"]), max_size=12), st.integers(1, 3))
@@ -135,8 +154,8 @@ def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_wi
         last_whole = new if level == "replicated" else last_whole
         complete = [new, *complete]
 
-        kept, older = complete[:keep_last], complete[keep_last:]
-        complete = [*kept, *spared(kept, older, standing)]
+        kept = complete[:keep_last]
+        complete = _left_of(complete, standing, keep_last)
 
         assert len(complete) <= keep_last + 1
         assert last_whole is None or last_whole in complete

@@ -14,7 +14,7 @@ from localckpt.availability.durability import Durability, Found
 from localckpt.availability.retention import Retirement, node_rules, rules
 from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import EpochId, Lineage, Point
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import JobCheckpoints
 from localckpt.replication.strategies import NoReplication
 
 _VALUES = st.none() | st.sampled_from([-math.inf, 0.5, 1.0, 2.0, math.inf])

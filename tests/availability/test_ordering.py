@@ -14,11 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
+from localckpt.availability.coverage import (
+    SaveOutcome,
+    complete_checkpoints,
+    newest_first,
+    overruled,
+    unrelated,
+)
 from localckpt.availability.durability import Found, durability_saved
 from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory
-from localckpt.availability.ordering import newest_first, overruled, unrelated
 from localckpt.availability.retention import Retention
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardRecord
 from localckpt.lineage import (
@@ -31,7 +36,7 @@ from localckpt.lineage import (
     begin_lineage,
     unsaid,
 )
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import JobCheckpoints
 from localckpt.replication.strategies import NoReplication
 
 _RANKS = 2

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import localckpt
-from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
-from localckpt.checkpointer.state import TrainingState
+from localckpt.checkpointer.parts import TrainingState
+from localckpt.checkpointer.stopping import Evidence, is_of_loader, judge_ends
 
 _PATIENCE_S = 60.0
 

@@ -401,7 +401,7 @@ def _come_too_late(rank: int, world_size: int) -> tuple[list[str], int]:
         def emit(self, record: logging.LogRecord) -> None:
             given_up.set()
 
-    logging.getLogger("localckpt.managers.replicator").addHandler(Listener())
+    logging.getLogger("localckpt.managers.copies").addHandler(Listener())
     with (
         CliqueReplicationStrategy.from_replication_params(1, 2) as repl,
         make_manager("disk", node_store(), "job", repl) as manager,
@@ -439,7 +439,7 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
         def emit(self, record: logging.LogRecord) -> None:
             given_up.set()
 
-    logging.getLogger("localckpt.managers.replicator").addHandler(Listener())
+    logging.getLogger("localckpt.managers.copies").addHandler(Listener())
     with (
         CliqueReplicationStrategy.from_replication_params(1, 2) as repl,
         make_manager("disk", node_store(), "job", repl) as manager,

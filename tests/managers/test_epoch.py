@@ -11,8 +11,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Point
-from localckpt.managers.epoch import Epoch
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import Epoch, JobCheckpoints
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
 from localckpt.storage.directory import DirectoryStore

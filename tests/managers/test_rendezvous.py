@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from localckpt.events.stream import EventStream
-from localckpt.managers.context import Context
-from localckpt.managers.epoch import Epoch
-from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.context import Context, Epoch, JobCheckpoints
 from localckpt.managers.look import Finder
 from localckpt.options import Options
 from localckpt.ranks.ranks import Ranks

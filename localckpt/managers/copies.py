@@ -1,6 +1,8 @@
-"""Makes the copies and other pieces that a loaded checkpoint lacks, behind training.
+"""Copies of shards on other nodes, and other pieces: of a save, and what a loaded checkpoint lacks.
 
-Until the next save is complete the loaded checkpoint is all there is, and a node that came back
+Copies of saves are made one after the other in the order in which the saves were called, which is
+the same on all ranks; who runs the requests that ``save`` returns, and when, does not matter to
+them. Until the next save is complete a loaded checkpoint is all there is, and a node that came back
 empty holds nothing of it.
 """
 
@@ -9,25 +11,161 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from operator import itemgetter
 
 from localckpt.availability.inventory import Inventory
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.failure_texts import described, short
-from localckpt.ids import Checkpoint, CkptID, Piece
+from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
 from localckpt.managers.context import Context
 from localckpt.managers.recovery import Recovery
-from localckpt.ranks.failure import Attempt
+from localckpt.options import Options
+from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies_of_others, plan_shards
 from localckpt.replication.redundancy import Keeper, Lacking
 from localckpt.replication.retrieval import carry_out, connect_for, new_name
 from localckpt.replication.transport import Transport
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.store import Slot
+from localckpt.storage.store import Slot, Store
 from localckpt.threads import Task
 
 logger = logging.getLogger(__name__)
+
+
+class Replication:
+    """Replication of one save.
+
+    Attributes:
+        kept: Ranks whose shards have come here.
+        group: The group for which a piece of another kind is kept here.
+        seconds: Time that it took; ``None`` before it is over.
+        sent_nbytes: Bytes that this rank sent; ``None`` before it is over, or if nobody counts.
+    """
+
+    def __init__(
+        self, strategy: ReplicationStrategy, options: Options, identity: ShardIdentity
+    ) -> None:
+        self._strategy, self._options, self._identity = strategy, options, identity
+        background = options.background
+        self._is_behind_training = (
+            not strategy.sends_from_devices if background is None else background
+        )
+        # Returns the slots of other ranks' shards.
+        self._task: Task[list[Slot]] | None = None
+        self.comes_later = False
+        self.kept: list[int] = []
+        self.group: Group | None = None
+        self.seconds: float | None = None
+        self.sent_nbytes: int | None = None
+
+    def begin(self, store: Store, own: Slot | None, error: str | None = None) -> None:
+        """Begin to make the copies; all ranks call it once for each save.
+
+        Without ``own``, which could not be captured, the others of the clique raise ``error``, too.
+        """
+        self._strategy.begin_copies()
+        copies = self._task = Task(partial(self._replicate, store, own, error))
+        if self._is_behind_training:
+            try:
+                self._strategy.thread.submit(copies)
+            except BaseException:
+                # No thread can be had, as while the interpreter ends, or an interrupt.
+                if copies.call_off():
+                    self._task = None
+                raise
+            self.comes_later = True
+            return
+        self._strategy.thread.run(copies)
+        failure = copies.error
+        if failure is not None and (own is not None or not isinstance(failure, Exception)):
+            try:
+                raise failure
+            finally:
+                # Else the error would keep itself by these variables.
+                del failure, copies
+
+    def finish(self) -> list[Slot]:
+        """Return the slots of other ranks' shards that have come here."""
+        # Looked at once: another thread may drop them when they have failed.
+        if (copies := self._task) is None:
+            return []
+        self.wait()
+        if not copies.done():
+            raise CheckpointingException(
+                f"replicating iteration {self._identity.iteration} has not ended after "
+                f"{STEPS * self._options.timeout:g} s: is a disk or a network interface stuck?"
+            )
+        try:
+            return copies.result()
+        finally:
+            # An error keeps the frames that it came through: it must not be in one of them itself.
+            del copies
+
+    def wait(self) -> None:
+        """Wait until nothing is sent or received, or its deadlines have passed."""
+        if (copies := self._task) is not None:
+            copies.wait(STEPS * self._options.timeout)
+
+    def waits_for(self) -> str:
+        """Describe, in any thread, the peers that it waits for; empty if it is over."""
+        if (copies := self._task) is None or copies.done():
+            return ""
+        if not (peers := self._strategy.waits_for()):
+            return ""
+        own = self._identity
+        return f"rank {own.rank} was replicating iteration {own.iteration}, and waited for {peers}"
+
+    def forget_error(self) -> None:
+        """Drop what is over: it may hold an error, whose frames hold the save."""
+        if self._task is not None and self._task.done():
+            self._task = None
+
+    def _replicate(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
+        try:
+            return self._exchange(store, own, error)
+        except Exception as failure:
+            # Else the frames, and with them the images, would stay until cycles are collected.
+            forget_frames(failure)
+            raise
+        finally:
+            if own is not None:
+                own.end_hold("replication")
+
+    def _exchange(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
+        began = time.monotonic()
+        with Attempt() as staging:
+            if own is not None:
+                own.await_copied()
+        try:
+            slots = self._strategy.protect(
+                own,
+                self._identity,
+                store,
+                self._options.timeout,
+                on_gpu=bool(own and own.gpu) and not self._is_behind_training,
+                error=error or staging.error_text,
+            )
+        except PeerLostError as failure:
+            if self._options.strict:
+                raise
+            logger.warning(
+                "iteration %d has no copies of the shards of this clique: %s",
+                self._identity.iteration,
+                str(failure),
+            )
+            forget_frames(failure)
+            return []
+        pieces = [slot.identity.piece for slot in slots]
+        self.kept = [piece.rank for piece in pieces if piece.is_shard]
+        if not all(piece.is_shard for piece in pieces):
+            self.group = self._strategy.protection[self._identity.rank]
+        self.seconds = time.monotonic() - began
+        self.sent_nbytes = self._strategy.sent_nbytes
+        return slots
+
 
 # Keeping what was computed, opening, reserving, sending, telling the outcome; then telling sizes,
 # computing pieces, completing them, telling the outcome: each has the deadline once, and

@@ -19,9 +19,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import (
     Any,
-    Concatenate,
     Literal,
-    ParamSpec,
     Self,
     SupportsFloat,
     SupportsIndex,
@@ -72,20 +70,18 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 3
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def one_call(
-    method: Callable[Concatenate[CheckpointManager, P], T],
-) -> Callable[Concatenate[CheckpointManager, P], T]:
+def one_call(method: F) -> F:
     """Decorate a method of a manager that cannot be called while another one is under way."""
 
     @wraps(method)
-    def guarded(manager: CheckpointManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(manager: CheckpointManager, /, *args: Any, **kwargs: Any) -> Any:
         return manager._call(method.__name__, partial(method, manager, *args, **kwargs))
 
-    return guarded
+    return guarded  # type: ignore[return-value]
 
 
 class CheckpointManager:
@@ -166,7 +162,12 @@ class CheckpointManager:
             self._finder = Finder(self._context)
             self._reprotection: Reprotection | None = None
             if isinstance(self.store, DirectoryStore):
-                self.store.on_quarantine = self._note_quarantined
+
+                def note_quarantined(path: Path, problem: Problem) -> None:
+                    details = {"path": str(path), "error": str(problem)}
+                    events.emit("quarantined", details=details)
+
+                self.store.on_quarantine = note_quarantined
                 if not options.read_only:
                     self._reprotection = Reprotection(self._context, self.store, reprotecting)
         if repl_strategy is None or isinstance(repl_strategy, LazyCliqueReplicationStrategy):
@@ -181,7 +182,7 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         images = self._context.images
-        return shown(self, self.session_id, *(() if images is None else (images.root,)))
+        return shown(self, self.session_id, *([] if images is None else [images.root]))
 
     # The protocol.
 
@@ -225,6 +226,7 @@ class CheckpointManager:
         metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> AsyncRequest | None: ...
 
+    @one_call
     def save(
         self,
         state_dict: Any,
@@ -268,19 +270,8 @@ class CheckpointManager:
         """
         called = time.monotonic()
         self._require_writable()
-        begin = partial(self._begin_save, called, state_dict, iteration, is_async, metrics)
-        return self._call("save", begin)
-
-    def _begin_save(
-        self,
-        called: float,
-        state: Any,
-        number: SupportsIndex,
-        is_async: bool,
-        metrics: Mapping[str, SupportsFloat] | None,
-    ) -> AsyncRequest | None:
         context, saves = self._context, self._saves
-        iteration = context.epoch.checked(number)
+        iteration = context.epoch.checked(iteration)
         context.resuming.count()
         with context.events.noting_failure("save", called, iteration):
             saves.give_up_forgotten(iteration)
@@ -289,8 +280,8 @@ class CheckpointManager:
             is_admitted = saves.admit(iteration, is_async)
             waited_s = time.monotonic() - asked
             if is_admitted:
-                state = saves.capture.checked(
-                    *(state, iteration, context.ranks, context.epoch.nodes),
+                state_dict = saves.capture.checked(
+                    *(state_dict, iteration, context.ranks, context.epoch.nodes),
                     context.strategy.protection,
                 )
                 self._begin_epoch(iteration)
@@ -301,7 +292,7 @@ class CheckpointManager:
             return AsyncRequest(None, (), [])
         self._forget_latest()
         save = Save(saves, context.epoch.next_identity(iteration), called, waited_s, metrics)
-        save.capture(state)
+        save.capture(state_dict)
         self.last_save = save.report()
         if is_async:
             return save.request(partial(self._finalize, save))
@@ -504,10 +495,9 @@ class CheckpointManager:
             if iteration is None:
                 self.latest_iteration = -1
             raise
-        reached = loaded.checkpoint.iteration
+        reached, seconds = loaded.checkpoint.iteration, time.monotonic() - called
         if iteration is None:
             self.latest_iteration = reached
-        seconds = time.monotonic() - called
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
         state = give_states(options.given, unwrapped(loaded.state), loaded.left)
@@ -540,8 +530,7 @@ class CheckpointManager:
             placed=[place] * self.world_size,
         )
         load = Load(context, inventory, options)
-        loaded = load.load(checkpoint)
-        if loaded is None:
+        if (loaded := load.load(checkpoint)) is None:
             texts = sorted({f"{bad.shard}: {bad.why}" for bad in load.bad})
             raise CorruptShardError(f"{place} cannot be loaded: {'; '.join(texts[:_SHOWN])}")
         give_states(options.given, unwrapped(loaded.state), loaded.left)
@@ -838,21 +827,18 @@ class CheckpointManager:
                 interrupt = interrupt_behind(error, handled)
                 if interrupt is None:
                     raise
-                self._end_interrupted(name, interrupt)
+                self._why_closed = f"{name}() was interrupted on this rank"
+                self._end_attempt(interrupt)
+                try:
+                    self._close(is_abandoned=True)
+                except Exception:
+                    # The interrupt is what is to be raised.
+                    logger.exception("what %s() left when it was interrupted stays", name)
                 raise interrupt from None
             finally:
                 self._calling, self._thread = "", 0
                 # Else an error would keep itself, and the state, by a variable of this call.
                 del handled, interrupt
-
-    def _end_interrupted(self, name: str, interrupt: BaseException) -> None:
-        self._why_closed = f"{name}() was interrupted on this rank"
-        self._end_attempt(interrupt)
-        try:
-            self._close(is_abandoned=True)
-        except Exception:
-            # The interrupt is what is to be raised.
-            logger.exception("what %s() left when it was interrupted stays", name)
 
     def _require_open(self, name: str) -> None:
         if self._why_closed:
@@ -874,10 +860,6 @@ class CheckpointManager:
         """Wait until no copies of a loaded checkpoint are made behind other calls."""
         if self._reprotection is not None:
             self._reprotection.finish()
-
-    def _note_quarantined(self, path: Path, problem: Problem) -> None:
-        details = {"path": str(path), "error": str(problem)}
-        self._context.events.emit("quarantined", details=details)
 
     def _images(self, name: str) -> DirectoryStore:
         """Return the store for a call that needs images."""

@@ -7,7 +7,7 @@ part is enough to order checkpoints (``availability/coverage.py``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -28,6 +28,12 @@ Origin = Literal["nothing", "elsewhere", "local", "shared"]
 """Source of an epoch's state. ``"nothing"``: nothing was loaded, and no source was declared;
 ``"elsewhere"``: a source without a lineage; ``"local"``: a checkpoint of the nodes; ``"shared"``: a
 checkpoint on shared storage."""
+
+
+def are_whole(numbers: Iterable[object]) -> bool:
+    """Return whether numbers are whole, not negative, and have no more digits than allowed."""
+    # type(), because isinstance(True, int) holds.
+    return all(type(number) is int and 0 <= number < _LIMIT for number in numbers)
 
 
 class EpochId(NamedTuple):
@@ -84,19 +90,9 @@ class Lineage:
 
     def __post_init__(self) -> None:
         points = (*self.ancestors, *self.given_up)
-        numbers = (
-            *self.epoch,
-            *(number for point in points for number in (*point.epoch, point.iteration)),
-        )
-        # type(), because isinstance(True, int) holds.
-        are_whole = {type(self.resumed_at), *map(type, numbers)} == {int}
-        if (
-            not are_whole
-            or not 0
-            <= min(*numbers, self.resumed_at + 1)
-            <= max(*numbers, self.resumed_at)
-            < _LIMIT
-        ):
+        numbers = (*self.epoch, *(n for p in points for n in (*p.epoch, p.iteration)))
+        is_beginning = type(self.resumed_at) is int and self.resumed_at == -1
+        if not are_whole((*numbers, 0 if is_beginning else self.resumed_at)):
             raise MismatchError(
                 f"a lineage has whole numbers of at most {MOST_DIGITS} digits, and {numbers!r:.200}"
                 f" are none"

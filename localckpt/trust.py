@@ -12,7 +12,8 @@ from math import isnan
 from typing import Any, Literal, get_args
 
 from localckpt.errors import MismatchError
-from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation
+from localckpt.ids import MOST_RANKS, Checkpoint, Generation
+from localckpt.lineage import are_whole
 
 Mark = Literal["bad", "good", "quarantined"]
 """Marks of checkpoints, from the weakest to the strongest. ``"bad"``: its check found it bad.
@@ -21,7 +22,6 @@ Mark = Literal["bad", "good", "quarantined"]
 LONGEST_METRIC = 200
 """Number of characters that the name of a noted metric has at most."""
 
-_LIMIT = 10**MOST_DIGITS
 _WHY_CHARACTERS = 300
 
 
@@ -46,9 +46,7 @@ class Trust:
     metric: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
-        counts = (self.failed_starts, self.most_starts)
-        # type(), because isinstance(True, int) holds.
-        are_counts = {int} == set(map(type, counts)) and 0 <= min(counts) <= max(counts) < _LIMIT
+        are_counts = are_whole((self.failed_starts, self.most_starts))
         is_marked = self.mark in (None, *get_args(Mark)) and isinstance(self.why, str)
         name, value = self.metric or ("none", 0.0)
         is_metric = isinstance(name, str) and 0 < len(name) <= LONGEST_METRIC
@@ -144,8 +142,7 @@ class Trusts(dict[Checkpoint, Trust]):
     @staticmethod
     def _parse(fields: Any) -> dict[Checkpoint, Trust]:
         numbers = fields[:4] if isinstance(fields, list) else []
-        is_whole = len(numbers) == 4 and set(map(type, numbers)) == {int}
-        if not is_whole or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
+        if len(numbers) != 4 or not are_whole(numbers):
             raise MismatchError(f"{fields!r:.200} tells of no checkpoint")
         epoch, sequence, iteration, world_size = numbers
         if not 0 < world_size <= MOST_RANKS:

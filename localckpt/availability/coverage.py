@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import computable
@@ -152,10 +152,7 @@ def _key(checkpoint: Checkpoint) -> tuple[int, int, int, int]:
     return checkpoint.iteration, epoch, sequence, checkpoint.world_size
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRecord:
-    """Report of a rank when the job (re)starts."""
-
+class JoinRecord(NamedTuple):
     session_id: str
     world_size: int
     format_version: str
@@ -167,9 +164,6 @@ class JoinRecord:
     """Random number; that of rank 0 identifies this attempt among all others."""
     is_elastic: bool = False
     """Whether the rank loads what another number of ranks saved."""
-
-    def to_json(self) -> list[Any]:
-        return list(astuple(self))
 
 
 def judge_join(records: Sequence[JoinRecord]) -> None:
@@ -223,8 +217,6 @@ def judge_nodes(newest: Checkpoint, world_size: int, least_nodes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """Report of a rank whose part of a save has ended."""
-
     iteration: int
     generation: Generation
     error: str | None

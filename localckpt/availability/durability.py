@@ -72,7 +72,6 @@ class SaveVerdict:
     Attributes:
         problems: Reasons why the save is not complete; empty if it is complete.
         generation: Highest generation that any rank has used.
-        bad: Why its state is bad, according to its check.
         is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
     """
 
@@ -134,7 +133,6 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
-    """Compute the durability of a complete save from the outcomes of all ranks."""
     kept = Counter(owner for outcome in outcomes for owner in outcome.kept)
     pieces = Counter(outcome.group for outcome in outcomes if outcome.group is not None)
     for group, count in pieces.items():

@@ -258,7 +258,6 @@ def _damaged(bad: Mapping[str, Sequence[Stored]]) -> _Damaged:
 
 
 def _by_name(damaged: _Damaged, held: Collection[Checkpoint]) -> list[Checkpoint]:
-    """Checkpoints that have damaged files and no others."""
     known = {(checkpoint.iteration, checkpoint.generation) for checkpoint in held}
     # The number of ranks is the same for all that a job saves between two starts.
     world_sizes = {checkpoint.generation.epoch_id: checkpoint.world_size for checkpoint in held}
@@ -372,7 +371,6 @@ def _least_nodes(breaking: Sequence[Sequence[str]]) -> int:
 
 
 def _text_of(explanation: Explanation) -> str:
-    """Describe what was found, for people."""
     keys = {node: _key(number) for number, node in enumerate(explanation.nodes)}
     lines = [f"{key:3} {node}" for node, key in keys.items()]
     for block in _matrix(explanation.checkpoints, keys):
@@ -535,8 +533,6 @@ def _key(number: int) -> str:
 
 
 class BadCopy(NamedTuple):
-    """Copy of a shard that could not be read."""
-
     shard: ShardIdentity
     holder: int
     """A rank on the node of the copy."""

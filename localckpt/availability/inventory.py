@@ -14,23 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from localckpt.errors import MismatchError
-from localckpt.ids import (
-    MOST_DIGITS,
-    MOST_RANKS,
-    Checkpoint,
-    Generation,
-    Group,
-    Piece,
-    ShardRecord,
-)
-from localckpt.lineage import EpochId, Lineage
+from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, Group, Piece, ShardRecord
+from localckpt.lineage import EpochId, Lineage, are_whole
 from localckpt.trust import Trusts
 
 NodeT = TypeVar("NodeT", str, int)
 KeyT = TypeVar("KeyT", int, Piece)
 
-# Every number in a report is below this.
-_LIMIT = 10**MOST_DIGITS
 _SHOWN = 80
 # Of the reports of all nodes, as JSON.
 _MOST_NBYTES = 64 << 20
@@ -97,8 +87,7 @@ class NodeShards:
         c = self.checkpoint
         own = (*c.generation, c.iteration, c.world_size)
         numbers = (*own, *self.nbytes, *self.nbytes.values(), *(p.rank for p in self.groups))
-        # type(), because isinstance(True, int) holds.
-        if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
+        if not are_whole(numbers):
             raise MismatchError(
                 f"shards of a checkpoint are told by whole numbers of at most {MOST_DIGITS} "
                 f"digits, and these are not: {_shown(numbers)}"
@@ -275,7 +264,6 @@ class Inventory:
         return messages
 
     def node_of(self, rank: int) -> str:
-        """Return the node of a rank of the job."""
         return self._node_of[rank]
 
     def leader(self, node: str) -> int:
@@ -283,27 +271,22 @@ class Inventory:
         return self.ranks_on[node][0]
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank reports its node's pieces."""
         return self.leader(self._node_of[rank]) == rank
 
     @property
     def checkpoints(self) -> Collection[Checkpoint]:
-        """Checkpoints of which any node holds a piece."""
         return dict.fromkeys((*self._shards, *self._others)).keys()
 
     def shards(self, checkpoint: Checkpoint) -> dict[int, int]:
-        """Return the sizes, by rank, of the shards of a checkpoint that any node holds."""
         held: dict[int, int] = {}
         for on_node in self._shards.get(checkpoint, {}).values():
             held.update(on_node)
         return held
 
     def shards_on(self, checkpoint: Checkpoint, node: str) -> Mapping[int, int]:
-        """Return the sizes, by rank, of the shards of a checkpoint that one node holds."""
         return self._shards.get(checkpoint, {}).get(node, _NOTHING)
 
     def holders(self, checkpoint: Checkpoint) -> dict[int, list[str]]:
-        """Return the nodes that hold each rank's shard of a checkpoint."""
         nodes: dict[int, list[str]] = {}
         for node, on_node in self._shards.get(checkpoint, {}).items():
             for owner in on_node:
@@ -334,12 +317,10 @@ class Inventory:
         return ranks[owner % len(ranks)]
 
     def add_piece(self, checkpoint: Checkpoint, owner: int, node: str, group: Group) -> None:
-        """Add the piece that a rank keeps for a group to a node."""
         on_node = self._others.setdefault(checkpoint, {}).setdefault(node, {})
         on_node[Piece(owner, group.kind)] = group
 
     def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
-        """Add a copy of a shard to a node."""
         self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
 
     def remove(self, checkpoint: Checkpoint, piece: Piece, node: str) -> None:

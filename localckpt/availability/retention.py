@@ -127,8 +127,6 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete checkpoint, as far as retention is concerned."""
-
     version: Version
     metrics: Mapping[str, float]
     is_pinned: bool
@@ -185,10 +183,7 @@ def _last_of_spans(newest_first: Iterable[Candidate], every: int | None) -> list
 
 
 def rules(keep_last: int | None, retention: Retention | None, prefix: str = "") -> Retention:
-    """Return the rules that two arguments give together; raises CheckpointingException.
-
-    ``prefix`` is the beginning of the arguments' names, for messages.
-    """
+    """Return the rules that two arguments, whose names have a prefix, give together."""
     if keep_last is not None and retention is not None:
         raise CheckpointingException(
             f"give {prefix}keep_last= or {prefix}retention=, not both: "
@@ -204,10 +199,7 @@ def rules(keep_last: int | None, retention: Retention | None, prefix: str = "") 
 
 
 def node_rules(keep_last: int | None, retention: Retention | None, default: int = 2) -> Retention:
-    """Return the rules that two arguments give together for the nodes.
-
-    Raises CheckpointingException as :func:`rules`, or if the nodes cannot follow them.
-    """
+    """Return the rules that two arguments give together for the nodes, if these can follow them."""
     given = rules(default if keep_last is None and retention is None else keep_last, retention)
     if given.last is None:
         raise CheckpointingException(
@@ -289,7 +281,6 @@ class Retirement:
     also: frozenset[Checkpoint] = frozenset()
 
     def takes(self, checkpoint: Checkpoint) -> bool:
-        """Return whether a checkpoint is to be pruned."""
         epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
         given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
         is_over = iteration <= self.up_to or given_up

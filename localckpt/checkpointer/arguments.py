@@ -36,7 +36,6 @@ def as_cadence(name: str, every: object) -> Every:
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Check the deadline of all waits; raises CheckpointingException."""
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
         raise CheckpointingException(
             f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"
@@ -92,14 +91,12 @@ _ALL_OR_NONE = ("local", "shared", "check")
 
 
 def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return texts of the arguments that must be the same on all ranks, to compare them."""
     texts = {name: repr(given[name]) for name in _ALIKE}
     texts |= {name: repr(given[name] is not None) for name in _ALL_OR_NONE}
     return texts | {"private": repr(sorted(given["private"] or {}))}
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check the arguments of a checkpointer, by their names; raises CheckpointingException."""
     local, shared, factor = given["local"], given["shared"], given["replication_factor"]
     if local is None and not given["memory"]:
         raise CheckpointingException(
@@ -148,7 +145,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _check_stopping(given: Mapping[str, Any]) -> None:
-    """Check the arguments that concern stopping, and the record."""
     stop_signals, stop_file, grace_s = given["stop_signals"], given["stop_file"], given["grace_s"]
     if not isinstance(stop_signals, Iterable):
         raise CheckpointingException(

@@ -290,15 +290,15 @@ class Checkpointer:
             )
             self._nodes = NodeTier(manager, made_strategy, timeout_s, most)
             undo.callback(self._nodes.close, is_in_step=False)
-            self._managers: list[NodeManager | GlobalCheckpointManager] = [manager]
+            self._tiers: list[NodeTier | SharedTier] = [self._nodes]
             self._shared: SharedTier | None = None
             if shared is not None:
                 kept = rules(shared_keep_last, shared_retention, "shared_")
                 shared_manager = GlobalCheckpointManager(
                     shared, session_id, retention=kept, local=manager, **of_both
                 )
-                self._managers.append(shared_manager)
                 self._shared = SharedTier(shared_manager, self._nodes, timeout_s, most)
+                self._tiers.append(self._shared)
                 undo.callback(self._shared.close, is_in_step=False)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
@@ -317,8 +317,8 @@ class Checkpointer:
         self._pulse, self._pulse_between = (
             Pulse(cadences, timeout_s, self._stop_requests.why, asked, costs) for _ in range(2)
         )
-        for one in self._managers:
-            one.is_to_stop = self._is_to_begin_nothing
+        for tier in self._tiers:
+            tier.manager.is_to_stop = self._is_to_begin_nothing
         self._nodes.is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
@@ -353,7 +353,7 @@ class Checkpointer:
     @property
     def _is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
-        return self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
+        return any(tier.is_busy for tier in self._tiers)
 
     @property
     def newest(self) -> int | None:
@@ -366,7 +366,7 @@ class Checkpointer:
     @property
     def failed_saves(self) -> int:
         """Number of saves that failed, to the nodes and to shared storage."""
-        return self._nodes.failed + (0 if self._shared is None else self._shared.failed)
+        return sum(tier.failed for tier in self._tiers)
 
     # The loop.
 
@@ -444,7 +444,7 @@ class Checkpointer:
         # Of a call before: training has gone no further from there, or has come back.
         self._take_back_attempt()
         loaded = self._resumption.run(
-            *(self._state.parts, self._state.rules, elsewhere),
+            *(self._state, elsewhere),
             lambda: Selection(step, only, skip, rename, partial, allow_dtype_change),
             called,
         )
@@ -847,8 +847,7 @@ class Checkpointer:
         if shared is None or step is None or manager.is_bad(step):
             return
         if manager.is_progress(step):
-            note = partial(shared.manager.note_progress, step)
-            self._note_in(shared.manager.root, "progress", note)
+            self._note_in(shared.root, "progress", partial(shared.manager.note_progress, step))
 
     # Whether this start counts as one in vain.
 
@@ -859,9 +858,11 @@ class Checkpointer:
             self._is_listening = True
             Task(self._listen).start("localckpt-stop", daemon=True)
 
-        begun = [manager.count_attempt for manager in self._managers]
-        root = self._nodes.manager.store.root
-        self._note_in(root, "this start", lambda: [count() for count in begun])
+        def count() -> None:
+            for tier in self._tiers:
+                tier.manager.count_attempt()
+
+        self._note_in(self._nodes.root, "this start", count)
 
     def _note_in(self, place: object, what: str, note: Callable[[], object]) -> None:
         """Have a note durable before training goes on, unless the job is to stop."""
@@ -872,8 +873,8 @@ class Checkpointer:
 
     def _take_back_attempt(self) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
-        for manager in self._managers:
-            manager.take_back_attempt()
+        for tier in self._tiers:
+            tier.manager.take_back_attempt()
 
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
@@ -886,13 +887,12 @@ class Checkpointer:
         """Warn if nothing was left to do: the checkpoint may be that of another program."""
         if self._last_step is None or self._last_step < 0 or self._is_counted:
             return
-        manager = self._nodes.manager
         logger.log(
             logging.WARNING if self._ranks.is_root else logging.DEBUG,
             "the job resumed after step %d (session %r in %s%s) and made no step. If these are not "
             "the checkpoints of this program, give it another session_id",
-            *(self._last_step, manager.session_id, manager.store.root),
-            "" if self._shared is None else f", or {self._shared.manager.root}",
+            *(self._last_step, self._nodes.manager.session_id, self._nodes.root),
+            "" if self._shared is None else f", or {self._shared.root}",
         )
 
     # Requests to stop, and the last save.
@@ -1082,9 +1082,8 @@ class Checkpointer:
                 closing.callback(stream.close)
                 closing.callback(stream.emit, "run_ended", step=step, outcome=outcome, error=error)
                 closing.callback(self._ranks.close)
-                closing.callback(self._nodes.close, is_in_step=is_in_step)
-                if self._shared is not None:
-                    closing.callback(self._shared.close, is_in_step=is_in_step)
+                for tier in self._tiers:
+                    closing.callback(tier.close, is_in_step=is_in_step)
                 for pulse in (self._pulse, self._pulse_between):
                     closing.callback(pulse.close, is_in_step=is_in_step)
         except CheckpointingException as failed:

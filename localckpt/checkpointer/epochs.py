@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class _At(Enum):
-    """Where a program is in its loops."""
-
     OUTSIDE = "outside of epochs()"
     BEFORE = "in an epoch, before its batches"
     WITHIN = "in a batch"
@@ -44,9 +42,7 @@ class _At(Enum):
 class Epochs:
     """Place in a loop over epochs, as a part of the state.
 
-    Attributes:
-        batch: Number of the batch under way in its epoch.
-        put_off: Saves that were asked for after the batches of an epoch.
+    ``put_off`` has the saves that were asked for after the batches of an epoch.
     """
 
     def __init__(
@@ -184,7 +180,6 @@ class Epochs:
                 self._at, self._is_cut = _At.AFTER, self._has_stepped
 
     def note_step(self) -> None:
-        """Note that a step has ended."""
         if self._at is _At.WITHIN:
             self._has_stepped = True
             self._noted = (self._epoch, self._given, False)

@@ -74,7 +74,6 @@ class _Rest:
         return self
 
     def skip(self) -> None:
-        """Leave out the first ones."""
         count, self._count = self._count, 0
         for _ in islice(self._left, count):
             pass
@@ -226,7 +225,6 @@ class EpochPosition:
         return is_resumed
 
     def end_step(self, *, is_last_of_epoch: bool) -> None:
-        """End a step, before it is saved."""
         self._is_within_epoch = not is_last_of_epoch
         if is_last_of_epoch:
             self._entry = entry_of(self._samplers)

@@ -112,7 +112,6 @@ def of_one_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
 
 
 def parts_of(state: Mapping[str, Any], epochs: Any, *, rng: bool) -> dict[str, Any]:
-    """Make a part of each value of a training state."""
     parts: dict[str, Any] = {}
     for key, value in state.items():
         if key in (OURS, EPOCHS):
@@ -226,10 +225,6 @@ class ModulePart:
     parallelism shards them. FSDP1 makes a sharded copy for each save.
 
     If it ``is_partial``, a load leaves out what the module has not, and what it lacks.
-
-    Attributes:
-        module: The module without the wrappers around it.
-        is_fsdp1: True if FSDP1 shards some of it.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_partial: bool = False) -> None:
@@ -315,7 +310,6 @@ class ModulePart:
         return {id(p): _clean(plain[name]) for name, p in named.items()}
 
     def buffer_names(self) -> list[str]:
-        """Return the plain names of the buffers."""
         plain = plain_names(self.module, [name for name, _ in self.module.named_buffers()])
         return [_clean(name) for name in plain.values()]
 
@@ -339,8 +333,6 @@ class ModulePart:
 
 
 class ValuePart:
-    """A plain value."""
-
     def __init__(self, get: Callable[[], Any], take: Callable[[Any], object]) -> None:
         self._get = get
         self._take = take

@@ -76,11 +76,7 @@ def judge_reports(cadences: Cadences, reports: Sequence[Any]) -> list[Any]:
 
 
 class Pulse:
-    """The pulses of one rank. ``why_stop`` and ``costs`` are called in a thread.
-
-    Attributes:
-        is_under_way: Whether a pulse was begun whose plan is to come.
-    """
+    """The pulses of one rank. ``why_stop`` and ``costs`` are called in a thread."""
 
     def __init__(
         self,
@@ -218,7 +214,6 @@ class Meter:
         self._waited_s = 0.0
 
     def costs(self) -> Costs:
-        """Return the costs that are known so far."""
         # Copies, since another thread asks.
         steps = tuple(self._undisturbed) or tuple(self._beside)
         return Costs(_median(steps) if steps else None, self._save_s)
@@ -255,7 +250,6 @@ class Schedule:
         self._next_pulse = resumed_from + _STEPS_BEFORE_PULSE
 
     def end(self) -> None:
-        """Schedule nothing any more."""
         self._next, self._next_pulse = [_NEVER, _NEVER], _NEVER
 
     def follow(self, plan: Plan, step: int, *, may_save: bool) -> None:
@@ -283,11 +277,9 @@ class Schedule:
         return min(*self._next, self._next_pulse)
 
     def is_save_due(self, tier: int, step: int) -> bool:
-        """Return whether a save to a tier is due."""
         return step >= self._next[tier]
 
     def is_pulse_due(self, step: int) -> bool:
-        """Return whether the ranks are to plan again."""
         return step >= self._next_pulse
 
     def note_save(self, tier: int, step: int) -> None:

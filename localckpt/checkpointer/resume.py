@@ -12,14 +12,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import localckpt
 from localckpt.checkpointer.arguments import judge_arguments
-from localckpt.checkpointer.parts import EPOCHS
-from localckpt.checkpointer.selection import PartsToLoad, Selection
+from localckpt.checkpointer.parts import EPOCHS, TrainingState
+from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import (
     CheckpointingException,
@@ -31,7 +31,6 @@ from localckpt.errors import (
 from localckpt.events.event import Tier
 from localckpt.events.stream import EventStream, Sink
 from localckpt.failure_texts import described, ranks_named
-from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.storage.owner import Owner
 
@@ -113,13 +112,12 @@ class Resumption:
 
     def run(
         self,
-        parts: Mapping[str, Any],
-        private: Mapping[str, PrivateRule],
+        state: TrainingState,
         elsewhere: Elsewhere | None,
         select: Callable[[], Selection],
         called: float,
     ) -> int:
-        """Fill the state from a checkpoint, of which it returns the step; -1 if there is none."""
+        """Fill a state from a checkpoint, of which it returns the step; -1 if there is none."""
         try:
             # All ranks load the same, or none does.
             selected: list[Selection] = []
@@ -129,17 +127,17 @@ class Resumption:
                 known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
                 if known is not None and selected[0].step is not None:
                     raise CheckpointingException("give resume() a checkpoint elsewhere, or step=")
-                return [known, selected[0].texts, list(parts)]
+                return [known, selected[0].texts, list(state.parts)]
 
             what = "compare the arguments of resume()"
             given = self._ranks.decide(what, arguments, _judge_arguments, read=shaped([str]))
-            selection = selected[0]
-            load = selection.of_parts(parts, private, given)
-            if selection.step is None:
+            load = selected[0]
+            load.choose(state.parts, state.rules, given)
+            if load.step is None:
                 step, source = self._load(load, elsewhere)
             else:
-                step, source = self._load_step(load, selection.step)
-            saved_at = parts[EPOCHS].saved_at if step >= 0 else None
+                step, source = self._load_step(load, load.step)
+            saved_at = state.parts[EPOCHS].saved_at if step >= 0 else None
             is_empty = step >= 0 and load.is_empty
             job_run = self._say_what_was_loaded(step, source, called, saved_at, is_empty=is_empty)
             if load.gone:
@@ -197,7 +195,7 @@ class Resumption:
             raise given_up
         return _Newest(beside, known > shared, on_nodes, takes_nodes, given_up)
 
-    def _load(self, load: PartsToLoad, elsewhere: Elsewhere | None) -> tuple[int, str]:
+    def _load(self, load: Selection, elsewhere: Elsewhere | None) -> tuple[int, str]:
         """Load the newest checkpoint; returns its step, and the source of this rank's part."""
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.takes_nodes:
@@ -228,7 +226,7 @@ class Resumption:
                 raise
         return self._load(load, elsewhere)
 
-    def _load_step(self, load: PartsToLoad, step: int) -> tuple[int, str]:
+    def _load_step(self, load: Selection, step: int) -> tuple[int, str]:
         """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""
         try:
             self._nodes.load(load, step)
@@ -242,7 +240,6 @@ class Resumption:
 
     @property
     def _source(self) -> str:
-        """Source of this rank's part of what the nodes gave last."""
         report = self._nodes.manager.last_load
         assert report is not None, "a load came before"
         return report.source
@@ -257,7 +254,7 @@ class Resumption:
                 raise error
             listed = ", ".join(map(str, there[:_SHOWN])) or "none"
             raise NoReplicasAvailableError(
-                f"{error.text}. Shared storage ({self._shared.manager.root}) has {listed}"
+                f"{error.text}. Shared storage ({self._shared.root}) has {listed}"
             ) from error
         logger.warning("step %d is loaded from shared storage: %s", step, described(error))
         return self._shared
@@ -278,8 +275,7 @@ class Resumption:
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
         )
-        places = [self._nodes.manager.store.root]
-        places += [] if self._shared is None else [self._shared.manager.root]
+        places = [self._nodes.root] + ([] if self._shared is None else [self._shared.root])
         line = f"no checkpoint is in {' or '.join(map(str, places))}: the job starts at step 0"
         if step >= 0:
             # By clocks of two machines, maybe.

@@ -27,7 +27,15 @@ _UNNAMED = "one of no module"
 
 @dataclass(slots=True)
 class Selection:
-    """Arguments of :meth:`Checkpointer.resume`, under their names there; lists are sorted.
+    """Arguments of :meth:`Checkpointer.resume`, and what is loaded by them once it is chosen.
+
+    Arguments have their names there; lists are sorted. Parts, values and rules have the names that
+    they were saved under.
+
+    Attributes:
+        everything: All parts of this rank, those that are not loaded, too.
+        named: Names that must be among those that were saved.
+        gone: Names of the parts and values that are not loaded.
 
     Raises:
         CheckpointingException: An argument makes no sense.
@@ -39,6 +47,11 @@ class Selection:
     rename: Mapping[str, str] | None
     partial: bool
     allow_dtype_change: bool
+    parts: Mapping[str, Any] = field(init=False)
+    everything: Mapping[str, Any] = field(init=False)
+    private: Mapping[str, PrivateRule] = field(init=False)
+    named: frozenset[str] = field(init=False)
+    gone: dict[str, None] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.step is not None and (type(self.step) is not int or self.step < 0):
@@ -69,29 +82,20 @@ class Selection:
     @property
     def texts(self) -> dict[str, str]:
         """Texts of the arguments, to compare them with those of other ranks."""
-        return {one.name: repr(getattr(self, one.name)) for one in fields(self)}
+        return {one.name: repr(getattr(self, one.name)) for one in fields(self) if one.init}
 
     @property
     def is_whole(self) -> bool:
         """True if all is to be as it was saved, but for dtypes."""
         return self.only is None and not (self.skip or self.rename or self.partial)
 
-    def by_saved_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by key prefix with the names that parts were saved under."""
-        olds = {new: old for old, new in (self.rename or {}).items()}
-        found = {}
-        for key, value in values.items():
-            part = prefix_in(key, olds)
-            found[key if part is None else olds[part] + key[len(part) :]] = value
-        return found
-
-    def of_parts(
+    def choose(
         self,
         parts: Mapping[str, Any],
         private: Mapping[str, PrivateRule],
         given: Collection[str],
-    ) -> PartsToLoad:
-        """Choose parts of this rank's state."""
+    ) -> None:
+        """Choose parts of this rank's state; ``given`` has the names of those of all ranks."""
         rename = self.rename or {}
         for name, keys in (("only", self.only or ()), ("rename", rename.values())):
             if unknown := sorted({*keys} - {*given}):
@@ -104,33 +108,19 @@ class Selection:
             for key, part in parts.items()
             if (self.only is None or key in self.only) and key not in self.skip
         }
-        return PartsToLoad(
-            self,
-            self.by_saved_names(chosen),
-            self.by_saved_names({**parts, **chosen}),
-            self.by_saved_names(private),
-            frozenset({*self.skip, *rename} - {*given}),
-        )
+        self.parts = self._by_saved_names(chosen)
+        self.everything = self._by_saved_names({**parts, **chosen})
+        self.private = self._by_saved_names(private)
+        self.named = frozenset({*self.skip, *rename} - {*given})
+        self.gone = dict.fromkeys(key for key in self.everything if key not in self.parts)
 
-
-@dataclass(frozen=True, slots=True)
-class PartsToLoad:
-    """Parts of one rank's state that a load fills, by the names that they were saved under.
-
-    Attributes:
-        named: Names that must be among those that were saved.
-        gone: Names of the parts and values that are not loaded.
-    """
-
-    selection: Selection
-    parts: Mapping[str, Any]
-    everything: Mapping[str, Any]
-    private: Mapping[str, PrivateRule]
-    named: frozenset[str]
-    gone: dict[str, None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.gone.update(dict.fromkeys(key for key in self.everything if key not in self.parts))
+    def _by_saved_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        olds = {new: old for old, new in (self.rename or {}).items()}
+        found = {}
+        for key, value in values.items():
+            part = prefix_in(key, olds)
+            found[key if part is None else olds[part] + key[len(part) :]] = value
+        return found
 
     @property
     def is_empty(self) -> bool:
@@ -140,15 +130,14 @@ class PartsToLoad:
 
     def lets_go(self, name: str) -> bool:
         """Return whether a part, or a value of one, may be on one side only; by its saved name."""
-        key, selection = prefix_in(name, self.parts), self.selection
-        if key is not None:
+        if (key := prefix_in(name, self.parts)) is not None:
             is_module = isinstance(without_marker(self.parts[key]), ModulePart)
-            may_go = selection.partial and (name == key or is_module)
+            may_go = self.partial and (name == key or is_module)
         else:
             # Saved, and not to be loaded.
-            skipped = {*selection.skip, *(self.everything.keys() - self.parts.keys())}
+            skipped = {*self.skip, *(self.everything.keys() - self.parts.keys())}
             is_skipped = prefix_in(name, skipped) is not None
-            may_go = is_skipped or selection.only is not None or selection.partial
+            may_go = is_skipped or self.only is not None or self.partial
         if may_go and prefix_in(name, self.gone) is None:
             self.gone[name] = None
         return may_go

@@ -275,7 +275,6 @@ class LastSave:
 
     @property
     def has_begun(self) -> bool:
-        """True if the time to stop in runs."""
         return self._until < inf
 
     def begin(self) -> None:
@@ -355,7 +354,6 @@ class Evidence:
         self._tensors = self._current() if multiprocessing.active_children() else []
 
     def note(self) -> None:
-        """Note the state of a step that has ended."""
         if self._tensors:
             self._noted = self._state()
 

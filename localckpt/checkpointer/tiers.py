@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.async_save.request import AsyncRequest
 from localckpt.checkpointer.parts import described
-from localckpt.checkpointer.selection import PartsToLoad, why_parts_are_others
+from localckpt.checkpointer.selection import Selection, why_parts_are_others
 from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
@@ -148,6 +149,10 @@ class NodeTier(_Tier):
         self.on_complete: Callable[[int], None] = lambda step: None
 
     @property
+    def root(self) -> Path:
+        return self.manager.store.root
+
+    @property
     def has_room(self) -> bool:
         """True if one more save would not wait for an older one; asks no other rank."""
         in_flight = self.queue.get_num_unfinalized_calls()
@@ -158,15 +163,14 @@ class NodeTier(_Tier):
 
         What a save does there at its beginning holds training up, and cannot be interrupted.
         """
-        store = self.manager.store
 
         def probe() -> None:
             # A refusal is an answer, of which the save tells all ranks.
             with suppress(StorageError):
-                store.probe()
+                self.manager.store.probe()
 
         try:
-            answered("write to", store.root, timeout_s, probe, given_up)
+            answered("write to", self.root, timeout_s, probe, given_up)
         except StorageError as error:
             logger.warning("%s", error)
             return False
@@ -189,7 +193,7 @@ class NodeTier(_Tier):
             self._schedule(request, step)
             self.begun = step
 
-    def load(self, load: PartsToLoad, step: int | None) -> int:
+    def load(self, load: Selection, step: int | None) -> int:
         """Fill the state from the newest checkpoint, or from that of a step; returns its step."""
         return self.manager.load_as(_options_of(load), step)[1].iteration
 
@@ -227,6 +231,10 @@ class SharedTier(_Tier):
         self._wanted: dict[int, Mapping[str, SupportsFloat] | None] = {}
         self._refused: list[CheckpointingException] = []
         nodes.on_complete = self.note_saved
+
+    @property
+    def root(self) -> Path:
+        return self.manager.root
 
     @property
     def is_busy(self) -> bool:
@@ -279,11 +287,11 @@ class SharedTier(_Tier):
         promote = self._nodes.manager.promote
         self._schedule(promote(step, self.manager, rate_limit=_RATE, metrics=metrics), step)
 
-    def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
+    def load(self, load: Selection, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; returns its step."""
         if not steps:
             raise NoReplicasAvailableError(
-                f"the checkpoints under {self.manager.root} went away while the job looked for one"
+                f"the checkpoints under {self.root} went away while the job looked for one"
             )
         for step in steps:
             try:
@@ -320,13 +328,13 @@ class SharedTier(_Tier):
             closing.callback(_close, self.queue, is_in_step=is_in_step)
 
 
-def _options_of(load: PartsToLoad) -> LoadOptions:
+def _options_of(load: Selection) -> LoadOptions:
     about = described(load.everything)[ABOUT]
     rules = TargetRules(
-        converts=load.selection.allow_dtype_change,
-        lets_go=let_nothing_go if load.selection.is_whole else load.lets_go,
+        converts=load.allow_dtype_change,
+        lets_go=let_nothing_go if load.is_whole else load.lets_go,
         named=load.named,
-        compare=partial(why_parts_are_others, is_partial=load.selection.partial),
+        compare=partial(why_parts_are_others, is_partial=load.partial),
     )
     into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
     return LoadOptions.of(into, rules=rules, private=load.private)

@@ -46,7 +46,6 @@ def fit(*, is_partial: bool = False, converts: bool = False) -> str:
 def worded(
     error: CheckpointingException, call: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> CheckpointingException:
-    """Return an error with the advice of the front door."""
     if error.topic == "slow":
         error.advice = _SLOW.replace("{call}", call)
     elif error.topic == "resize":
@@ -60,7 +59,6 @@ def worded(
 
 
 def in_own_words(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method of the front door."""
     call = "Checkpointer" if method.__name__ == "__init__" else method.__name__
 
     @functools.wraps(method)

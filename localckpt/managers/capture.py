@@ -35,11 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateCapture:
-    """Captures the states of one manager.
-
-    Attributes:
-        planner: Finds the tensors of a state, and refuses one that could not be loaded again.
-    """
+    """Captures the states of one manager."""
 
     def __init__(
         self, store: Store, allowed: SafeGlobals, options: Options, job: Job | None = None
@@ -217,7 +213,6 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _judge_first(protection: Mapping[int, Group], reports: list[Any]) -> list[Any]:
-    """Judge the reports of all ranks on their first save."""
     needs = [MemoryNeeds.from_json(fields) for _, fields in reports]
     return [division_problem([divided for divided, _ in reports]), *plan_buffers(needs, protection)]
 

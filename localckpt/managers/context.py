@@ -82,7 +82,6 @@ class JobCheckpoints:
         return 0 if newest is None else newest.lacking
 
     def status(self, rank: int) -> list[Durability]:
-        """Return the durability of all checkpoints, as a rank sees it, the newest first."""
         captured = [
             Durability(iteration, "captured", 0, self.copies_wanted(rank))
             for iteration in reversed(self.under_way)
@@ -94,7 +93,6 @@ class JobCheckpoints:
         ]
 
     def take_in(self, found: Found) -> None:
-        """Take in the checkpoints that a look at all nodes found."""
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
         # This job's notes may be under way. A mark counts only as it is noted.
@@ -107,7 +105,6 @@ class JobCheckpoints:
         self.seen = [Point(c.generation.epoch_id, c.iteration) for c in seen]
 
     def began(self, lineage: Lineage) -> None:
-        """Take in the lineage of the saves from here on."""
         self._lineage = self.lineages[lineage.epoch] = lineage
 
     def refresh(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
@@ -120,7 +117,6 @@ class JobCheckpoints:
         return {c: metric for c, metric in metrics if metric is not None}
 
     def note(self, checkpoint: Checkpoint, **changes: Any) -> None:
-        """Note fields of the trust in a checkpoint."""
         trust = replace(self.trusts[checkpoint], **changes)
         self.trusts = Trusts({**self.trusts, checkpoint: trust})
 
@@ -271,7 +267,7 @@ class Epoch:
                 store.claim.owner,
                 secrets.randbelow(_DRAWS),
                 self._is_elastic,
-            ).to_json()
+            )
         (epoch, draw, runs), owners = ranks.agree(
             *("join the job", looking, mine, _judge_join),
             read=shaped(((int, int, [(int, int)]), list)),
@@ -334,7 +330,6 @@ class Epoch:
         return lineage
 
     def identity(self, iteration: int) -> ShardIdentity:
-        """Make the identity of this rank's shard in the current generation."""
         return ShardIdentity(
             self._session_id,
             self.generation,

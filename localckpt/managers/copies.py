@@ -174,8 +174,6 @@ _STEPS = 10
 
 
 class Reprotection:
-    """The renewed protection of one manager's loaded checkpoints."""
-
     def __init__(self, context: Context, store: DirectoryStore, ranks: Ranks) -> None:
         self._context = context
         self._store = store
@@ -225,7 +223,6 @@ class Reprotection:
         return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + tolerated))
 
     def finish(self) -> None:
-        """Wait until nothing is under way."""
         if self._under_way is None:
             return
         deadline_s = _STEPS * self._ranks.timeout_s
@@ -340,7 +337,6 @@ class _Work(Keeper):
             logger.warning("what is unfinished could not be removed: %s", error)
 
     def keep_computed(self) -> list[str]:
-        """Write the computed shards; return the errors of all ranks."""
         with Attempt() as keeping:
             # The slots of copies are reserved later.
             self.commit(self.slots)
@@ -353,7 +349,6 @@ class _Work(Keeper):
         return [*failed.values()]
 
     def make_copies(self) -> list[str]:
-        """Send shards to the nodes that lack them; return the errors of all ranks."""
         slots: list[Slot] = []
 
         def accept(id_: CkptID, nbytes: int) -> memoryview:

@@ -100,7 +100,6 @@ class Finder:
         return found
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or ``None``."""
         found, checkpoints, epoch = self.look(), self._context.checkpoints, self._context.epoch
         if self._context.options.read_only:
             deadline = Deadline.after(self._context.ranks.timeout_s)

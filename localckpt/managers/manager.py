@@ -17,15 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    Self,
-    SupportsFloat,
-    SupportsIndex,
-    TypeVar,
-    overload,
-)
+from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeVar, overload
 
 import torch
 

@@ -21,12 +21,7 @@ from localckpt.async_save.foreign import HandedOver
 from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
-from localckpt.errors import (
-    CheckpointingException,
-    DivergenceError,
-    PeerLostError,
-    SaveFailedError,
-)
+from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError, SaveFailedError
 from localckpt.events.event import Outcome, Tier
 from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
@@ -221,7 +216,6 @@ class Save:
         return self.error
 
     def _take_verdict(self, fields: Any) -> None:
-        """Take the verdict on the save, as JSON fields; the same on all ranks."""
         self._verdict = SaveVerdict.from_json(fields)
 
     @runs_in_trainer
@@ -293,7 +287,6 @@ class Save:
         self._durable = time.monotonic()
 
     def _digest_replicas(self) -> None:
-        """Compute the digests of replicated tensors, if this save compares replicas."""
         if self._compares_replicas and self._replicas is None and self.slots:
             with self.slots[0].reading() as image:
                 self._replicas = replica_digests(image)
@@ -599,7 +592,6 @@ class Saves:
         return [save for save in self.in_flight if not save.is_scheduled]
 
     def require_none(self, what: str) -> None:
-        """Check that no save is in flight, so that the job can go back."""
         if self.in_flight:
             iterations = [save.identity.iteration for save in self.in_flight]
             raise CheckpointingException(

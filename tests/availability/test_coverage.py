@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: 
 def test_join_records_survive_the_way_to_the_other_ranks() -> None:
     record = _joining(newest_epoch=4)
 
-    assert JoinRecord(*json.loads(json.dumps(record.to_json()))) == record
+    assert JoinRecord(*json.loads(json.dumps(record))) == record
 
 
 @pytest.mark.fault("world-size")

@@ -42,9 +42,6 @@ class Lack:
     nodes: tuple[str, ...] = ()
     """Nodes on which what is no good lies."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"ranks": list(self.ranks), "why": self.why, "nodes": list(self.nodes)}
-
 
 @dataclass(frozen=True, slots=True)
 class ExplainedCheckpoint:
@@ -77,7 +74,10 @@ class ExplainedCheckpoint:
             "complete": self.is_complete,
             "holders": [list(nodes) for nodes in self.holders],
             "damaged": [list(nodes) for nodes in self.damaged],
-            "lacks": [lack.to_json() for lack in self.lacks],
+            "lacks": [
+                {"ranks": [*lack.ranks], "why": lack.why, "nodes": [*lack.nodes]}
+                for lack in self.lacks
+            ],
             "by_name": self.is_by_name,
             "computed": sorted(self.computed),
             "resumed": self.trust.failed_starts,
@@ -181,7 +181,19 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return _text_of(self)
+        keys = {node: _key(number) for number, node in enumerate(self.nodes)}
+        lines = [f"{key:3} {node}" for node, key in keys.items()]
+        for block in _matrix(self.checkpoints, keys):
+            lines += ["", *block]
+        lines += ["", *_verdict(self), *_rejections(self, keys), *_losses(self, keys)]
+        if self.drained:
+            drained = ranges(checkpoint.iteration for checkpoint in self.drained)
+            lines.append(f"Drained to shared storage, too: {drained}")
+        if len(self.lineages) > 1:
+            lines += ["Lineages:", *map(_epoch, self.lineages)]
+        for node, files in self.bad.items():
+            lines += [f"Not counted, on {keys[node]}: {file}" for file in files]
+        return "\n".join(lines)
 
 
 def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, int]:
@@ -353,10 +365,8 @@ def _breaking(
     """A checkpoint is lost exactly when some rank's shard is."""
     place = {node: number for number, node in enumerate(nodes)}
     numbers = (sorted(place[n] for n in lost) for lost in breaking_sets(checkpoint, inventory))
-    return tuple(
-        tuple(nodes[number] for number in lost)
-        for lost in sorted(numbers, key=lambda numbers: (len(numbers), numbers))
-    )
+    in_order = sorted(numbers, key=lambda numbers: (len(numbers), numbers))
+    return tuple(tuple(nodes[number] for number in lost) for lost in in_order)
 
 
 def _least_nodes(breaking: Sequence[Sequence[str]]) -> int:
@@ -368,23 +378,6 @@ def _least_nodes(breaking: Sequence[Sequence[str]]) -> int:
             used.update(lost)
             needed += 1
     return needed
-
-
-def _text_of(explanation: Explanation) -> str:
-    keys = {node: _key(number) for number, node in enumerate(explanation.nodes)}
-    lines = [f"{key:3} {node}" for node, key in keys.items()]
-    for block in _matrix(explanation.checkpoints, keys):
-        lines += ["", *block]
-    lines += ["", *_verdict(explanation)]
-    lines += [*_rejections(explanation, keys), *_losses(explanation, keys)]
-    if explanation.drained:
-        drained = ranges(checkpoint.iteration for checkpoint in explanation.drained)
-        lines.append(f"Drained to shared storage, too: {drained}")
-    if len(explanation.lineages) > 1:
-        lines += ["Lineages:", *map(_epoch, explanation.lineages)]
-    for node, files in explanation.bad.items():
-        lines += [f"Not counted, on {keys[node]}: {file}" for file in files]
-    return "\n".join(lines)
 
 
 def _matrix(standings: Sequence[ExplainedCheckpoint], keys: Mapping[str, str]) -> list[list[str]]:

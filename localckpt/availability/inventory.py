@@ -19,12 +19,10 @@ from localckpt.lineage import EpochId, Lineage, are_whole
 from localckpt.trust import Trusts
 
 NodeT = TypeVar("NodeT", str, int)
-KeyT = TypeVar("KeyT", int, Piece)
 
 _SHOWN = 80
 # Of the reports of all nodes, as JSON.
 _MOST_NBYTES = 64 << 20
-_NOTHING: Mapping[int, int] = {}
 
 
 Nodes: TypeAlias = frozenset[str]
@@ -197,8 +195,8 @@ class Inventory:
         self.ranks_on = ranks_on
         """The nodes, each with its ranks, all of which can read the node's pieces."""
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
-        self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
-        self._others: dict[Checkpoint, dict[str, dict[Piece, Group]]] = {}
+        # By checkpoint and node.
+        self._held: dict[Checkpoint, dict[str, _Held]] = {}
         self.lineages: dict[EpochId, Lineage] = {}
         """Lineages of the epochs, as far as any shard or note tells them."""
         self.trusts = Trusts()
@@ -252,12 +250,11 @@ class Inventory:
         messages: list[Any] = [None] * len(self._node_of)
         lineages = [lineage.to_json() for lineage in self.lineages.values()]
         for node in self.ranks_on:
-            there = []
-            for checkpoint in self.checkpoints:
-                nbytes = self.shards_on(checkpoint, node)
-                groups = self._others.get(checkpoint, {}).get(node, {})
-                if nbytes or groups:
-                    there.append(NodeShards(checkpoint, nbytes, groups).to_json())
+            there = [
+                NodeShards(checkpoint, on[node].nbytes, on[node].groups).to_json()
+                for checkpoint, on in self._held.items()
+                if node in on
+            ]
             messages[self.leader(node)] = [there, lineages]
             # The first report has all lineages.
             lineages = []
@@ -275,29 +272,30 @@ class Inventory:
 
     @property
     def checkpoints(self) -> Collection[Checkpoint]:
-        return dict.fromkeys((*self._shards, *self._others)).keys()
+        return self._held.keys()
 
     def shards(self, checkpoint: Checkpoint) -> dict[int, int]:
         held: dict[int, int] = {}
-        for on_node in self._shards.get(checkpoint, {}).values():
-            held.update(on_node)
+        for on_node in self._held.get(checkpoint, {}).values():
+            held.update(on_node.nbytes)
         return held
 
     def shards_on(self, checkpoint: Checkpoint, node: str) -> Mapping[int, int]:
-        return self._shards.get(checkpoint, {}).get(node, _NOTHING)
+        on_node = self._held.get(checkpoint, {}).get(node)
+        return {} if on_node is None else on_node.nbytes
 
     def holders(self, checkpoint: Checkpoint) -> dict[int, list[str]]:
         nodes: dict[int, list[str]] = {}
-        for node, on_node in self._shards.get(checkpoint, {}).items():
-            for owner in on_node:
+        for node, on_node in self._held.get(checkpoint, {}).items():
+            for owner in on_node.nbytes:
                 nodes.setdefault(owner, []).append(node)
         return nodes
 
     def groups(self, checkpoint: Checkpoint) -> dict[Group, dict[int, list[str]]]:
         """Return, for each group with pieces of a checkpoint, the holders of each rank's piece."""
         groups: dict[Group, dict[int, list[str]]] = {}
-        for node, on_node in self._others.get(checkpoint, {}).items():
-            for piece, group in on_node.items():
+        for node, on_node in self._held.get(checkpoint, {}).items():
+            for piece, group in on_node.groups.items():
                 groups.setdefault(group, {}).setdefault(piece.rank, []).append(node)
         return groups
 
@@ -317,45 +315,45 @@ class Inventory:
         return ranks[owner % len(ranks)]
 
     def add_piece(self, checkpoint: Checkpoint, owner: int, node: str, group: Group) -> None:
-        on_node = self._others.setdefault(checkpoint, {}).setdefault(node, {})
-        on_node[Piece(owner, group.kind)] = group
+        self._on(checkpoint, node).groups[Piece(owner, group.kind)] = group
 
     def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
-        self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
+        self._on(checkpoint, node).nbytes[owner] = nbytes
 
     def remove(self, checkpoint: Checkpoint, piece: Piece, node: str) -> None:
         """Remove a piece from a node, if it is there."""
+        on_node = self._on(checkpoint, node)
         if piece.is_shard:
-            _drop(self._shards, checkpoint, node, piece.rank)
+            on_node.nbytes.pop(piece.rank, None)
         else:
-            _drop(self._others, checkpoint, node, piece)
+            on_node.groups.pop(piece, None)
+        if not on_node.nbytes and not on_node.groups:
+            del self._held[checkpoint][node]
+        if not self._held[checkpoint]:
+            del self._held[checkpoint]
+
+    def _on(self, checkpoint: Checkpoint, node: str) -> _Held:
+        return self._held.setdefault(checkpoint, {}).setdefault(node, _Held({}, {}))
 
     def _put(self, node: str, there: Iterable[NodeShards], lineages: Iterable[Lineage]) -> None:
         for lineage in lineages:
             self.lineages.setdefault(lineage.epoch, lineage)
-        for held in there:
-            if held.nbytes:
-                self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
+        for told in there:
             known = {
                 piece: group
-                for piece, group in held.groups.items()
+                for piece, group in told.groups.items()
                 if piece.kind in self.codes and self.codes[piece.kind].fits(group)
             }
-            if known:
-                self._others.setdefault(held.checkpoint, {})[node] = known
+            if told.nbytes or known:
+                self._held.setdefault(told.checkpoint, {})[node] = _Held(dict(told.nbytes), known)
 
 
-def _drop(
-    held: dict[Checkpoint, dict[str, dict[KeyT, Any]]], checkpoint: Checkpoint, node: str, key: KeyT
-) -> None:
-    """Remove an entry, and the dicts that are empty without it."""
-    on_nodes = held.get(checkpoint, {})
-    on_node = on_nodes.get(node, {})
-    on_node.pop(key, None)
-    if not on_node:
-        on_nodes.pop(node, None)
-    if not on_nodes:
-        held.pop(checkpoint, None)
+@dataclass(slots=True)
+class _Held:
+    """Pieces of one checkpoint on one node: the sizes of shards by rank, and groups of others."""
+
+    nbytes: dict[int, int]
+    groups: dict[Piece, Group]
 
 
 def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:

@@ -16,19 +16,18 @@ import torch
 from localckpt.availability.coverage import division_problem
 from localckpt.errors import CheckpointingException
 from localckpt.ids import Group, ShardIdentity
+from localckpt.managers.context import Context
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams
-from localckpt.options import Options
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.ranks.ranks import shaped
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
 from localckpt.state_dict.parts import Agreed
-from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
-from localckpt.storage.store import Slot, Store
+from localckpt.storage.store import Slot
 from localckpt.threads import SerialThread, Task, end_all
 
 logger = logging.getLogger(__name__)
@@ -37,13 +36,10 @@ logger = logging.getLogger(__name__)
 class StateCapture:
     """Captures the states of one manager."""
 
-    def __init__(
-        self, store: Store, allowed: SafeGlobals, options: Options, job: Job | None = None
-    ) -> None:
-        self.planner = ImagePlanner(allowed, job)
-        self._store = store
-        self._allowed = allowed
-        self._timeout_s = options.timeout
+    def __init__(self, context: Context) -> None:
+        options, ranks = context.options, context.ranks
+        self._context, self._store = context, context.store
+        self.planner = ImagePlanner(context.allowed, Job(ranks.rank, ranks.global_ranks))
         self._copier = Copier(options.staging_threads)
         # Between two steps of an optimizer nobody changes its parameters and its state, so their
         # copies from a GPU need to be over only when it steps next.
@@ -57,10 +53,11 @@ class StateCapture:
         self._copies: list[CopiesUnderWay] = []
         self._states_are_good = False
         # Until the ranks find that their parts do not fit together.
-        self._divides = options.divide_replicated and store.keeps_images
+        self._divides = options.divide_replicated and self._store.keeps_images
 
-    def node_ranks(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks with which a rank divides equal tensors; ``()`` for none."""
+    def node_ranks(self) -> tuple[int, ...]:
+        """Return the ranks with which this rank divides equal tensors; ``()`` for none."""
+        nodes, rank = self._context.epoch.known_nodes, self._context.ranks.rank
         if not self._divides:
             return ()
         here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
@@ -88,7 +85,8 @@ class StateCapture:
         if not self._store.keeps_images:
             state = self._on_host(state, identity)
         capture = self.planner.capture(state, node_ranks)
-        slot = self._store.reserve(identity, capture.nbytes(identity), self._timeout_s)
+        timeout_s = self._context.options.timeout
+        slot = self._store.reserve(identity, capture.nbytes(identity), timeout_s)
         tasks: list[Task[None]] = []
         slot.begin_filling(partial(self._stop, tasks))
         slot.pin(capture.gpu)
@@ -114,14 +112,7 @@ class StateCapture:
             slot.hold("replication")
         return slot, capture.agreed
 
-    def checked(
-        self,
-        state: Any,
-        iteration: int,
-        ranks: Ranks,
-        nodes: Sequence[str],
-        protection: Mapping[int, Group],
-    ) -> Any:
+    def checked(self, state: Any, iteration: int) -> Any:
         """Refuse the first state on all ranks if it could not be loaded again on some.
 
         Ranks that save what others cannot would wait for those. So all ask each other, once; also
@@ -131,9 +122,10 @@ class StateCapture:
         if self._states_are_good:
             return state
         report: Any = None
+        ranks, protection = self._context.ranks, self._context.strategy.protection
         with Attempt() as checking:
             state = wrapped(state)
-            capture = self.planner.capture(state, self.node_ranks(nodes, ranks.rank))
+            capture = self.planner.capture(state, self.node_ranks())
             needs = self._store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
             report = [capture.agreed, needs.to_json()]
         apart, buffers, memory = ranks.agree(
@@ -186,10 +178,11 @@ class StateCapture:
             if all(tensor.is_cpu for tensor in state.tensors):
                 return state
             image = pack(state, identity, self.planner)
-            copied = unpack(image, allowed=self._allowed, map_location="cpu")
+            copied = unpack(image, allowed=self._context.allowed, map_location="cpu")
             copied.remember_devices(state)
         else:
-            copied = unpack(pack(state, identity, self.planner), allowed=self._allowed)
+            image = pack(state, identity, self.planner)
+            copied = unpack(image, allowed=self._context.allowed)
             copied.copy_tensors_to_cpu()
         on_host: TensorAwareStateDict = copied
         return on_host

@@ -272,10 +272,7 @@ class CheckpointManager:
             is_admitted = saves.admit(iteration, is_async)
             waited_s = time.monotonic() - asked
             if is_admitted:
-                state_dict = saves.capture.checked(
-                    *(state_dict, iteration, context.ranks, context.epoch.nodes),
-                    context.strategy.protection,
-                )
+                state_dict = saves.capture.checked(state_dict, iteration)
                 self._begin_epoch(iteration)
         if not is_admitted:
             context.events.emit("save", began=called, step=iteration, outcome="skipped")
@@ -552,10 +549,8 @@ class CheckpointManager:
         self._require_own_process()
         self._require_open("warm_up")
         self._await_reprotected()
-        epoch, captures = self._context.epoch, self._saves.capture
-        identity = epoch.identity(0)
-        node_ranks = captures.node_ranks(epoch.known_nodes, self.rank)
-        capture = captures.planner.capture(wrapped(state_dict), node_ranks)
+        captures, identity = self._saves.capture, self._context.epoch.identity(0)
+        capture = captures.planner.capture(wrapped(state_dict), captures.node_ranks())
         self._images("warm_up").prepare(identity.piece, capture.nbytes(identity), capture.gpu)
 
     def promote(

@@ -35,7 +35,6 @@ from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.ranks import shaped
 from localckpt.state_dict.basic import wrapped
-from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.replica_digests import PartDigest, replica_digests, tensor_views
 from localckpt.storage.store import Slot
@@ -108,15 +107,13 @@ class Save:
         own: Slot | None = None
         began = time.monotonic()
         with Attempt() as capturing:
-            node_ranks: tuple[int, ...] = ()
-            if not self._compares_replicas:
-                # Whole tensors are compared.
-                node_ranks = self._saves.capture.node_ranks(context.epoch.nodes, self.identity.rank)
+            captures = self._saves.capture
             with record_function("localckpt.stage"):
-                own, self._divided = self._saves.capture.capture(
+                own, self._divided = captures.capture(
                     *(wrapped(state), self.identity),
                     is_sent=self._saves.is_protected,
-                    node_ranks=node_ranks,
+                    # Whole tensors are compared.
+                    node_ranks=() if self._compares_replicas else captures.node_ranks(),
                 )
             self.slots.append(own)
             if self._compares_replicas:
@@ -522,13 +519,11 @@ class Saves:
     def __init__(
         self, context: Context, is_to_stop: Callable[[], bool], *, is_protected: bool
     ) -> None:
-        options, ranks = context.options, context.ranks
         self.context, self.is_to_stop = context, is_to_stop
         self.in_flight: list[Save] = []
-        job = Job(ranks.rank, ranks.global_ranks)
-        self.capture = StateCapture(context.store, context.allowed, options, job)
+        self.capture = StateCapture(context)
         self.is_protected = is_protected
-        self.is_divergence_fatal = options.on_divergence == "error"
+        self.is_divergence_fatal = context.options.on_divergence == "error"
         self.has_diverged = False
         self.foreign = SerialThread("localckpt-foreign")
         self._has_checked_space = False

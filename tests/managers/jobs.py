@@ -16,6 +16,14 @@ import pytest
 import torch
 
 import localckpt
+from localckpt.events.stream import EventStream
+from localckpt.managers.context import Context, Epoch, JobCheckpoints
+from localckpt.options import Options
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.strategies import NoReplication
+from localckpt.resuming import Resuming
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.store import Store
 
 __all__ = [
     "KINDS",
@@ -23,6 +31,7 @@ __all__ = [
     "assert_same",
     "before_commit",
     "cliques",
+    "context_of",
     "damage",
     "error_of",
     "files",
@@ -41,6 +50,17 @@ __all__ = [
 KINDS = ("disk", "memory")
 MAX_S = 20.0
 """Timeout of managers, strategies and queues where no timeout is to be seen."""
+
+
+def context_of(store: Store, options: Options) -> Context:
+    """What the saves of a rank that is alone share."""
+    ranks, strategy = Ranks("manager", None, options.timeout), NoReplication(options.timeout, None)
+    known, events = JobCheckpoints(strategy), EventStream()
+    return Context(
+        *("run", options, events, ranks, strategy, SafeGlobals(), store, known),
+        Epoch(ranks, store, strategy, "run", known, events),
+        Resuming(store.claim, None),
+    )
 
 
 def state_of(rank: int, iteration: int, nbytes: int = 4000) -> dict[str, Any]:

@@ -31,13 +31,13 @@ from localckpt.managers import capture
 from localckpt.options import Options
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.image import Capture, Written
-from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
     assert_same,
     cliques,
+    context_of,
     error_of,
     files,
     iterations_on,
@@ -219,7 +219,7 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     monkeypatch.setattr(Capture, "write", write_as_from_a_gpu)
     monkeypatch.setattr(capture, "write_digests", write_late)
     store = DirectoryStore(tmp_path, "job", 0, MAX_S, num_buffers=1)
-    states = capture.StateCapture(store, SafeGlobals(), Options(timeout=MAX_S))
+    states = capture.StateCapture(context_of(store, Options(timeout=MAX_S)))
     identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
     slot, _ = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
     # Another process is done with it, and the peer was lost before all was sent.

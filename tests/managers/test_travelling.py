@@ -8,14 +8,13 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.options import Options
 from localckpt.state_dict.basic import wrapped
-from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
-from tests.managers.jobs import state_of
+from tests.managers.jobs import context_of, state_of
 
 
 def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, "run", 0, 5.0)
-    capture = StateCapture(store, SafeGlobals(), Options(timeout=5.0))
+    capture = StateCapture(context_of(store, Options(timeout=5.0)))
     first, second, third = (
         ShardIdentity("run", Generation(1, number), number, 0, 1) for number in (1, 2, 3)
     )

@@ -205,24 +205,10 @@ class Epoch:
         newest_iteration: Iteration that the job saved or loaded last; -1 for none.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        store: Store,
-        strategy: ReplicationStrategy,
-        session_id: str,
-        checkpoints: JobCheckpoints,
-        events: EventStream,
-        *,
-        is_elastic: bool = False,
-    ) -> None:
-        self._is_elastic = is_elastic
-        self._ranks = ranks
-        self._store = store
-        self._strategy = strategy
-        self._session_id = session_id
-        self._checkpoints = checkpoints
-        self._events = events
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ranks, self._store = context.ranks, context.store
+        self._strategy, self._checkpoints = context.strategy, context.checkpoints
         self._nodes: list[str] | None = None
         self._is_joined = self._is_placed = False
         self.generation = Generation(0, 0)
@@ -245,7 +231,7 @@ class Epoch:
     def join(self) -> None:
         """Check that all ranks belong together, and number the epoch, once; all ranks call it."""
         if not self._is_joined:
-            with self._events.timed("meet"):
+            with self._context.events.timed("meet"):
                 self._nodes, self.generation = self._meet()
             self._is_joined = self._is_placed = True
         elif not self._is_placed:
@@ -259,14 +245,14 @@ class Epoch:
         with Attempt() as looking:
             epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
             mine = JoinRecord(
-                self._session_id,
+                self._context.session_id,
                 ranks.world_size,
                 FORMAT_VERSION,
                 store.domain,
                 max([store.claim.newest_epoch(), *epochs]),
                 store.claim.owner,
                 secrets.randbelow(_DRAWS),
-                self._is_elastic,
+                self._context.options.elastic,
             )
         (epoch, draw, runs), owners = ranks.agree(
             *("join the job", looking, mine, _judge_join),
@@ -331,7 +317,7 @@ class Epoch:
 
     def identity(self, iteration: int) -> ShardIdentity:
         return ShardIdentity(
-            self._session_id,
+            self._context.session_id,
             self.generation,
             iteration,
             self._ranks.rank,
@@ -391,7 +377,7 @@ class Epoch:
             self.lineage, self._is_joined = None, False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Context:
     """Objects that the saves, the loads and the searches of one manager share.
 
@@ -405,10 +391,12 @@ class Context:
     strategy: ReplicationStrategy
     allowed: SafeGlobals
     store: Store
-    checkpoints: JobCheckpoints
-    epoch: Epoch
-    resuming: Resuming
     placed: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.checkpoints = JobCheckpoints(self.strategy)
+        self.resuming = Resuming(self.store.claim, self.options.max_attempts)
+        self.epoch = Epoch(self)
 
     @property
     def nodes(self) -> Sequence[str]:

@@ -31,7 +31,7 @@ from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.interrupted import interrupt_behind
 from localckpt.lineage import Lineage, Point
-from localckpt.managers.context import Context, Epoch, JobCheckpoints, checked_origin
+from localckpt.managers.context import Context, checked_origin
 from localckpt.managers.copies import Reprotection
 from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
@@ -47,7 +47,6 @@ from localckpt.replication.strategies import (
     NoReplication,
     ReplicationStrategy,
 )
-from localckpt.resuming import Resuming
 from localckpt.state_dict.basic import give_states, unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import TargetRules
@@ -136,15 +135,8 @@ class CheckpointManager:
             strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
             allowed, events = SafeGlobals(options.safe_globals), options.events or EventStream()
             self.store = open_store(self._ranks, allowed)
-            checkpoints = JobCheckpoints(strategy)
             self._context = Context(
-                *(session_id, options, events, self._ranks, strategy, allowed),
-                *(self.store, checkpoints),
-                Epoch(
-                    *(self._ranks, self.store, strategy, session_id, checkpoints, events),
-                    is_elastic=options.elastic,
-                ),
-                Resuming(self.store.claim, options.max_attempts),
+                session_id, options, events, self._ranks, strategy, allowed, self.store
             )
             self._saves = Saves(
                 self._context,
@@ -511,13 +503,8 @@ class CheckpointManager:
         inventory = Inventory({place: range(self.world_size)})
         for rank in range(checkpoint.world_size):
             inventory.add(checkpoint, rank, place, 1)
-        context = replace(
-            self._context,
-            session_id=shard.session_id,
-            store=store,
-            checkpoints=JobCheckpoints(self._context.strategy),
-            placed=[place] * self.world_size,
-        )
+        placed = [place] * self.world_size
+        context = replace(self._context, session_id=shard.session_id, store=store, placed=placed)
         load = Load(context, inventory, options)
         if (loaded := load.load(checkpoint)) is None:
             texts = sorted({f"{bad.shard}: {bad.why}" for bad in load.bad})

@@ -17,11 +17,10 @@ import torch
 
 import localckpt
 from localckpt.events.stream import EventStream
-from localckpt.managers.context import Context, Epoch, JobCheckpoints
+from localckpt.managers.context import Context
 from localckpt.options import Options
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
-from localckpt.resuming import Resuming
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.store import Store
 
@@ -55,12 +54,7 @@ MAX_S = 20.0
 def context_of(store: Store, options: Options) -> Context:
     """What the saves of a rank that is alone share."""
     ranks, strategy = Ranks("manager", None, options.timeout), NoReplication(options.timeout, None)
-    known, events = JobCheckpoints(strategy), EventStream()
-    return Context(
-        *("run", options, events, ranks, strategy, SafeGlobals(), store, known),
-        Epoch(ranks, store, strategy, "run", known, events),
-        Resuming(store.claim, None),
-    )
+    return Context("run", options, EventStream(), ranks, strategy, SafeGlobals(), store)
 
 
 def state_of(rank: int, iteration: int, nbytes: int = 4000) -> dict[str, Any]:

@@ -8,22 +8,19 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import CheckpointingException
-from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Point
-from localckpt.managers.context import Epoch, JobCheckpoints
-from localckpt.ranks.ranks import Ranks
-from localckpt.replication.strategies import NoReplication
+from localckpt.managers.context import Epoch
+from localckpt.options import Options
 from localckpt.storage.directory import DirectoryStore
+from tests.managers.jobs import context_of
 
 
 @pytest.fixture
 def epoch(tmp_path: Path) -> Iterator[Epoch]:
     """The epoch of a rank that is alone, and has joined."""
-    strategy = NoReplication(5.0, None)
     store = DirectoryStore(tmp_path, "job", 0, 5.0, num_buffers=2)
-    known = JobCheckpoints(strategy)
-    begun = Epoch(Ranks("manager"), store, strategy, "job", known, EventStream())
+    begun = context_of(store, Options(timeout=5.0)).epoch
     begun.join()
     yield begun
     store.close()

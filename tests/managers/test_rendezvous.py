@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from localckpt.events.stream import EventStream
-from localckpt.managers.context import Context, Epoch, JobCheckpoints
+from localckpt.managers.context import Context
 from localckpt.managers.look import Finder
 from localckpt.options import Options
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
-from localckpt.resuming import Resuming
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
 from tests.simulated import World
@@ -23,13 +22,9 @@ def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
     # Dealt out one by one, so that no two neighbours share a node.
     store = DirectoryStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
     try:
-        strategy, events = NoReplication(20.0, None), EventStream()
-        known = JobCheckpoints(strategy)
-        epoch = Epoch(ranks, store, strategy, "run", known, events)
-        context = Context(
-            *("run", Options(), events, ranks, strategy, SafeGlobals(), store, known, epoch),
-            Resuming(store.claim, None),
-        )
+        strategy = NoReplication(20.0, None)
+        context = Context("run", Options(), EventStream(), ranks, strategy, SafeGlobals(), store)
+        epoch = context.epoch
         epoch.join()
         found = Finder(context).look()
         return epoch.nodes, epoch.generation, found, store.claim.newest_epoch()

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
     from localckpt.ids import CkptID as CkptID
     from localckpt.lineage import Lineage as Lineage
-    from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
+    from localckpt.managers.local import BaseCheckpointManager as BaseCheckpointManager
     from localckpt.managers.local import InMemoryCheckpointManager as InMemoryCheckpointManager
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.manager import CheckpointManager as CheckpointManager
@@ -87,7 +87,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncCallsQueue": "async_save.queue",
     "AsyncRequest": "async_save.request",
-    "BaseCheckpointManager": "managers.base",
+    "BaseCheckpointManager": "managers.local",
     "Best": "availability.retention",
     "CheckpointManager": "managers.manager",
     "CheckpointingException": "errors",

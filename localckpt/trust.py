@@ -64,7 +64,8 @@ class Trust:
             (self.failed_starts, self.most_starts), (other.failed_starts, other.most_starts)
         )
         # The reasons, and different metrics of one save, only make the order total.
-        mark, why = max((self.mark, self.why), (other.mark, other.why), key=_strength)
+        marks, both = (None, *get_args(Mark)), (self, other)
+        mark, why = max(((t.mark, t.why) for t in both), key=lambda t: (marks.index(t[0]), t[1]))
         metrics = [metric for metric in (self.metric, other.metric) if metric is not None]
         is_drained = self.is_drained or other.is_drained
         return Trust(*starts, mark, why, is_drained, max(metrics, default=None))
@@ -202,11 +203,6 @@ def is_orderly(error: BaseException | None) -> bool:
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
     return error is None or isinstance(error, KeyboardInterrupt)
-
-
-def _strength(marked: tuple[Mark | None, str]) -> tuple[int, str]:
-    mark, why = marked
-    return (None, *get_args(Mark)).index(mark), why
 
 
 def _fields(checkpoint: Checkpoint) -> list[int]:

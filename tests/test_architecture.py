@@ -85,16 +85,16 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2089, 1300, 14),
+    "top": (2085, 1300, 14),
     "async_save": (1634, 1400, 7),
     "availability": (2703, 2000, 10),
-    "checkpointer": (4293, 1800, 15),
+    "checkpointer": (4276, 1800, 15),
     "cli": (3117, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (6413, 4900, 21),
     "integrations": (2821, 2900, 21),
-    "managers": (5199, 3600, 18),
+    "managers": (5184, 3600, 17),
     "memory": (827, 700, 7),
     "ranks": (2810, 1600, 12),
     "replication": (3086, 2900, 17),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (173, 150)
+_CORE_MODULES = (172, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -231,59 +231,54 @@ class Checkpointer:
             )
             return texts_of(given)
 
-        node_session = session_id
-        try:
-            # What one rank's arguments are refused for is an error on all ranks at once.
-            self._ranks.decide("make a checkpointer", check_all, judge_arguments)
-            if memory and local is None and not session_id and not read_only:
-                node_session = agreed_session(self._ranks)
-        except BaseException:
-            self._ranks.close()
-            raise
-        self._read_only, self._saves_last = read_only, save_last and not read_only
-        if read_only:
-            max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
-            events = events or ()
-        if events is None:
-            root = default_root() if local is None else local_path(local)
-            events = [JsonLines(root / "events", below=session_name(node_session))]
-        record = begin_record(
-            *(events, self._ranks, node_session),
-            local=None if local is None else str(local_path(local)),
-            shared=None if shared is None else str(local_path(shared)),
-        )
-        self._events, _ = record
-        of_both: dict[str, Any] = {
-            "timeout": timeout_s,
-            "safe_globals": tuple(safe_globals),
-            "events": self._events,
-            "max_attempts": max_attempts,
-            "read_only": read_only,
-        }
-
-        def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
-            options: dict[str, Any] = {
-                **of_both,
-                "retention": node_rules(keep_last, retention),
-                "guard": guard,
-                "check": combined_check(self._state.parts, check, finite=finite),
-                "check_replicas": check_replicas,
-                "divide_replicated": check is None
-                if divide_replicated is None
-                else divide_replicated,
-                "on_divergence": on_divergence,
-                "elastic": True,
-                "private": self._state.rules,
-            }
-            if memory:
-                return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
-            assert local is not None
-            return LocalCheckpointManager(local, session_id, strategy, **options)
-
-        most = max_failures if on_error == "warn" else 1
         with ExitStack() as undo:
             undo.callback(self._ranks.close)
+            # What one rank's arguments are refused for is an error on all ranks at once.
+            self._ranks.decide("make a checkpointer", check_all, judge_arguments)
+            node_session = session_id
+            if memory and local is None and not session_id and not read_only:
+                node_session = agreed_session(self._ranks)
+            self._read_only, self._saves_last = read_only, save_last and not read_only
+            if read_only:
+                max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
+                events = events or ()
+            if events is None:
+                root = default_root() if local is None else local_path(local)
+                events = [JsonLines(root / "events", below=session_name(node_session))]
+            record = begin_record(
+                *(events, self._ranks, node_session),
+                local=None if local is None else str(local_path(local)),
+                shared=None if shared is None else str(local_path(shared)),
+            )
+            self._events, _ = record
             undo.callback(self._events.close)
+            of_both: dict[str, Any] = {
+                "timeout": timeout_s,
+                "safe_globals": tuple(safe_globals),
+                "events": self._events,
+                "max_attempts": max_attempts,
+                "read_only": read_only,
+            }
+            divides = check is None if divide_replicated is None else divide_replicated
+
+            def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
+                options: dict[str, Any] = {
+                    **of_both,
+                    "retention": node_rules(keep_last, retention),
+                    "guard": guard,
+                    "check": combined_check(self._state.parts, check, finite=finite),
+                    "check_replicas": check_replicas,
+                    "divide_replicated": divides,
+                    "on_divergence": on_divergence,
+                    "elastic": True,
+                    "private": self._state.rules,
+                }
+                if memory:
+                    return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
+                assert local is not None
+                return LocalCheckpointManager(local, session_id, strategy, **options)
+
+            most = max_failures if on_error == "warn" else 1
             is_alone = self._ranks.world_size == 1
             manager, made_strategy = with_redundancy(
                 make_manager, repl_strategy, replication_factor, timeout_s, is_alone
@@ -318,7 +313,8 @@ class Checkpointer:
             Pulse(cadences, timeout_s, self._stop_requests.why, asked, costs) for _ in range(2)
         )
         for tier in self._tiers:
-            tier.manager.is_to_stop = self._is_to_begin_nothing
+            # No save is to begin that waits for storage; the last has its time.
+            tier.manager.is_to_stop = lambda: not self._last_save.has_begun and self._is_to_stop()
         self._nodes.is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
@@ -707,7 +703,8 @@ class Checkpointer:
                 for _ in range(_PATIENCE):
                     if not shared.is_busy or any(self._look_at_drains(shared, self._last_step)):
                         break
-                shared.finish(self._last_step)
+                while shared.is_busy:
+                    shared.finalize(self._last_step, blocking=True)
 
     @in_own_words
     def close(self) -> None:
@@ -767,9 +764,8 @@ class Checkpointer:
 
     def _beat(self, step: int) -> bool:
         """Begin a pulse, or follow the plan of one; return whether another is to begin."""
-        if self._schedule.is_pulse_due(step):
+        if self._schedule.takes_pulse(step):
             self._pulse.begin(step, self._schedule.saved, step)
-            self._schedule.note_pulse()
         if (plan := self._pulse.poll(step)) is None:
             return False
         self._events.emit("steps", step=step, details=asdict(self._meter.costs()))
@@ -908,10 +904,6 @@ class Checkpointer:
             self._is_hand_raised = is_asked or self._ranks.is_hand_raised()
             self._next_look = time.monotonic() + _LOOK_S
         return self._is_hand_raised
-
-    def _is_to_begin_nothing(self) -> bool:
-        """Return whether no save is to begin that waits for storage; the last has its time."""
-        return not self._last_save.has_begun and self._is_to_stop()
 
     def _note_signal(self, received: signal.Signals) -> None:
         # What follows other signals is done in a thread.

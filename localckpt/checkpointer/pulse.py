@@ -279,8 +279,11 @@ class Schedule:
     def is_save_due(self, tier: int, step: int) -> bool:
         return step >= self._next[tier]
 
-    def is_pulse_due(self, step: int) -> bool:
-        return step >= self._next_pulse
+    def takes_pulse(self, step: int) -> bool:
+        """Return whether a pulse is to begin; the one after that follows its plan."""
+        if is_due := step >= self._next_pulse:
+            self._next_pulse = _NEVER
+        return is_due
 
     def note_save(self, tier: int, step: int) -> None:
         """Note that a save was begun.
@@ -290,7 +293,3 @@ class Schedule:
         """
         self.saved[tier], steps = step, self._steps[tier]
         self._next[tier] = _NEVER if steps is None else step + steps - (step + 1) % steps
-
-    def note_pulse(self) -> None:
-        """Note that a pulse was begun; the next one is that of its plan."""
-        self._next_pulse = _NEVER

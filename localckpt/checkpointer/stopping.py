@@ -125,16 +125,13 @@ class StopRequests:
                 live, before = self._chain(number)
                 signal.signal(number, live[0]._handle if live else before)
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._is_closed or os.getpid() != self._process
-
     def _chain(self, number: signal.Signals) -> tuple[list[StopRequests], Any]:
         """Return the live objects whose handlers follow each other, and what was done before."""
         live: list[StopRequests] = []
         owner: Any = self
         while isinstance(owner, StopRequests):
-            live += [] if owner._is_idle else [owner]
+            is_idle = owner._is_closed or os.getpid() != owner._process
+            live += [] if is_idle else [owner]
             action = owner._before.get(number)
             owner = getattr(action, "__self__", None)
         # Set by code that is not Python's: it cannot be set again.

@@ -316,11 +316,6 @@ class SharedTier(_Tier):
             self._note_failure(self._refused.pop(0))
         super().finalize(step, blocking=blocking)
 
-    def finish(self, step: int | None) -> None:
-        """Wait for all drains; all ranks do so, once their saves to the nodes are over."""
-        while self.is_busy:
-            self.finalize(step, blocking=True)
-
     def close(self, *, is_in_step: bool) -> None:
         """Free everything, as :meth:`NodeTier.close` does. What is not drained yet stays so."""
         with ExitStack() as closing:

@@ -1,4 +1,4 @@
-"""Managers whose nodes keep images: on a disk, and in memory that outlives the process."""
+"""Managers of each kind of store: a disk, memory that outlives the process, a user's five hooks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Unpack
 
 from localckpt.errors import CheckpointingException
 from localckpt.managers.manager import CheckpointManager, agreed_session
-from localckpt.options import Options, StoreOptions
+from localckpt.options import HookOptions, Options, StoreOptions
 from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, timeout_in
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
+from localckpt.storage.hooks import Hooks, HookStore
 from localckpt.storage.memory import MemoryStore, default_root
 
 
@@ -114,5 +115,35 @@ class InMemoryCheckpointManager(CheckpointManager):
                 return ReadOnlyStore(*place)
             buffers, most = chosen.num_buffers, chosen.retention.most
             return MemoryStore(*place, num_buffers=buffers, keep_last=most)
+
+        super().__init__(session_id, repl_strategy, chosen, open_store)
+
+
+class BaseCheckpointManager(Hooks, CheckpointManager):
+    """Saves and loads this rank's state together with all other ranks, by hooks of a subclass.
+
+    Every rank makes its manager and calls its methods in the same order as the others. A subclass
+    that implements the five hooks keeps shards wherever it likes; the protocol, replication and
+    both ways of saving come with this class. Hooks know no marks, so checkpoints are not marked.
+
+    Args:
+        session_id: A name for the training run; two runs may share a directory.
+        repl_strategy: Protects this rank's shards on other nodes; ``None`` for none.
+        options: See :class:`localckpt.options.Options`.
+    """
+
+    def __init__(
+        self,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        **options: Unpack[HookOptions],
+    ) -> None:
+        with refused_together(MANAGER, options.get("process_group"), timeout_in(options)):
+            if repl_strategy is not None:
+                repl_strategy.require_states(type(self).__name__)
+            chosen = Options.of_hooks(options)
+
+        def open_store(ranks: Ranks, allowed: SafeGlobals) -> HookStore:
+            return HookStore(self, session_id, ranks.rank, ranks.world_size, allowed)
 
         super().__init__(session_id, repl_strategy, chosen, open_store)

@@ -268,7 +268,7 @@ class CheckpointManager:
                 self._begin_epoch(iteration)
         if not is_admitted:
             context.events.emit("save", began=called, step=iteration, outcome="skipped")
-            self.last_save = SaveReport.of_skipped(iteration)
+            self.last_save = SaveReport(iteration, 0, 0.0, None, 0.0, skipped=True)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
         self._forget_latest()

@@ -36,10 +36,6 @@ class SaveReport:
     sent_nbytes: int | None = None
     skipped: bool = False
 
-    @classmethod
-    def of_skipped(cls, iteration: int) -> SaveReport:
-        return cls(iteration, 0, 0.0, None, 0.0, skipped=True)
-
     def __str__(self) -> str:
         if self.skipped:
             return f"iteration {self.iteration}: skipped"

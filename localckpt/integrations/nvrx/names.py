@@ -17,7 +17,7 @@ _STRATEGIES = "localckpt.replication.strategies"
 _CALLERS = "localckpt.async_save.callers"
 
 _BASE_MANAGER = {
-    "BaseCheckpointManager": "localckpt.managers.base",
+    "BaseCheckpointManager": "localckpt.managers.local",
     "CheckpointingException": _ERRORS,
     "CkptID": "localckpt.ids",
     "SameMachineReplicationException": _ERRORS,

@@ -94,7 +94,7 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (6413, 4900, 21),
     "integrations": (2821, 2900, 21),
-    "managers": (5184, 3600, 17),
+    "managers": (5167, 3600, 17),
     "memory": (827, 700, 7),
     "ranks": (2810, 1600, 12),
     "replication": (3086, 2900, 17),

@@ -124,22 +124,11 @@ class Replication:
             self._task = None
 
     def _replicate(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
-        try:
-            return self._exchange(store, own, error)
-        except Exception as failure:
-            # Else the frames, and with them the images, would stay until cycles are collected.
-            forget_frames(failure)
-            raise
-        finally:
-            if own is not None:
-                own.end_hold("replication")
-
-    def _exchange(self, store: Store, own: Slot | None, error: str | None) -> list[Slot]:
         began = time.monotonic()
-        with Attempt() as staging:
-            if own is not None:
-                own.await_copied()
         try:
+            with Attempt() as staging:
+                if own is not None:
+                    own.await_copied()
             slots = self._strategy.protect(
                 own,
                 self._identity,
@@ -148,16 +137,19 @@ class Replication:
                 on_gpu=bool(own and own.gpu) and not self._is_behind_training,
                 error=error or staging.error_text,
             )
-        except PeerLostError as failure:
-            if self._options.strict:
+        except Exception as failure:
+            # Else the frames, and with them the images, would stay until cycles are collected.
+            forget_frames(failure)
+            if self._options.strict or not isinstance(failure, PeerLostError):
                 raise
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
-                self._identity.iteration,
-                str(failure),
+                *(self._identity.iteration, str(failure)),
             )
-            forget_frames(failure)
             return []
+        finally:
+            if own is not None:
+                own.end_hold("replication")
         pieces = [slot.identity.piece for slot in slots]
         self.kept = [piece.rank for piece in pieces if piece.is_shard]
         if not all(piece.is_shard for piece in pieces):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from torch.profiler import record_function
 
@@ -49,12 +48,8 @@ from localckpt.state_dict.source import ReadProgress
 logger = logging.getLogger(__name__)
 
 
-class _Bad(NamedTuple):
-    """Bad copy of a shard; ranks are those of the job."""
-
-    holder: int
-    owner: int
-    why: str
+_Bad = tuple[int, int, str]
+"""Bad copy of a shard: a rank on its node, the rank whose shard it is, and what is wrong."""
 
 
 class Load:
@@ -65,15 +60,11 @@ class Load:
     """
 
     def __init__(self, context: Context, inventory: Inventory, options: LoadOptions) -> None:
-        self._context = context
-        self._ranks = context.ranks
-        self._strategy = context.strategy
-        self._store = context.store
+        self._context, self._options = context, options
+        self._ranks, self._store = context.ranks, context.store
         self._checkpoints = context.checkpoints
-        self._session_id = context.session_id
         # What each node holds; copies that turn out bad are taken out of it.
         self._inventory = inventory
-        self._options = options
         self.bad: list[BadCopy] = []
         # Why no copy at all can be loaded on this rank, until it is reported.
         self._failure: Exception | None = None
@@ -128,7 +119,7 @@ class Load:
     def load(self, checkpoint: Checkpoint) -> Loaded | None:
         """Read this rank's shard of a checkpoint; ``None`` if that cannot be had."""
         self._checkpoint = checkpoint
-        self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
+        self._mine = checkpoint.shard(self._ranks.rank, self._context.session_id)
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
         with record_function("localckpt.load"), collection_paused():
             if checkpoint.world_size == self._ranks.world_size:
@@ -173,13 +164,13 @@ class Load:
         groups = self._recovery.plan()
         ranks = range(self._ranks.world_size)
         wanted = {rank: [rank] for rank in ranks if rank not in groups}
-        return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
+        return plan_shards(self._checkpoint, self._context.session_id, self._inventory, wanted)
 
     def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
         """Plan the transfers of shards that hold parts of tensors of ranks on other nodes."""
         computed = self._recovery.groups
         held = {rank: [o for o in owners if o not in computed] for rank, owners in lacking.items()}
-        plan = plan_shards(self._checkpoint, self._session_id, self._inventory, held)
+        plan = plan_shards(self._checkpoint, self._context.session_id, self._inventory, held)
         # A shard that was computed is in the memory of its own rank.
         sent = [
             ExchangePlanEntry(owner, rank, self._named(owner).ckpt_id)
@@ -190,7 +181,7 @@ class Load:
         return ExchangePlan((*plan.entries, *sent))
 
     def _named(self, owner: int) -> ShardIdentity:
-        return self._checkpoint.shard(owner, self._session_id)
+        return self._checkpoint.shard(owner, self._context.session_id)
 
     # Fetch.
 
@@ -225,14 +216,14 @@ class Load:
             return slot.image
 
         try:
-            self._strategy.retrieve_image(plan, open_source, reserve, timeout_s)
+            self._context.strategy.retrieve_image(plan, open_source, reserve, timeout_s)
         except PeerLostError:
             raise
         except CheckpointingException:
             # The same on all ranks. If a sender could not read its copy, another may do.
             refused |= {owner: source.refused for owner, source in sources if source.refused}
             rank = self._ranks.rank
-            bad = [_Bad(rank, owner, described(error)) for owner, error in refused.items()]
+            bad = [(rank, owner, described(error)) for owner, error in refused.items()]
             if self._agree("send what peers need", bad):
                 raise
             return False
@@ -297,7 +288,7 @@ class Load:
             forget_frames(bad.error)
             forget_frames(bad)
             holder = self._senders.get(bad.rank, rank)
-            return None, [_Bad(holder, bad.rank, described(bad.error))]
+            return None, [(holder, bad.rank, described(bad.error))]
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = incurable(error)
             return None, []
@@ -317,7 +308,7 @@ class Load:
         reports: dict[int, list[_Bad]] = self._ranks.merge(
             *(phase, attempt, bad or None),
             grace_s=self._ranks.timeout_s,
-            read=lambda copies: [_Bad(*copy) for copy in copies],
+            read=shaped([(int, int, str)]),
         )
         for copies in reports.values():
             for holder, owner, why in copies:

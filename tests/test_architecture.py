@@ -88,7 +88,7 @@ _BUDGETS = {
     "top": (2085, 1300, 14),
     "async_save": (1634, 1400, 7),
     "availability": (2703, 2000, 10),
-    "checkpointer": (4276, 1800, 15),
+    "checkpointer": (4264, 1800, 13),
     "cli": (3117, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (172, 150)
+_CORE_MODULES = (170, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -1,12 +1,17 @@
-"""Checks of the arguments of a :class:`Checkpointer`, made before it makes anything."""
+"""Arguments of a :class:`Checkpointer`: their checks, made before it makes anything, and advice.
+
+What its errors advise are its own methods and arguments.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +19,10 @@ from localckpt.availability.retention import node_rules, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
+from localckpt.interrupted import was_interrupted
 from localckpt.storage.names import local_path
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,3 +172,72 @@ def _check_stopping(given: Mapping[str, Any]) -> None:
     events = given["events"]
     if events is not None and not isinstance(events, Iterable):
         raise CheckpointingException(f"events is {events!r}; give a list of sinks, or ()")
+
+
+_SLOW = (
+    "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else restart the "
+    "job. Is {call}() called on every rank?"
+)
+_RESIZE = (
+    "Resume with as many ranks; or leave what differs as it is made, with on_resize='drop' or, by "
+    "name, private={'loader': 'drop'}, where 'keep' gives each rank that of its number, and a "
+    "function of the saved values makes each rank's; or mark a part that counts the samples that "
+    "all ranks have seen by localckpt.replicated()"
+)
+_SAVING = ("step", "save", "wait_until_finished")
+
+
+def fit(*, is_partial: bool = False, converts: bool = False) -> str:
+    """Advice on the topic ``fit``, on a state that is not as it was saved."""
+    ways = [
+        "go on without some (skip=[...] or only=[...])",
+        "find one under its older name (rename={'old': 'new'})",
+    ]
+    if not is_partial:
+        ways.append("let values go that a module has not or that were not saved (partial=True)")
+    if not converts:
+        ways.append("convert dtypes (allow_dtype_change=True)")
+    *others, last = ways
+    return (
+        f"Make the parts as they were, under the same names; or let resume() {', '.join(others)}, "
+        f"or {last}"
+    )
+
+
+def worded(
+    error: CheckpointingException, call: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> CheckpointingException:
+    if error.topic == "slow":
+        error.advice = _SLOW.replace("{call}", call)
+    elif error.topic == "resize":
+        error.advice = _RESIZE
+    elif error.topic == "fit":
+        error.advice = fit(
+            is_partial=bool(options.get("partial")),
+            converts=bool(options.get("allow_dtype_change")),
+        )
+    return error
+
+
+def in_own_words(method: F) -> F:
+    call = "Checkpointer" if method.__name__ == "__init__" else method.__name__
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._interrupted and call != "close":
+            raise was_interrupted("Checkpointer", self._interrupted)
+        try:
+            return method(self, *args, **kwargs)
+        except CheckpointingException as error:
+            worded(error, call, kwargs)
+            if call in _SAVING:
+                self._has_failed = True
+            raise
+        except Exception:
+            raise
+        except BaseException:
+            # Nobody knows how far the call was, and other ranks may wait for it.
+            self._interrupted = call
+            raise
+
+    return called  # type: ignore[return-value]

@@ -1,11 +1,29 @@
-"""Cadence of saves: a pure function of the time of a step and the cost of a save."""
+"""Cadence of saves, and the pulse by which all ranks follow it, and stop, in the same step.
+
+A cadence is a pure function of the time of a step and the cost of a save. A pulse is an
+asynchronous call that does nothing but wait and report: every few seconds all ranks decide so,
+behind training, when to save and whether to stop. One is always under way, and on a rank that is
+asked to stop it ends at once. The root judges the reports, and all ranks have the verdict in the
+same step, so no step sends a message.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
+from typing import Any
 
-from localckpt.errors import CheckpointingException
+from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.threads import Latch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +112,275 @@ def _daly_s(save_s: float, mtbf_s: float) -> float:
 
 def _in_steps(seconds: float, step_s: float) -> int:
     return max(1, ceil(seconds / max(step_s, 1e-9)))
+
+
+_PULSE_S = 1.5
+"""Duration of a pulse: so long a request to stop may go unheard on other ranks."""
+
+
+NODES, SHARED = 0, 1
+"""The tiers: numbers of what plans and schedules have for each."""
+
+Cadences = tuple[Every, Every | None]
+"""Cadences of saves to the nodes, and to shared storage; ``None`` without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan of all ranks until the next one.
+
+    Attributes:
+        intervals: Steps from one save to the next, by tier; ``None`` while that is not known.
+        saved: Steps of the last saves that the plan knows of, by tier.
+        stop: Why the job is to stop; ``None`` if it is not.
+        mismatch: How the steps of the ranks differ; ``None`` if they do not.
+    """
+
+    intervals: Sequence[int | None]
+    saved: Sequence[int] = (-1, -1)
+    stop: str | None = None
+    mismatch: str | None = None
+
+
+def judge_reports(cadences: Cadences, reports: Sequence[Any]) -> list[Any]:
+    """Fields of the :class:`Plan` that follows from the reports of all ranks.
+
+    A report has the step in which the pulse began, why this rank is to stop, its costs, and the
+    steps of its last saves.
+    """
+    steps, stops, step_s, save_s, saved = zip(*reports, strict=True)
+    mismatch = None
+    if len(set(steps)) > 1:
+        slow, fast = steps.index(min(steps)), steps.index(max(steps))
+        mismatch = (
+            f"the ranks are in different steps: rank {slow} called step({steps[slow]}) when rank "
+            f"{fast} called step({steps[fast]}). Call step() once in each step, on every rank"
+        )
+    costs = Costs(_slowest(step_s), _slowest(save_s))
+    return [
+        [None if every is None else every.interval(costs) for every in cadences],
+        # A rank may have saved alone.
+        list(map(max, zip(*saved, strict=True))),
+        next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None),
+        mismatch,
+    ]
+
+
+class Pulse:
+    """The pulses of one rank. ``why_stop`` and ``costs`` are called in a thread."""
+
+    def __init__(
+        self,
+        cadences: Cadences,
+        timeout_s: float,
+        why_stop: Callable[[], str | None],
+        asked: Latch,
+        costs: Callable[[], Costs],
+    ) -> None:
+        self._queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self._judge = partial(judge_reports, cadences)
+        self._why_stop = why_stop
+        self._asked, self._closing = asked, Latch()
+        # The first pulse is to find out what is not known yet.
+        self._waits_s = 0.0
+        self._costs = costs
+        self._plan: Plan | None = None
+        self._was_mismatched = False
+        self.is_under_way = False
+
+    def begin(self, step: int, saved: Sequence[int], poll: int) -> None:
+        """Begin a pulse; all ranks call it in the same step, and in the same poll."""
+        self._queue.pass_step(poll)
+        fields: list[Any] = []
+        saved = list(saved)
+        waits_s, self._waits_s = self._waits_s, _PULSE_S
+
+        # Here and not in report_fn: what tells why to stop may have to ask for it over a network,
+        # and a rank that is alone would do so in its training loop.
+        @runs_in_trainer
+        def look() -> None:
+            self._asked.wait(waits_s, self._closing)
+            why, costs = self._why_stop(), self._costs()
+            fields.extend([step, why, costs.step_s, costs.save_s, saved])
+
+        call = AsyncCall(
+            look,
+            report_fn=lambda: fields,
+            judge_fn=self._judge,
+            verdict_fn=self._take,
+            name="plan the next saves",
+            is_urgent_fn=lambda fields: Plan(*fields).stop is not None,
+        )
+        self._queue.schedule_async_request(AsyncRequest(call, (), []))
+        self.is_under_way = True
+
+    def poll(self, poll: int) -> Plan | None:
+        """Return the plan, in the poll in which all ranks have it; ``None`` else.
+
+        ``poll`` is the step, or grows from poll to poll, the same on all ranks. After a
+        :class:`MismatchError` on ranks in different steps they agree again, as when one rank has
+        made a step alone.
+        """
+        if not self.is_under_way:
+            return None
+        self._queue.pass_step(poll)
+        if not self._queue.maybe_finalize_async_calls():
+            return None
+        self.is_under_way = False
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.mismatch is not None:
+            if self._was_mismatched:
+                raise MismatchError(plan.mismatch)
+            logger.warning("%s", plan.mismatch)
+        self._was_mismatched = plan is not None and plan.mismatch is not None
+        return plan
+
+    def finish(self) -> None:
+        """Wait for the pulse that is under way, and forget its plan; all ranks do so."""
+        if self.is_under_way:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self.is_under_way, self._plan = False, None
+
+    def close(self, *, is_in_step: bool) -> None:
+        """End the thread. With ``is_in_step`` all ranks close theirs, too, after the same step."""
+        self._closing.set()
+        self._queue.close(abort=not is_in_step)
+
+    def _take(self, fields: Sequence[Any]) -> None:
+        self._plan = Plan(*fields)
+
+
+def _slowest(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    # A rank that has measured nothing may be the slowest.
+    return max(known) if len(known) == len(values) else None
+
+
+_RECENT = 50
+
+
+class Meter:
+    """Clock of one rank's training loop.
+
+    A step is timed from the end of one call of the checkpointer to the beginning of the next.
+    Steps beside which a save is written are kept apart: what they take longer is a cost of saving.
+    The first save does not count: training waits there for memory that later saves use again.
+    """
+
+    def __init__(self) -> None:
+        self._left: float | None = None
+        self._undisturbed: deque[float] = deque(maxlen=_RECENT)
+        self._beside: list[float] = []
+        self._waited_s = 0.0
+        self._save_s: float | None = None
+        self._is_first_save = True
+
+    def enter(self, *, is_beside_save: bool) -> float:
+        """Note that a step has ended; the time now, by the monotonic clock."""
+        now = time.monotonic()
+        if self._left is not None:
+            (self._beside if is_beside_save else self._undisturbed).append(now - self._left)
+        return now
+
+    def leave(self, entered: float, *, is_save: bool) -> None:
+        """Note that the next step begins.
+
+        ``entered`` is what :meth:`enter` gave; with ``is_save`` the time since then was spent on a
+        save.
+        """
+        self._left = time.monotonic()
+        if is_save:
+            self._waited_s += self._left - entered
+
+    def end_save(self) -> None:
+        """Note that no save is under way any more: what the last one cost is known."""
+        slower_s = 0.0
+        if self._beside and self._undisturbed:
+            usual_s = _median(tuple(self._undisturbed))
+            slower_s = max(0.0, sum(self._beside) - usual_s * len(self._beside))
+        if not self._is_first_save:
+            self._save_s = self._waited_s + slower_s
+        self._is_first_save = False
+        self._beside.clear()
+        self._waited_s = 0.0
+
+    def costs(self) -> Costs:
+        # Copies, since another thread asks.
+        steps = tuple(self._undisturbed) or tuple(self._beside)
+        return Costs(_median(steps) if steps else None, self._save_s)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+_NEVER = 1 << 62
+# The first pulse is to know how long a step takes.
+_STEPS_BEFORE_PULSE = 2
+
+
+class Schedule:
+    """Steps at which something is to be done; the same on all ranks.
+
+    They follow from the number of the step and from plans alone. A save, or a step, that one rank
+    made alone changes nothing for longer than until the next plan.
+
+    Attributes:
+        saved: Steps of the last saves, or the step that the job was resumed from, by tier.
+    """
+
+    def __init__(self, cadences: Cadences) -> None:
+        self._steps = [None if every is None else every.steps for every in cadences]
+        self.saved = [-1, -1]
+        self.end()
+
+    def begin(self, resumed_from: int) -> None:
+        """Schedule what follows the step that the job was resumed from, -1 for none."""
+        for tier in (NODES, SHARED):
+            self.note_save(tier, resumed_from)
+        self._next_pulse = resumed_from + _STEPS_BEFORE_PULSE
+
+    def end(self) -> None:
+        self._next, self._next_pulse = [_NEVER, _NEVER], _NEVER
+
+    def follow(self, plan: Plan, step: int, *, may_save: bool) -> None:
+        """Schedule what all ranks have decided in this step.
+
+        If it ``may_save``, a save to the nodes may begin to find out what one costs, if that is not
+        known.
+        """
+        self._next_pulse = step
+        for tier, interval in enumerate(plan.intervals):
+            if self._steps[tier] is None and interval is not None:
+                # Saves may have begun since the pulse of this plan.
+                self._next[tier] = max(self.saved[tier], plan.saved[tier]) + interval
+            elif self._steps[tier] is None and tier == NODES and may_save:
+                self._next[tier] = step
+
+    def note_failure(self) -> None:
+        """Note that a save to the nodes failed: where the cadence is measured, a plan follows."""
+        if self._steps[NODES] is None:
+            self._next[NODES] = _NEVER
+
+    @property
+    def due(self) -> int:
+        """First step at which something is to be done. Nothing is due before :meth:`begin`."""
+        return min(*self._next, self._next_pulse)
+
+    def is_save_due(self, tier: int, step: int) -> bool:
+        return step >= self._next[tier]
+
+    def takes_pulse(self, step: int) -> bool:
+        """Return whether a pulse is to begin; the one after that follows its plan."""
+        if is_due := step >= self._next_pulse:
+            self._next_pulse = _NEVER
+        return is_due
+
+    def note_save(self, tier: int, step: int) -> None:
+        """Note that a save was begun.
+
+        With a cadence in steps, the number of the steps until the next is a multiple of it; other
+        cadences wait for a plan.
+        """
+        self.saved[tier], steps = step, self._steps[tier]
+        self._next[tier] = _NEVER if steps is None else step + steps - (step + 1) % steps

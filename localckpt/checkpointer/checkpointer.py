@@ -24,15 +24,16 @@ from localckpt.checkpointer.arguments import (
     as_cadence,
     check_arguments,
     check_timeout,
+    in_own_words,
     judge_arguments,
     judge_last_steps,
     texts_of,
+    worded,
 )
-from localckpt.checkpointer.cadence import Every
+from localckpt.checkpointer.cadence import NODES, SHARED, Every, Meter, Plan, Pulse, Schedule
 from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
 from localckpt.checkpointer.parts import Check, OnResize, TrainingState, combined_check
-from localckpt.checkpointer.pulse import NODES, SHARED, Meter, Plan, Pulse, Schedule
 from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.stopping import (
@@ -43,7 +44,6 @@ from localckpt.checkpointer.stopping import (
     judge_ends,
 )
 from localckpt.checkpointer.tiers import NodeManager, NodeTier, SharedTier, with_redundancy
-from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.events.event import Outcome
 from localckpt.events.jsonl import JsonLines

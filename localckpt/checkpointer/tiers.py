@@ -11,9 +11,9 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.async_save.request import AsyncRequest
+from localckpt.checkpointer.arguments import worded
 from localckpt.checkpointer.parts import described
 from localckpt.checkpointer.selection import Selection, why_parts_are_others
-from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt import Every
-from localckpt.checkpointer import pulse
-from localckpt.checkpointer.cadence import Costs
-from localckpt.checkpointer.pulse import NODES, SHARED, Plan, Schedule, judge_reports
+from localckpt.checkpointer import cadence
+from localckpt.checkpointer.cadence import NODES, SHARED, Costs, Plan, Schedule, judge_reports
 from localckpt.checkpointer.stopping import StopRequests
 
 
@@ -114,14 +113,14 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     made = _Clock()
-    monkeypatch.setattr(pulse, "time", made)
+    monkeypatch.setattr(cadence, "time", made)
     return made
 
 
 def test_a_save_costs_what_training_waits_and_what_steps_beside_it_take_longer(
     clock: _Clock,
 ) -> None:
-    timed = pulse.Meter()
+    timed = cadence.Meter()
 
     def step(seconds: float, waits_s: float = 0.0, *, is_beside_save: bool = False) -> None:
         clock.now += seconds

@@ -788,22 +788,19 @@ class Checkpointer:
         self._schedule.note_save(NODES, step)
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        assert self._shared is not None, "without it no such save is planned"
+        shared = self._shared
+        assert shared is not None, "without it no such save is planned"
         if self._nodes.begun != step:
             self._begin_save(step, metrics)
-        if self._shared.has_room or self._await_drains(step):
-            self._shared.drain(step, metrics)
+        if not (has_room := shared.has_room):
+            has_room, is_to_stop = self._look_at_drains(shared, step)
+            if has_room:
+                shared.finalize(step, blocking=True)
+            elif not is_to_stop:
+                shared.leave_out(OWN_WORK * self._ranks.timeout_s)
+        if has_room:
+            shared.drain(step, metrics)
         self._schedule.note_save(SHARED, step)
-
-    def _await_drains(self, step: int) -> bool:
-        """Wait for the drains before that of a step; return whether they are over on all ranks."""
-        assert self._shared is not None, "its drains are waited for"
-        is_over, is_to_stop = self._look_at_drains(self._shared, step)
-        if is_over:
-            self._shared.finalize(step, blocking=True)
-        elif not is_to_stop:
-            self._shared.leave_out(OWN_WORK * self._ranks.timeout_s)
-        return is_over
 
     def _look_at_drains(self, shared: SharedTier, step: int | None) -> tuple[bool, bool]:
         """Wait for the drains under way; whether all are over, and whether the job is to stop."""

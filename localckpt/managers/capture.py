@@ -57,7 +57,7 @@ class StateCapture:
 
     def node_ranks(self) -> tuple[int, ...]:
         """Return the ranks with which this rank divides equal tensors; ``()`` for none."""
-        nodes, rank = self._context.epoch.known_nodes, self._context.ranks.rank
+        nodes, rank = self._context.epoch.nodes, self._context.ranks.rank
         if not self._divides:
             return ()
         here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])

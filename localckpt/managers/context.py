@@ -203,13 +203,14 @@ class Epoch:
         generation: Generation of the last save.
         lineage: Descent of the epoch; ``None`` until its first save begins.
         newest_iteration: Iteration that the job saved or loaded last; -1 for none.
+        nodes: For each rank the name of its node; empty before :meth:`join`.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ranks, self._store = context.ranks, context.store
         self._strategy, self._checkpoints = context.strategy, context.checkpoints
-        self._nodes: list[str] | None = None
+        self.nodes: list[str] = []
         self._is_joined = self._is_placed = False
         self.generation = Generation(0, 0)
         self.lineage: Lineage | None = None
@@ -217,22 +218,11 @@ class Epoch:
         self._resumed: Resumed | None = None
         self._left: list[Point] = []
 
-    @property
-    def known_nodes(self) -> list[str]:
-        """Node of each rank; empty before :meth:`join`."""
-        return self._nodes or []
-
-    @property
-    def nodes(self) -> list[str]:
-        """For each rank the name of its node, once the ranks have joined."""
-        assert self._nodes is not None, "join() comes first"
-        return self._nodes
-
     def join(self) -> None:
         """Check that all ranks belong together, and number the epoch, once; all ranks call it."""
         if not self._is_joined:
             with self._context.events.timed("meet"):
-                self._nodes, self.generation = self._meet()
+                self.nodes, self.generation = self._meet()
             self._is_joined = self._is_placed = True
         elif not self._is_placed:
             self._strategy.place(self.nodes, self._ranks.timeout_s)

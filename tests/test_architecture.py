@@ -88,7 +88,7 @@ _BUDGETS = {
     "top": (2085, 1300, 14),
     "async_save": (1634, 1400, 7),
     "availability": (2703, 2000, 10),
-    "checkpointer": (4261, 1800, 13),
+    "checkpointer": (4243, 1800, 13),
     "cli": (3117, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),

@@ -187,23 +187,6 @@ _RESIZE = (
 _SAVING = ("step", "save", "wait_until_finished")
 
 
-def fit(*, is_partial: bool = False, converts: bool = False) -> str:
-    """Advice on the topic ``fit``, on a state that is not as it was saved."""
-    ways = [
-        "go on without some (skip=[...] or only=[...])",
-        "find one under its older name (rename={'old': 'new'})",
-    ]
-    if not is_partial:
-        ways.append("let values go that a module has not or that were not saved (partial=True)")
-    if not converts:
-        ways.append("convert dtypes (allow_dtype_change=True)")
-    *others, last = ways
-    return (
-        f"Make the parts as they were, under the same names; or let resume() {', '.join(others)}, "
-        f"or {last}"
-    )
-
-
 def worded(
     error: CheckpointingException, call: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> CheckpointingException:
@@ -212,9 +195,18 @@ def worded(
     elif error.topic == "resize":
         error.advice = _RESIZE
     elif error.topic == "fit":
-        error.advice = fit(
-            is_partial=bool(options.get("partial")),
-            converts=bool(options.get("allow_dtype_change")),
+        ways = [
+            "go on without some (skip=[...] or only=[...])",
+            "find one under its older name (rename={'old': 'new'})",
+        ]
+        if not options.get("partial"):
+            ways.append("let values go that a module has not or that were not saved (partial=True)")
+        if not options.get("allow_dtype_change"):
+            ways.append("convert dtypes (allow_dtype_change=True)")
+        *others, last = ways
+        error.advice = (
+            f"Make the parts as they were, under the same names; or let resume() "
+            f"{', '.join(others)}, or {last}"
         )
     return error
 

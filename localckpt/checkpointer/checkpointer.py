@@ -33,7 +33,14 @@ from localckpt.checkpointer.arguments import (
 from localckpt.checkpointer.cadence import NODES, SHARED, Every, Meter, Plan, Pulse, Schedule
 from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
-from localckpt.checkpointer.parts import Check, OnResize, TrainingState, combined_check
+from localckpt.checkpointer.parts import (
+    RNG,
+    Check,
+    OnResize,
+    RandomPart,
+    TrainingState,
+    combined_check,
+)
 from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.stopping import (
@@ -603,8 +610,9 @@ class Checkpointer:
         since :meth:`resume`, as in the later epochs of a loop, it does nothing; nor without a
         checkpoint, or with ``rng=False``.
         """
-        if not self._is_counted:
-            self._state.rewind_random()
+        part = self._state.parts.get(RNG)
+        if not self._is_counted and isinstance(part, RandomPart):
+            part.rewind()
 
     @in_own_words
     def save(

@@ -69,12 +69,6 @@ class TrainingState:
         if callable(self._given):
             self._set(parts_of(self._given(), self._epochs, rng=self._rng))
 
-    def rewind_random(self) -> None:
-        """Set the random number generators to the states that were loaded last, if any were."""
-        part = self.parts.get(RNG)
-        if isinstance(part, RandomPart):
-            part.rewind()
-
     def _set(self, parts: Mapping[str, Any]) -> None:
         # In place, since managers read the rules, and the check of captured states the parts.
         self.parts.clear()
@@ -175,23 +169,21 @@ def _is_odd(value: Any) -> bool:
     return not is_number(value.dtype) or bool(_expanded_dims(value))
 
 
-def kind_of(part: Any) -> str:
-    """Return what a part is, in words: a module, an optimizer, or another one, and its class."""
+def _kind_of(part: Any) -> str:
+    """Return in words what a part is, and its class; of a module only that it is one."""
+    if isinstance(part, ModulePart):
+        return MODULE
     if isinstance(part, ValuePart):
         return "value of a pair of functions"
-    sort, value = "part", part
-    if isinstance(part, ModulePart):
-        sort, value = "module", part.module
-    elif isinstance(part, torch.optim.Optimizer):
-        sort = "optimizer"
-    return f"{sort} {type(value).__module__}.{type(value).__qualname__}"
+    sort = "optimizer" if isinstance(part, torch.optim.Optimizer) else "part"
+    return f"{sort} {type(part).__module__}.{type(part).__qualname__}"
 
 
 def described(parts: Mapping[str, Any]) -> Names:
     """Name what must be alike in parts for a load from the nodes, beside their states.
 
-    By the name of a part it says what :func:`described_part` does. An optimizer's state is kept by
-    the numbers of its parameters, so their names are in their order.
+    By the name of a part it says its kind. An optimizer's state is kept by the numbers of its
+    parameters, so their names are in their order.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}
@@ -201,21 +193,11 @@ def described(parts: Mapping[str, Any]) -> Names:
             names = {id_: f"{key}.{name}" for id_, name in part.parameter_names().items()} | names
     found: Names = {}
     for key, part in plain.items():
-        order = None
+        about = found[key] = {CLASS: {_kind_of(part): None}}
         if isinstance(part, torch.optim.Optimizer):
             parameters = [p for group in part.param_groups for p in group["params"]]
-            order = "\n".join(names.get(id(p), "") for p in parameters)
-        found[key] = described_part(kind_of(part), order)
+            about[ORDER] = {"\n".join(names.get(id(p), "") for p in parameters): None}
     return {ABOUT: found}
-
-
-def described_part(kind: str, order: str | None) -> Names:
-    """Name a part's kind, of a module only that it is one; and the parameters of an optimizer.
-
-    :func:`why_parts_are_others` compares it.
-    """
-    about: Names = {CLASS: {MODULE if kind.startswith("module ") else kind: None}}
-    return about if order is None else {**about, ORDER: {order: None}}
 
 
 class ModulePart:

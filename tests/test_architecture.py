@@ -99,7 +99,7 @@ _BUDGETS = {
     "ranks": (2810, 1600, 12),
     "replication": (3086, 2900, 17),
     "replication/parity": (1788, 1700, 12),
-    "state_dict": (7278, 5000, 30),
+    "state_dict": (7266, 5000, 30),
     "storage": (3350, 3100, 17),
 }
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import convert_values, integer_view, is_host_run, narrowed
 from localckpt.state_dict.boxes import Rectangle
-from localckpt.state_dict.source import ByteRange, VerifiedBytes
+from localckpt.state_dict.source import ByteRange, Destination, VerifiedBytes
 
 COPIED_NBYTES = 64 << 20
 """Bytes of parts that are copied out of memory of their own, read at once."""
@@ -20,14 +20,13 @@ COPIED_NBYTES = 64 << 20
 class Part(NamedTuple):
     """Bytes that hold a rectangle of a saved tensor, and the tensor that it fills.
 
-    ``memory`` is where these bytes belong as they are, if that is so. Else they are items of a
-    shape and a dtype, in which the rectangle begins at ``starts``; ``strides`` are ``None`` if
-    contiguous.
+    ``to`` is where these bytes belong as they are, if that is so. Else they are items of a shape
+    and a dtype, in which it begins at ``starts``; ``strides`` are ``None`` if they are contiguous.
     """
 
     start: int
     stop: int
-    memory: memoryview | None
+    to: Destination | None
     out: torch.Tensor
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,16 +49,16 @@ class Part(NamedTuple):
         row_nbytes = math.prod(shape[1:]) * dtype.itemsize
         nbytes = math.prod(sizes[:1]) * row_nbytes
         start += (offsets[0] if offsets else 0) * row_nbytes
-        memory = None
+        to = None
         if sizes[1:] == shape[1:] and out.dtype is dtype and is_host_run(out):
-            memory = memory_at(out.data_ptr(), nbytes)
+            to = memory_at(out.data_ptr(), nbytes)
         shape, starts = (*sizes[:1], *shape[1:]), (0, *offsets[1:])[: len(shape)]
-        return cls(start, start + nbytes, memory, out, dtype, shape, None, starts)
+        return cls(start, start + nbytes, to, out, dtype, shape, None, starts)
 
     @property
     def copied_nbytes(self) -> int:
         """Bytes of memory that the part is copied out of."""
-        return 0 if self.memory is not None else self.stop - self.start
+        return 0 if self.to is not None else self.stop - self.start
 
     def divided(self, most_nbytes: int) -> Iterator[Part]:
         """Divide a part of contiguous rows that is copied, if it is larger, by rows."""
@@ -113,23 +112,24 @@ def read_parts(
         waiting.append(part)
         copied_nbytes += part.copied_nbytes
         if copied_nbytes >= most_nbytes:
-            _read(source, waiting, most_threads)
+            read_together(source, waiting, most_threads=most_threads)
             waiting, copied_nbytes = [], 0
-    _read(source, waiting, most_threads)
+    read_together(source, waiting, most_threads=most_threads)
 
 
-def _read(source: VerifiedBytes, parts: Sequence[Part], most_threads: int | None) -> None:
+def read_together(source: VerifiedBytes, parts: Iterable[Part], **how: Any) -> None:
+    """Read parts at once; ``how`` is as for :meth:`VerifiedBytes.read_ranges`."""
     ranges: list[ByteRange] = []
     copies: list[tuple[Part, torch.Tensor]] = []
     for sharing in _clusters(parts):
         start, stop = sharing[0].start, max(part.stop for part in sharing)
-        if len(sharing) == 1 and (memory := sharing[0].memory) is not None:
-            ranges.append(ByteRange(start, stop, memory))
+        if len(sharing) == 1 and (to := sharing[0].to) is not None:
+            ranges.append(ByteRange(start, stop, to))
             continue
         data = torch.empty(stop - start, dtype=torch.uint8)
         ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
         copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
-    source.read_ranges(ranges, most_threads=most_threads)
+    source.read_ranges(ranges, **how)
     for part, data in copies:
         part.copy(data)
 

@@ -33,11 +33,11 @@ from localckpt.state_dict.boxes import Box, Rectangle, parse_boxes
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.names import read_names
-from localckpt.state_dict.part_reads import Part, read_parts
+from localckpt.state_dict.part_reads import Part, read_parts, read_together
 from localckpt.state_dict.parts import DividedSlot, Tables, as_stored, parse_parts
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes, ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, Destination, ImageBytes, ShardSource
 from localckpt.state_dict.targets import FIT, Matched, NamesDiffer, Targets, compare_names
 from localckpt.state_dict.tensor_table import (
     ARRAY,
@@ -358,37 +358,27 @@ class ImageReader(ImageBytes):
 
     def _fill(self, bases: dict[str, torch.Tensor], *, is_all_verified: bool = False) -> None:
         """Fill the targets of slots."""
-        data_start = self.header.data_start
-        ranges: list[ByteRange] = []
-        apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         slots = [slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases]
         targets = [(s, bases[s.name]) for s in slots if not bases[s.name].is_meta]
         on_gpus = {tensor.device for _, tensor in targets if is_flat(tensor) and not tensor.is_cpu}
         bounce = BounceBuffers(on_gpus, PIECE_NBYTES)
-        with torch.no_grad():
-            for slot, tensor in targets:
-                start = data_start + slot.offset
-                if not is_flat(tensor):
-                    # It is filled from a contiguous copy in host memory.
-                    whole = torch.empty_like(
-                        tensor, memory_format=torch.contiguous_format, device="cpu"
-                    )
-                    apart.append((tensor, whole))
-                    tensor = whole
-                to = (
-                    memory_at(tensor.data_ptr(), slot.nbytes)
-                    if tensor.is_cpu
-                    else partial(_copy_up, flat_bytes(tensor), bounce)
-                )
-                ranges.append(ByteRange(start, start + slot.nbytes, to))
-            self.read_ranges(
-                ranges,
-                is_all_verified=is_all_verified,
-                scratch=lambda nbytes: bounce.buffer()[:nbytes],
-                finish=bounce.finish,
-            )
-            for tensor, whole in apart:
-                copy_values(tensor, whole)
+        parts = []
+        for slot, tensor in targets:
+            start, shape = self.header.data_start + slot.offset, tuple(tensor.shape)
+            to: Destination | None = None
+            if is_flat(tensor) and tensor.is_cpu:
+                to = memory_at(tensor.data_ptr(), slot.nbytes)
+            elif is_flat(tensor):
+                to = partial(_copy_up, flat_bytes(tensor), bounce)
+            items = tensor.dtype, shape, None, (0,) * len(shape)
+            parts.append(Part(start, start + slot.nbytes, to, tensor, *items))
+        read_together(
+            self,
+            parts,
+            is_all_verified=is_all_verified,
+            scratch=lambda nbytes: bounce.buffer()[:nbytes],
+            finish=bounce.finish,
+        )
 
     # Single tensors.
 

@@ -17,11 +17,16 @@ import torch
 import xxhash
 
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
-from localckpt.state_dict.boxes import NO_BOXES, Box, parse_boxes
+from localckpt.state_dict.boxes import NO_BOXES, parse_boxes
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.source import MemorySource, read_header
-from localckpt.state_dict.tensor_table import TableEntry, dtype_named, parse_entries
+from localckpt.state_dict.tensor_table import (
+    TableEntry,
+    dtype_named,
+    free_name,
+    parse_entries,
+)
 
 
 class PartDigest(NamedTuple):
@@ -62,8 +67,8 @@ def replica_digests(image: memoryview) -> list[PartDigest]:
         slot = header.slots[entry.slot]
         start = header.data_start + slot.offset
         tensors = parts.setdefault((box.kind, box.ranks is None), {})
-        name = _free_name(box, tensors)
-        tensors[name] = _digest(entry, image[start : start + slot.nbytes])
+        name = box.key if all(box.wholes) else f"{box.key} {box.place}"
+        tensors[free_name(name, tensors)] = _digest(entry, image[start : start + slot.nbytes])
     return sorted(_part(kind, tensors, is_open) for (kind, is_open), tensors in parts.items())
 
 
@@ -76,15 +81,6 @@ def _part(kind: str, tensors: dict[str, int], is_open: bool) -> PartDigest:
     for digest in ordered.values():
         whole.update(digest.to_bytes(8, "little"))
     return PartDigest(set_id, whole.intdigest(), ordered)
-
-
-def _free_name(box: Box, taken: dict[str, int]) -> str:
-    wanted = box.key if all(box.wholes) else f"{box.key} {box.place}"
-    name, count = wanted, 1
-    while name in taken:
-        count += 1
-        name = f"{wanted}#{count}"
-    return name
 
 
 def _digest(entry: TableEntry, content: memoryview) -> int:

@@ -152,16 +152,17 @@ class ReadProgress:
         )  # fmt: skip
 
 
-class ByteRange(NamedTuple):
-    """Bytes ``[start, stop)`` of a source, and where they go.
+Destination = memoryview | Callable[[int, memoryview], None]
+"""Memory, or a function, which gets bytes piece by piece, verified, with the offset of each piece
+in the range. Several threads call it, and it may keep nothing of a piece."""
 
-    That is memory, or a function, which gets them piece by piece, verified, with the offset of each
-    piece in the range. Several threads call it, and it may keep nothing of a piece.
-    """
+
+class ByteRange(NamedTuple):
+    """Bytes ``[start, stop)`` of a source, and where they go."""
 
     start: int
     stop: int
-    to: memoryview | Callable[[int, memoryview], None]
+    to: Destination
 
 
 class VerifiedBytes:

@@ -344,6 +344,7 @@ def _members(
     for (number, entry), shared, structure in zip(entries.items(), is_shared, alike, strict=True):
         wanted = known.get(number, f"{UNNAMED}{number}") if shared else entry.slot or ""
         named.append(free_name(printable(wanted), taken))
+        taken.add(named[-1])
         group = entry.slot, number if entry.slot is None else 0
         groups.setdefault(group, []).append((named[-1], structure[1:]))
     sets = {group: frozenset(members) for group, members in groups.items()}

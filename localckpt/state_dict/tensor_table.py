@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -236,6 +236,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
             shape = shape if label else (nbytes,)
             slot = TensorSlot(free_name(wanted, taken), label or "U8", shape, nbytes)
         slots.append(slot)
+        taken.add(slot.name)
         sources.append(Source(number, span, strides))
         return slot.name, None if strides is None else (0, strides)
 
@@ -420,11 +421,10 @@ def printable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def free_name(wanted: str, taken: set[str]) -> str:
-    """Return a name that is not taken, and take it."""
+def free_name(wanted: str, taken: Container[str]) -> str:
+    """Return the wanted name, with a number if it is taken."""
     name, n = wanted, 1
     while name in taken:
         n += 1
         name = f"{wanted}#{n}"
-    taken.add(name)
     return name

@@ -232,7 +232,7 @@ class _SimulatedRank:
             _FIND: lambda _: self._ranks.decide("find", lambda: self._report, self._find),
             _POLL: self._poll,
             _AGREE: self._agree,
-            _GATHER: lambda _: self._ranks.gather("gather", _RECORD),
+            _GATHER: lambda _: self._ranks.decide("gather", lambda: _RECORD, list),
             _READ: self._read_all,
         }
 

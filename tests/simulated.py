@@ -33,7 +33,7 @@ class World:
         def join(rank: int) -> Ranks:
             group = Members(rank, members, self._client.clone())
             ranks = Ranks("many", timeout_s=PATIENCE_S, group=group)
-            ranks.gather("begin", None)
+            gather(ranks, "begin", None)
             ranks.timeout_s = timeout_s
             return ranks
 
@@ -80,3 +80,8 @@ def outcome_of(ranks: Ranks, act: Callable[[Ranks], Any]) -> Any:
         return act(ranks)
     except CheckpointingException as error:
         return error
+
+
+def gather(ranks: Ranks, what: str, record: Any, **options: Any) -> list[Any]:
+    """Give every rank's record to every rank."""
+    return ranks.decide(what, lambda: record, list, **options)

@@ -11,6 +11,7 @@ from localckpt.ids import Generation
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
+from tests.simulated import gather
 
 _LONG = "x" * (9 << 20)
 
@@ -77,10 +78,10 @@ def _tell_long_texts(rank: int, world_size: int) -> list[str]:
     with pytest.raises(CheckpointingException) as joint:
         coordinator.agree("try", trying)
     told.append(str(joint.value))
-    told.append(str(coordinator.gather("tell", {"rank": rank, "text": _LONG})))
+    told.append(str(gather(coordinator, "tell", {"rank": rank, "text": _LONG})))
     with pytest.raises(MismatchError, match=r"rank 0: .* bytes to tell the others"):
-        coordinator.gather("tell too much", list(range(2 << 20)) if rank == 0 else 1)
-    coordinator.gather("the store answers", None)
+        gather(coordinator, "tell too much", list(range(2 << 20)) if rank == 0 else 1)
+    gather(coordinator, "the store answers", None)
     return told
 
 

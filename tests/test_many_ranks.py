@@ -18,7 +18,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from localckpt.threads import Task
-from tests.simulated import PATIENCE_S, World, outcome_of
+from tests.simulated import PATIENCE_S, World, gather, outcome_of
 
 _WORLD = 72
 _PATIENT_S, _HURRIED_S = 90.0, 4.0
@@ -136,10 +136,10 @@ def test_ranks_that_do_not_come_are_named_in_time_and_raise_when_they_come(
     hurried: World, missing: tuple[int, ...]
 ) -> None:
     world = hurried
-    world.all_do(lambda ranks: ranks.gather("meet before", None))
+    world.all_do(lambda ranks: gather(ranks, "meet before", None))
     began = time.monotonic()
 
-    outcomes = world.all_do(lambda ranks: ranks.gather("meet", ranks.rank), without=missing)
+    outcomes = world.all_do(lambda ranks: gather(ranks, "meet", ranks.rank), without=missing)
 
     assert time.monotonic() - began < 30.0
     (told,) = {str(error) for error in outcomes.values()}
@@ -147,11 +147,11 @@ def test_ranks_that_do_not_come_are_named_in_time_and_raise_when_they_come(
     named = ", ".join(f"rank {rank} (last seen: meet before)" for rank in missing)
     assert f"to meet, and {named} did not come" in told
     others = tuple(rank for rank in range(_WORLD) if rank not in missing)
-    late = world.all_do(lambda ranks: ranks.gather("meet", ranks.rank), without=others)
+    late = world.all_do(lambda ranks: gather(ranks, "meet", ranks.rank), without=others)
     for rank in missing:
         assert f"rank {rank} came too late to meet" in str(late[rank])
         assert ("had not come either" in str(late[rank])) == (len(missing) > 1)
-    again = world.all_do(lambda ranks: ranks.gather("meet again", ranks.rank))
+    again = world.all_do(lambda ranks: gather(ranks, "meet again", ranks.rank))
     assert again == {rank: list(range(_WORLD)) for rank in range(_WORLD)}
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_stops_waiting_returns_before_its_deadline_and_the_others_he
     world: World,
 ) -> None:
     waiting = [
-        Task(lambda r=ranks: outcome_of(r, lambda rs: rs.gather("wait", None)))
+        Task(lambda r=ranks: outcome_of(r, lambda rs: gather(rs, "wait", None)))
         for ranks in world.ranks[1:3]
     ]
     for task in waiting:
@@ -175,16 +175,16 @@ def test_a_rank_that_stops_waiting_returns_before_its_deadline_and_the_others_he
     assert isinstance(stopped, PeerLostError)
     assert isinstance(waiting[1].result(PATIENCE_S), PeerLostError)
     world.ranks[1].wait_again()
-    rest = world.all_do(lambda ranks: ranks.gather("wait", None), without=(1, 2))
+    rest = world.all_do(lambda ranks: gather(ranks, "wait", None), without=(1, 2))
     assert {type(error) for error in rest.values()} == {PeerLostError}
-    world.all_do(lambda ranks: ranks.gather("go on", None))
+    world.all_do(lambda ranks: gather(ranks, "go on", None))
 
 
 def test_values_of_many_mib_come_whole(world: World) -> None:
     text = ["x" * 1000] * 4500
 
     outcomes = world.all_do(
-        lambda ranks: ranks.gather("tell much", text if ranks.rank == 70 else None)
+        lambda ranks: gather(ranks, "tell much", text if ranks.rank == 70 else None)
     )
 
     assert all(outcome == [None] * 70 + [text, None] for outcome in outcomes.values())

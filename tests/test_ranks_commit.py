@@ -20,6 +20,7 @@ from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from tests.managers.jobs import error_of
 from tests.ranks import announce, await_announced, run_ranks
+from tests.simulated import gather
 
 # Far more than it takes to be told, far less than the timeout.
 _AT_ONCE_S, _TIMEOUT_S = 10.0, 30.0
@@ -235,7 +236,7 @@ class Unforeseen(BaseException):
 
 def _fail_with_what_is_no_exception(rank: int, world_size: int, failing: str) -> list[str]:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
-    ranks.gather("begin", None)
+    gather(ranks, "begin", None)
     error = Unforeseen("out of the ordinary")
     work = (lambda: _fail(error)) if failing == "work" and rank == 1 else int
     judge: Any = (lambda _: _fail(error)) if failing == "judge" else list

@@ -18,6 +18,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
 from tests.ranks import init_group_with_store_on, run_ranks
+from tests.simulated import gather
 
 
 def _come_late(rank: int, world_size: int) -> list[str]:
@@ -34,7 +35,7 @@ def _come_late(rank: int, world_size: int) -> list[str]:
             told.append(str(error))
         assert time.monotonic() - began < 20.0
         # All start the next one together.
-        coordinator.gather("wait for all", None)
+        gather(coordinator, "wait for all", None)
     return told
 
 
@@ -53,7 +54,7 @@ def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
     coordinator = Ranks("race", None, timeout_s=30.0)
     moments = random.Random(rank)
     for _ in range(rounds):
-        coordinator.gather("wait for all", None)
+        gather(coordinator, "wait for all", None)
         time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
         try:
             deadline = Deadline.after(0.02)
@@ -99,7 +100,7 @@ def test_ranks_that_come_late_hear_why_another_failed_and_not_only_that_they_wer
 
 def _succeed_and_wait(rank: int, world_size: int) -> str:
     coordinator = Ranks("patience", None, timeout_s=1.0)
-    coordinator.gather("wait for all", None)
+    gather(coordinator, "wait for all", None)
     with Attempt() as exchanging:
         if rank == 0:
             time.sleep(2.0)
@@ -117,14 +118,14 @@ def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost
 
 def _ask_alone(rank: int, world_size: int, asking: int) -> list[Any]:
     ranks = Ranks("alone", None, timeout_s=30.0)
-    ranks.gather("wait for all", None)
+    gather(ranks, "wait for all", None)
     told: list[Any] = []
     for what in ("look", "look again"):
         if rank == asking:
-            ask = partial(ranks.gather, what, rank, deadline=Deadline.after(0.2))
+            ask = partial(gather, ranks, what, rank, deadline=Deadline.after(0.2))
             told.append(error_of(ask, PeerLostError))
     dist.barrier()
-    told.append(ranks.gather("look at all", rank))
+    told.append(gather(ranks, "look at all", rank))
     if rank == asking:
         ask = partial(ranks.commit, "act alone", lambda: rank, list, timeout_s=0.2)
         told.append(error_of(ask, PeerLostError))
@@ -189,11 +190,11 @@ def test_a_failure_reaches_all_ranks_before_the_one_with_the_store_ends(turn: in
 def _lose_the_store(rank: int, world_size: int) -> str:
     init_group_with_store_on(0, rank, world_size)
     ranks = Ranks("losing", None, timeout_s=2.0)
-    ranks.gather("meet", rank)
+    gather(ranks, "meet", rank)
     dist.barrier()
     if rank == 0:
         os._exit(1)
-    return error_of(lambda: ranks.gather("meet again", rank), PeerLostError)
+    return error_of(lambda: gather(ranks, "meet again", rank), PeerLostError)
 
 
 def test_a_lost_store_is_told_without_the_frames_of_torchs_code() -> None:

@@ -32,11 +32,11 @@ from localckpt import (
     save_state_dict_async_plan,
 )
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.job_store import Members, default_store
+from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.store_part import StorePart
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
+from tests.simulated import gather
 
 _TIMEOUT_S = 20.0
 _HANG_S = 1.0
@@ -67,13 +67,13 @@ def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list
         point("start")
         coordinator = Ranks("test", timeout_s=timeout_s)
         point("opening")
-        said = [coordinator.gather("meet", [rank, number]) for number in range(3)]
+        said = [gather(coordinator, "meet", [rank, number]) for number in range(3)]
         assert coordinator.decide("agree", lambda: rank, len) == world_size
         point("gathering")
         behind = Ranks("behind", timeout_s=timeout_s)
         said.append(behind.commit("act", lambda: rank, lambda all_: all_))
         point("acting")
-        coordinator.gather("end", None)
+        gather(coordinator, "end", None)
         return said
     except PeerLostError:
         _die()
@@ -99,7 +99,7 @@ def _remake(rank: int, world_size: int, port: int) -> list[int]:
     for number in range(4):
         _join(rank, world_size, port)
         before = Ranks("test", timeout_s=_TIMEOUT_S)
-        assert before.gather("meet", number) == [number] * world_size
+        assert gather(before, "meet", number) == [number] * world_size
         # One rank has made more than the others when the group is made anew.
         if rank == 0:
             Ranks("test", timeout_s=_HANG_S)
@@ -114,16 +114,6 @@ def test_a_group_made_anew_in_the_same_processes_counts_from_the_beginning(
     assert run_ranks(_remake, 3, job_store.port, init_group=False) == [[3] * 4] * 3
 
 
-def test_the_name_of_an_opening_that_is_over_may_go_while_another_rank_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    part = StorePart("test", Members(1, (0, 1), dist.HashStore()), _TIMEOUT_S)
-    published = iter(["0123456789abcdef", ""])
-    monkeypatch.setattr(part, "_published", lambda: next(published))
-
-    assert part._await_name({""}) == "0123456789abcdef"
-
-
 def _open_when_all_are_there(rank: int, world_size: int) -> str:
     if rank == 2:
         time.sleep(2.0)
@@ -133,7 +123,7 @@ def _open_when_all_are_there(rank: int, world_size: int) -> str:
     while time.monotonic() < until:
         began = time.monotonic()
         try:
-            coordinator.gather("meet", None, deadline=Deadline.after(_TIMEOUT_S))
+            gather(coordinator, "meet", None, deadline=Deadline.after(_TIMEOUT_S))
             return told
         except PeerLostError as error:
             assert time.monotonic() - began < _TIMEOUT_S / 2
@@ -151,14 +141,14 @@ def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_w
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
     _join(rank, world_size, port)
     coordinator = Ranks("test", timeout_s=20.0)
-    coordinator.gather("meet", None)
+    gather(coordinator, "meet", None)
     dist.destroy_process_group()
     # What is under way when a group is destroyed may end.
-    coordinator.gather("meet again", None)
+    gather(coordinator, "meet again", None)
     _join(rank, world_size, port)
 
     for call in (
-        lambda: coordinator.gather("meet in another group", None),
+        lambda: gather(coordinator, "meet in another group", None),
         lambda: coordinator.commit("act in another group", list, list),
     ):
         assert "torch.distributed was initialised anew after" in error_of(call, MismatchError)
@@ -225,7 +215,7 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
 def _leave_nothing_to_others(rank: int, world_size: int) -> int:
     for number in range(6):
         coordinator = Ranks("test", timeout_s=_TIMEOUT_S)
-        assert coordinator.gather("meet", number) == [number] * world_size
+        assert gather(coordinator, "meet", number) == [number] * world_size
         coordinator.close()
         coordinator.close()
         if number == 2:

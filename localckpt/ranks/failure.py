@@ -28,13 +28,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error in plain data.
-
-    Attributes:
-        kind: Name of the nearest class of :mod:`localckpt.errors`.
-        text: The message, with the class of an error that is not one of localckpt's own.
-        fields: The error's attributes that are plain values.
-    """
+    """An error in plain data; ``kind`` names the nearest class of :mod:`localckpt.errors`."""
 
     kind: str
     text: str
@@ -122,7 +116,6 @@ class Place:
     """A rank among those of a group, and its words on the others; ``root`` is the one that judges.
 
     Attributes:
-        rank, root: Places in the group.
         ranks: The ranks of the group, as ranks of the job, which messages name.
         hint: Returns the end of the error message for ranks that do not come.
         forgotten: On the root, the first round of which anything is left in the store.
@@ -204,15 +197,7 @@ def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of one call on one rank, for messages and the judge.
-
-    Attributes:
-        number: Number of the call in its queue.
-        name: What the call does.
-        failure: What it failed with; ``None`` if it did not.
-        value: What came of it; anything that JSON can carry.
-        iteration: Iteration that the call saves; ``None`` for a call that is no save.
-    """
+    """The end of one call on one rank; ``value`` is anything that JSON can carry."""
 
     number: int
     name: str

@@ -42,12 +42,8 @@ class Standing:
 class Members:
     """The ranks that work together, and the job's store as this process sees it.
 
-    Attributes:
-        rank: This process's place among ``ranks``.
-        ranks: The ranks of the group, as ranks of the job.
-        store: The job's store; ``None`` for a process that is alone.
-        made_for: This process in the job and in that group when this was made; ``None`` without
-            torch.distributed.
+    ``ranks`` are ranks of the job, ``rank`` this process's place among them. ``made_for`` is this
+    process in the job and in that group at the time; ``None`` without torch.distributed.
     """
 
     rank: int

@@ -78,8 +78,6 @@ class Ranks:
     cause.
 
     Attributes:
-        rank, root, is_root: This process's rank in the group, the rank that judges, and whether it
-            is this one.
         global_ranks: The ranks of the group, as ranks of the job.
         rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
             its number by a decision of other ``Ranks``.
@@ -113,10 +111,7 @@ class Ranks:
         self._has_left = False
 
     def require_same_world(self) -> None:
-        """Raise MismatchError if the process group, or its members, are others than before.
-
-        It asks no other rank.
-        """
+        """Raise MismatchError if the group or its members have changed; ask no other rank."""
         self._part.require_same_world()
 
     def prepare(self) -> None:
@@ -265,15 +260,6 @@ class Ranks:
         )
         return merged
 
-    def gather(
-        self, what: str, record: Any, *, deadline: Deadline | None = None, kind: str = ""
-    ) -> list[Any]:
-        """Give every rank's record to every rank: for few ranks, or short records."""
-        records: list[Any] = self.agree(
-            *(what, Attempt(), record, list), deadline=deadline, kind=kind, read=shaped(list)
-        )
-        return records
-
     def commit(
         self,
         what: str,
@@ -340,7 +326,9 @@ class Ranks:
             kind=kind,
             order=order,
         )
-        done, cause = self._committed(what, said, commit) if self.is_root else (None, None)
+        done, cause = None, None
+        if self.is_root:
+            done, cause = self._committed(what, lambda: commit(said))
         committed: V = _outcome(what, self._tell(what, done, timeout_s), cause, read)
         return committed
 
@@ -370,20 +358,18 @@ class Ranks:
                 on_failure()
 
     def _committed(
-        self, what: str, said: list[T], commit: Callable[[list[T]], Any]
-    ) -> tuple[Verdict, Exception | None]:
+        self, what: str, commit: Callable[[], Any]
+    ) -> tuple[Verdict, BaseException | None]:
         """Commit on the root: what the others are told, and the error that it comes of."""
         try:
-            return Verdict.of(commit(said)), None
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
-            return self._uncommitted(what, error), error
+            return Verdict.of(commit()), None
         except BaseException as error:
+            failed = Verdict(failure=self._place.failed(what, Failure.of(error)))
+            if isinstance(error, Exception):
+                return failed, error
             with suppress(CheckpointingException):
-                self._tell(what, self._uncommitted(what, error), 0.0)
+                self._tell(what, failed, 0.0)
             raise
-
-    def _uncommitted(self, what: str, error: BaseException) -> Verdict:
-        return Verdict(failure=self._place.failed(what, Failure.of(error)))
 
     def give_up(self, waited_s: float) -> None:
         """End a wait with no deadline in another thread: ranks that have not reported are lost.
@@ -545,7 +531,7 @@ class Ranks:
 def _outcome(
     what: str,
     verdict: Verdict,
-    cause: Exception | None,
+    cause: BaseException | None,
     read: Callable[[Any], Any] | None = None,
 ) -> Any:
     if verdict.failure is not None:

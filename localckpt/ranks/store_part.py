@@ -36,7 +36,7 @@ from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
 from localckpt.ranks.verdict import Verdict
 from localckpt.threads import Latch, Task
-from localckpt.waiting import back_off, wait_until
+from localckpt.waiting import back_off
 
 # More ranks than that ask less often, so that the store has no more to answer.
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
@@ -67,13 +67,6 @@ class StorePart:
     All ranks of the group use their parts of one name first in the same order; whoever does waits
     until all have. One that only some ranks have made, and that none uses, is in nobody's way.
     Without torch.distributed it is a world of one, which has no store.
-
-    What a rank has written into a part that was closed is deleted when the next part of the name is
-    opened.
-
-    Attributes:
-        is_large: Whether ranks wait on connections kept for that, and do not poll the process that
-            hosts the store.
     """
 
     def __init__(
@@ -86,6 +79,7 @@ class StorePart:
         self._process = os.getpid()
         self._group = group
         self._store: Store | None = None
+        # Whether ranks wait on connections kept for that, and do not poll the store.
         self.is_large = len(group.ranks) > _FEW_RANKS
         # Connections for waiting that are free.
         self._clients: list[Store] = []
@@ -118,10 +112,7 @@ class StorePart:
         return os.getpid() != self._process
 
     def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
-        """Return the part, once all ranks have come to it. After an error a new call tries again.
-
-        The deadline may be earlier than the part's own.
-        """
+        """Return the part once all ranks have come to it. After an error a new call tries again."""
         if self.is_fork:
             raise CheckpointingException(
                 f"process {self._process} is a rank of the job, and this one is a fork of it: "
@@ -208,10 +199,7 @@ class StorePart:
             over.set()
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        """Wait for a value of the part; ``None`` if it is not there in time.
-
-        ``wait`` is told that nothing is left to do but to wait.
-        """
+        """Wait for a value of the part; ``None`` if it is not there in time."""
         wait.begun.set()
         client = self._take_client() if self.is_large else None
         if client is None:
@@ -254,93 +242,76 @@ class StorePart:
         return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
     def _agreed_name(self) -> str:
-        refused, rank = {""}, self._group.rank
-        while True:
-            name = self._publish() if rank == 0 else self._await_name(refused)
-            refused.add(name)
-            part = PrefixStore(name, self._shared)
-            # One with a verdict, or to which a process of this rank has come, is of an attempt that
-            # is over.
-            if if_there(part, _OPEN) is None and int(part.add(_came_key(rank), 1)) == 1:
-                part.add(_COUNT, 1)
-                verdict = self._await_opened(part, name)
-                if verdict is not None and verdict.failure is None:
-                    part.delete_key(_came_key(rank))
-                    return name
-                self._closed_parts.append(name)
-                if verdict is not None and verdict.failure is not None:
-                    raise verdict.failure.error()
-
-    def _publish(self) -> str:
-        before, name = self._published(), secrets.token_hex(8)
-        self._shared.set(_PUBLISHED, name)
-        for rank in range(len(self._group.ranks) if before else 0):
-            _remove(PrefixStore(before, self._shared), rank)
-        return name
-
-    def _await_name(self, refused: set[str]) -> str:
-        name = ""
-
-        def is_published() -> bool:
-            # Read once: the first rank may withdraw it.
-            nonlocal name
-            name = self._published()
-            return name not in refused
-
-        if not self._wait_for(is_published, lambda: [0]) or name in refused:
-            raise self._failure([0]).error()
-        return name
-
-    def _await_opened(self, part: Store, name: str) -> Verdict | None:
-        """The verdict under a name; ``None`` once another one is published."""
-        given, is_other = None, False
+        """Wait until all ranks have come to the nonce that is published."""
+        size, is_first, name, tried = len(self._group.ranks), self._group.rank == 0, "", {""}
+        part: Store | None = None
+        ended: bytes | None = None
 
         def is_over() -> bool:
-            nonlocal given, is_other
-            if self._group.rank == 0:
-                if int(part.add(_COUNT, 0)) >= len(self._group.ranks):
+            nonlocal part, name, ended
+            # Before the look at the verdict: who publishes another has decided this one.
+            published = self._published()
+            if part is not None:
+                if is_first and int(part.add(_COUNT, 0)) >= size:
                     self._shared.delete_key(_PUBLISHED)
                     part.compare_set(_OPEN, "", json.dumps(Verdict().to_json()))
-            else:
-                # Before the look at the verdict: who publishes another has decided this one.
-                is_other = self._published() not in ("", name)
-            given = if_there(part, _OPEN)
-            return is_other or given is not None
+                ended = if_there(part, _OPEN)
+            if ended is None and published not in tried:
+                tried.add(published)
+                name, part = published, self._come(published)
+            return ended is not None or self._is_given_up or self._deadline.left_s <= 0
 
         def late() -> list[int]:
-            came = [bool(part.check([_came_key(rank)])) for rank in range(len(self._group.ranks))]
-            return [rank for rank, has_come in enumerate(came) if not has_come] or [0]
+            if part is None:
+                return [0]
+            return [rank for rank in range(size) if not part.check([_came_key(rank)])] or [0]
 
-        if not self._wait_for(is_over, late) or self._is_given_up:
-            verdict = Verdict(failure=self._failure(late()))
-            given = part.compare_set(_OPEN, "", json.dumps(verdict.to_json()))
-        return None if given is None else Verdict.received(json.loads(given), bytes)
+        def whom() -> str:
+            awaited = f"rank {self._group.ranks[0]}, or ranks that it names"
+            if is_first:
+                # No other rank looks at all of them.
+                awaited = named([self._group.ranks[rank] for rank in late()], {})
+            return f"{awaited}.{self._hint()}"
+
+        if is_first:
+            self._publish()
+        try:
+            longest_s = _LONGEST_PAUSE_S * max(1.0, size / _MANY)
+            self._patience.until(is_over, self._deadline.left_s, whom, longest_s=longest_s)
+            if part is None:
+                raise self._failure(late()).error()
+            if ended is None or self._is_given_up:
+                failure = self._failure(late())
+                given = json.dumps(Verdict(failure=failure).to_json())
+                ended = part.compare_set(_OPEN, "", given)
+            verdict = Verdict.received(json.loads(ended), bytes)
+            if verdict.failure is not None:
+                raise verdict.failure.error()
+            tried.remove(name)
+            part.delete_key(_came_key(self._group.rank))
+            return name
+        finally:
+            self._closed_parts.extend(tried - {""})
+
+    def _publish(self) -> None:
+        before = self._published()
+        self._shared.set(_PUBLISHED, secrets.token_hex(8))
+        for rank in range(len(self._group.ranks) if before else 0):
+            _remove(PrefixStore(before, self._shared), rank)
 
     def _published(self) -> str:
         name = (if_there(self._shared, _PUBLISHED) or b"").decode(errors="replace")
         # It becomes a part of keys, and the store ends connections over some that others put there.
         return name if _NAMES.fullmatch(name) else ""
 
-    def _wait_for(self, is_there: Callable[[], bool], late: Callable[[], Sequence[int]]) -> bool:
-        longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._group.ranks) / _MANY)
-        found = False
-
-        def whom() -> str:
-            awaited = f"rank {self._group.ranks[0]}, or ranks that it names"
-            if self._group.rank == 0:
-                # No other rank looks at all of them.
-                awaited = named([self._group.ranks[rank] for rank in late()], {})
-            return f"{awaited}.{self._hint()}"
-
-        def is_over() -> bool:
-            nonlocal found
-            found = self._is_given_up or is_there()
-            if not found:
-                self._patience.left_s(whom)
-            return found or self._deadline.left_s <= 0
-
-        wait_until(is_over, self._deadline.left_s, longest_s=longest_s)
-        return found
+    def _come(self, name: str) -> Store | None:
+        """Come to a nonce; ``None`` for one of an attempt that is over."""
+        part = PrefixStore(name, self._shared)
+        # Such a one has a verdict, or a process of this rank has come to it before.
+        if if_there(part, _OPEN) is not None or int(part.add(_came_key(self._group.rank), 1)) > 1:
+            return None
+        part.add(_COUNT, 1)
+        return part
 
     def _failure(self, late: Sequence[int]) -> Failure:
         """Describe this rank, which has closed the part, or those that have not come."""

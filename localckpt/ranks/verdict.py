@@ -92,10 +92,7 @@ class Call:
         return self.result.data if isinstance(self.result, Message) else None
 
     def report(self) -> list[Any]:
-        """Describe the call: name, failure, result, bytes beside the report, kind, and order.
-
-        In a large report texts are cut; one that is too large to be sent is a failure.
-        """
+        """Describe the call: name, failure, result, bytes beside the report, kind, and order."""
         data = self.data
         record = self.result if data is None else self.result.record
         nbytes = None if data is None else len(data)

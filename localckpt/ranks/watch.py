@@ -54,10 +54,8 @@ class Watched:
     """A call whose end all ranks agree on.
 
     Attributes:
-        number: Number of the call in its queue.
         report: Returns the call's result for ``judge``: anything that JSON can carry.
         judge: A pure function of the reports of all ranks, called on the root.
-        iteration: Iteration that the call saves; ``None`` for a call that is no save.
         is_urgent: Tells by what ``judge`` returned whether polls may wait for ranks that fix the
             poll in which they act; ``None`` for no.
         since: The poll since which it is watched.
@@ -230,10 +228,7 @@ class Watch:
         return self._known_verdict(call.number)
 
     def leave(self) -> None:
-        """Take part in nothing any more; who waits for this rank, or will, gets an error.
-
-        So does the trainer, where another thread calls this while a poll waits.
-        """
+        """Take part in nothing any more: who waits for this rank gets an error, the trainer too."""
         self._has_left = True
         self._wake()
         if calls := (*self._calls, *self._added):
@@ -301,10 +296,7 @@ class Watch:
         return next((v for v in tuple(self._verdicts) if v.number >= number), None)
 
     def _await_verdict(self, number: int, start: float) -> CallVerdict:
-        """Wait for the verdict on this rank's oldest call; all ranks do in this poll.
-
-        The waits for it began at ``start``, by the monotonic clock.
-        """
+        """Wait for the verdict on the oldest call, for which the waits began at ``start``."""
         self._await(lambda: self._known_verdict(number) is not None, start)
         while (verdict := self._verdicts.popleft()).number < number:
             continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from localckpt.availability.inventory import Inventory
 from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardIdentity
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.redundancy import Lacking
@@ -261,7 +261,8 @@ class ReplicationStrategy:
         """
         # By their texts: any hashable may be an ID, and what JSON brings back is not what it was.
         mine = [_plain_repr(id_) for id_ in wanted]
-        records = self._world().gather("say which shards are wanted", mine)
+        what = "say which shards are wanted"
+        records = self._world().decide(what, lambda: mine, list, read=shaped(list))
         named = {_plain_repr(id_): id_ for held in globally_available_ids.values() for id_ in held}
         # A shard that nobody holds is only looked for.
         by_rank: dict[int, list[Any]] = {

@@ -87,10 +87,7 @@ class HostConnections:
     def connect_to(
         cls, name: str, peers: Collection[int], rank: int, timeout_s: float
     ) -> HostConnections:
-        """New connections to those that this rank sends to or receives from, only.
-
-        ``name`` was not used before in this job, and is the same on all ranks that transfer.
-        """
+        """New connections to those that this rank transfers with, only; ``name`` as above."""
         store, openings = _part_of_store(name), dict[int, _Opening]()
         try:
             # All at once: each waits for its peer, which connects to others as well.

@@ -23,6 +23,7 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, Ranks, shaped
 from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.connections import HostConnections
@@ -247,11 +248,7 @@ class MemberStrategy(ReplicationStrategy):
         timeout_s: float,
         more: Any = None,
     ) -> list[Announcement]:
-        """Announce this member's shard to the other members, with anything ``more`` in JSON.
-
-        An error of one member is raised on all. Returns the announcements of all members, in their
-        order.
-        """
+        """Announce this member's shard, and JSON as ``more``, and return what all members do."""
         if source is None and error is None:
             error = "it was given neither an image nor an error"
         mine = Announcement(
@@ -263,9 +260,12 @@ class MemberStrategy(ReplicationStrategy):
             offer=new_name(),
             more=more,
         )
-        records = self._clique_ranks.gather(
+        records = self._clique_ranks.agree(
             f"announce iteration {ckpt_id.iteration} for replication",
+            Attempt(),
             asdict(mine),
+            list,
+            read=shaped(list),
             deadline=Deadline.after(timeout_s),
             kind="announce for replication",
         )

@@ -149,20 +149,19 @@ def _tamper() -> None:
     ) -> None:
         init(self, _Tampering(store), *args, **options)
 
-    def publish(self: Any, own: Any = StorePart._publish) -> str:
-        name: str = own(self)
+    def publish(self: Any, own: Any = StorePart._publish) -> None:
+        own(self)
+        name = self._published()
         if (value := _Tampering(None)._replaced(name)) != name:
             self._shared.set("opening", value)
-        return name
 
-    def open_with_stranger(
-        self: Any, part: Any, name: str, own: Any = StorePart._await_opened
-    ) -> Any:
-        return own(self, _Tampering(part), name)
+    def come_with_stranger(self: Any, name: str, own: Any = StorePart._come) -> Any:
+        part = own(self, name)
+        return part and _Tampering(part)
 
     rounds.Round.__init__ = with_stranger  # type: ignore[assignment]
     StorePart._publish = publish  # type: ignore[method-assign]
-    StorePart._await_opened = open_with_stranger  # type: ignore[method-assign]
+    StorePart._come = come_with_stranger  # type: ignore[method-assign]
 
 
 def _decide(rank: int, number: int, timeout_s: float) -> None:

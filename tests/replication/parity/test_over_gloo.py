@@ -24,6 +24,7 @@ from localckpt.state_dict.source import MemorySource, ShardSource
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.parity.groups import Kept, group
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
+from tests.simulated import gather
 
 _MESSAGE = 300_000
 
@@ -139,7 +140,7 @@ def _lose_a_peer(
     pipeline = _pipeline(rank, world_size)
     parity = memoryview(bytearray(layout.parity_nbytes))
     ranks = Ranks("clique", timeout_s=60.0)
-    ranks.gather("begin", None)
+    gather(ranks, "begin", None)
     started = time.monotonic()
     with Attempt() as encoding:
         encode(layout, pipeline, source, parity, timeout_s, message_nbytes=_MESSAGE)

@@ -67,17 +67,17 @@ class Latch:
 class _Thread(threading.Thread):
     """Thread whose start waits by a latch, so that an interrupt of it leaves no lock behind."""
 
-    def __init__(self, task: Task[Any], name: str) -> None:
+    def __init__(self, task: Task[Any], name: str, is_awaited: bool) -> None:
         # Python's own wait for threads that are no daemons has no deadline.
         super().__init__(target=task.run, name=name, daemon=True)
         self._started = Latch()
-        self._over = task.over
+        self.over, self.is_awaited = task.over, is_awaited
 
     def run(self) -> None:
         # Here, where no interrupt comes.
-        for other in [other for other in tuple(_threads) if not other.is_alive()]:
-            _threads.pop(other, None)
-        _threads[self] = self._over
+        for other in tuple(_threads):
+            if other.over.is_set() and not other.is_alive():
+                _threads.pop(other, None)
         super().run()
 
 
@@ -97,12 +97,12 @@ class Task(Generic[T]):
 
         The interpreter's exit waits for one that is no daemon; see :func:`exit_by`.
         """
-        if not daemon:
-            _awaited_at_exit[id(self)] = self
+        thread = _Thread(self, name, is_awaited=not daemon)
+        _threads[thread] = None
         try:
-            _Thread(self, name).start()
+            thread.start()
         except RuntimeError:
-            _awaited_at_exit.pop(id(self), None)
+            _threads.pop(thread, None)
             raise
         except BaseException:
             # The thread may run already.
@@ -156,7 +156,6 @@ class Task(Generic[T]):
     def _end(self) -> None:
         self._work = None
         self.over.set()
-        _awaited_at_exit.pop(id(self), None)
 
 
 class SerialThread:
@@ -205,11 +204,9 @@ def end_all(tasks: Sequence[Task[Any]]) -> None:
         raise interrupts.pop()
 
 
-_awaited_at_exit: dict[int, Task[Any]] = {}
-# Set once the task of the thread is over.
-_threads: dict[threading.Thread, Latch] = {}
+# In the order in which they were started.
+_threads: dict[_Thread, None] = {}
 # A fork has none of these threads.
-os.register_at_fork(after_in_child=_awaited_at_exit.clear)
 os.register_at_fork(after_in_child=_threads.clear)
 _exit_at = inf
 # Longest wait for a thread whose task is over.
@@ -228,12 +225,12 @@ finalize(Latch, int)
 
 @atexit.register
 def _await_at_exit() -> None:
-    while tasks := tuple(_awaited_at_exit.values()):
+    while running := [t for t in tuple(_threads) if t.is_awaited and not t.over.is_set()]:
         left_s = _exit_at - time.monotonic()
         if left_s <= 0:
             return
-        tasks[0].wait(None if left_s == inf else left_s)
-    for thread, over in tuple(_threads.items()):
-        if over.is_set():
+        running[0].over.wait(None if left_s == inf else left_s)
+    for thread in tuple(_threads):
+        if thread.over.is_set() and thread.is_alive():
             # One that is about to end would end the process by SIGABRT, were it cut off there.
             thread.join(min(_ENDING_S, max(0.0, _exit_at - time.monotonic())))

@@ -42,8 +42,7 @@ LOCK_NAME = ".localckpt.lock"
 PIN_NAME = "localckpt.pin"
 """File in the directory of a checkpoint that no job may remove."""
 
-# The format before has no ``unequal`` and no ``resumed_from``.
-_FORMAT, _READ_FORMATS = 3, (2, 3)
+_FORMAT = 3
 _PARTIAL = ".partial"
 _DRAIN = "drain_"
 _REMOVED = ".removed"
@@ -165,7 +164,7 @@ class CommitRecord:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CorruptShardError(f"{path} is damaged: it is no JSON") from error
-        if not isinstance(fields, dict) or fields.pop("format", None) not in _READ_FORMATS:
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise FormatVersionError(
                 f"{path} is of another version of the format: load it with the version of "
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
@@ -175,8 +174,8 @@ class CommitRecord:
                 fields["lineage"] = Lineage.from_json(fields["lineage"])
             fields["retention"] = Retention.from_json(fields["retention"])
             fields["metrics"] = metrics_from_json(fields["metrics"])
-            if (resumed_from := fields.get("resumed_from")) is not None:
-                epoch, iteration = map(int, resumed_from)
+            if fields["resumed_from"] is not None:
+                epoch, iteration = map(int, fields["resumed_from"])
                 fields["resumed_from"] = epoch, iteration
             record = cls(**fields)
         except (CheckpointingException, KeyError, TypeError, ValueError) as error:

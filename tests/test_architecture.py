@@ -96,8 +96,8 @@ _BUDGETS = {
     "integrations": (2821, 2900, 21),
     "managers": (5157, 3600, 17),
     "memory": (827, 700, 7),
-    "ranks": (2737, 1600, 12),
-    "replication": (3084, 2900, 17),
+    "ranks": (2730, 1600, 11),
+    "replication": (3083, 2900, 17),
     "replication/parity": (1788, 1700, 12),
     "state_dict": (7266, 5000, 30),
     "storage": (3350, 3100, 17),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (170, 150)
+_CORE_MODULES = (169, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

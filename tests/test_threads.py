@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from localckpt import PeerLostError
-from localckpt.ranks.asking import StoreWait, ask_until_stopped
-from localckpt.ranks.deadline import interruptible
+from localckpt.ranks.deadline import StoreWait, ask_until_stopped, interruptible
 from localckpt.threads import Latch, SerialThread, Task, end_all
 from tests.interrupts import Interrupter, slow_to_begin_tasks
 

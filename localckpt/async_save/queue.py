@@ -34,7 +34,7 @@ from localckpt.async_save.request import (
 )
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.interrupted import closed_by_interrupts, was_interrupted
-from localckpt.ranks.asking import store_errors
+from localckpt.ranks.deadline import store_errors
 from localckpt.ranks.watch import CallVerdict, Watch, Watched
 
 if TYPE_CHECKING:

@@ -19,8 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
-from localckpt.ranks.deadline import Deadline, begin
+from localckpt.ranks.deadline import (
+    Deadline,
+    StoreWait,
+    ask_store,
+    ask_until_stopped,
+    begin,
+    store_errors,
+)
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, Place, failure_of
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.patience import Patience

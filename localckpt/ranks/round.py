@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
-from localckpt.ranks.asking import store_errors
+from localckpt.ranks.deadline import store_errors
 from localckpt.ranks.failure import NAMED, Failure, Place, named
 from localckpt.ranks.values import delete, drop, if_there, look, look_all, put, take
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports

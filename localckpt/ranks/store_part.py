@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.ranks.asking import StoreWait, store_errors
-from localckpt.ranks.deadline import Deadline, begin
+from localckpt.ranks.deadline import Deadline, StoreWait, begin, store_errors
 from localckpt.ranks.failure import Failure, Place, named
 from localckpt.ranks.job_store import Members, Standing, default_store
 from localckpt.ranks.patience import Patience

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.asking import store_is_silent
-from localckpt.ranks.deadline import Deadline, begin
+from localckpt.ranks.deadline import Deadline, begin, store_is_silent
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks

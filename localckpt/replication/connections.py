@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named
-from localckpt.ranks.asking import ask_store
-from localckpt.ranks.deadline import begin
+from localckpt.ranks.deadline import ask_store, begin
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.values import if_there

@@ -220,16 +220,15 @@ class AsyncCaller(ABC):
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
-        self._begun = [(begun, task) for begun, task in self._begun if not task.done()]
-        before = self._begun[-1][0] if self._begun else None
-        task = Task(partial(self._carry_out, before, call))
-        self._begun.append((call, task))
+        begun = [(other, task) for other, task in self._begun if not task.done()]
+        task = Task(partial(self._carry_out, begun[-1][0] if begun else None, call))
         try:
+            self._begun = [*begun, (call, task)]
             # Not a daemon: the interpreter must not take the memory away that a call writes from.
             task.start(f"localckpt {type(self).__name__}", daemon=False)
         except BaseException as error:
             if task.call_off():
-                self._begun.pop()
+                self._begun = begun
                 # Not an interrupt itself, whose frames hold the call, and the request with it.
                 why = f"it did not begin: {type(error).__name__}"
                 is_own = isinstance(error, Exception)
@@ -254,7 +253,8 @@ class AsyncCaller(ABC):
         del before, call
 
     def _give_up_all(self, why: str) -> None:
-        for call, _ in tuple(self._begun):
+        # The newest first: one that waits is not to begin in place of one that is given up.
+        for call, _ in reversed(self._begun):
             self.give_up(call, CheckpointingException(f"{call.name} {why}"))
 
     def _join(self, deadline: float) -> bool:

@@ -319,6 +319,7 @@ class TestThread:
 
         assert (tmp_path / "a").exists()
         assert isinstance(waits.error, CheckpointingException)
+        assert not (tmp_path / "b").exists()
 
 
 def test_a_priority_that_cannot_be_given_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.ranks.failure import CallEnd
+from localckpt.ranks.failure import CallEnd, Ending
 from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class PendingCall:
+class PendingCall(Ending):
     """Call on this rank, and its end.
 
     ``run`` carries it out, in a thread. ``stop`` ends it from another one, and returns whether
@@ -50,32 +50,20 @@ class PendingCall:
         stop: Callable[[], bool] = lambda: True,
         release: Callable[[], object] = _nothing,
     ) -> None:
+        super().__init__()
         self.name = name
         self.run, self.stop, self._release = run, stop, release
-        self._over = Latch()
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
         self.is_running = False
         # Set once the call after it may begin.
         self.has_left = Latch()
 
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self._over.wait(timeout_s)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that it failed with; ``None`` also while it is not over."""
-        return self._error
-
     def end(self, error: BaseException | None) -> None:
         """Note how it ended; only the first time counts."""
         with self._lock:
-            if not self._over.is_set():
-                self._error = error
-                self._over.set()
+            if not self.done():
+                self.error = error
+                self.over.set()
 
     def release(self) -> None:
         self._release()

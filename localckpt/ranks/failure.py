@@ -13,6 +13,7 @@ from typing import Any
 from localckpt import errors
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.failure_texts import described, ranks_named, said_by, with_class
+from localckpt.threads import Latch
 
 SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
 """Advice on the topic ``slow``, on ranks that did not come."""
@@ -193,6 +194,20 @@ def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
 def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
     advised = {"topic": "slow", "advice": advice} if advice else {}
     return Failure(PeerLostError.__name__, text, {**fields, **advised})
+
+
+class Ending:
+    """Work that ends on this rank, and the error that it failed with, there before it is over."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.over = Latch()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.over.wait(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

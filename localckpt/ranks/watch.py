@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.deadline import Deadline, begin, store_is_silent
-from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
+from localckpt.ranks.failure import Attempt, CallEnd, Ending, Failure, failure_of
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
@@ -35,17 +35,6 @@ _AFTER_ROOT = 1.1
 _LAST_WAIT_S = 3.0
 _AGREE = "agree on the ends of async calls"
 _LEAVING_S = 1.0
-
-
-class _Ending(Protocol):
-    """A call that ends on this rank."""
-
-    @property
-    def error(self) -> BaseException | None: ...
-
-    def done(self) -> bool: ...
-
-    def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -63,7 +52,7 @@ class Watched:
 
     number: int
     name: str
-    ending: _Ending
+    ending: Ending
     report: Callable[[], Any] | None = None
     judge: Callable[[list[Any]], Any] | None = None
     iteration: int | None = None

@@ -1,6 +1,6 @@
 """Callers of functions: a thread of the trainer, a lasting worker process, or forked processes.
 
-Each runs its calls one after another, in a thread that lives only while there is work: an idle
+Each runs its calls one after another, each in a thread that waits for the call before: an idle
 caller holds no thread, and interpreter exit waits for the calls that are in flight. A caller can
 be asked whether its latest call is over on all ranks; finalizing in order is the queue's part.
 """

@@ -339,9 +339,12 @@ class Schedule:
         for tier in (NODES, SHARED):
             self.note_save(tier, resumed_from)
         self._next_pulse = resumed_from + _STEPS_BEFORE_PULSE
+        self._is_outdated = False
 
     def end(self) -> None:
         self._next, self._next_pulse = [_NEVER, _NEVER], _NEVER
+        # Whether the plan of the pulse under way is not to be followed.
+        self._is_outdated = False
 
     def follow(self, plan: Plan, step: int, *, may_save: bool) -> None:
         """Schedule what all ranks have decided in this step.
@@ -350,6 +353,9 @@ class Schedule:
         known.
         """
         self._next_pulse = step
+        if self._is_outdated:
+            self._is_outdated = False
+            return
         for tier, interval in enumerate(plan.intervals):
             if self._steps[tier] is None and interval is not None:
                 # Saves may have begun since the pulse of this plan.
@@ -361,6 +367,9 @@ class Schedule:
         """Note that a save to the nodes failed: where the cadence is measured, a plan follows."""
         if self._steps[NODES] is None:
             self._next[NODES] = _NEVER
+            # Ranks may have begun it after different steps, of which the plan of a pulse that is
+            # under way knows nothing.
+            self._is_outdated = self._next_pulse == _NEVER
 
     @property
     def due(self) -> int:

@@ -142,12 +142,16 @@ class WatchedSource:
         self._source = source
         self._on_read = on_read
         self.views_last = views_last(source)
-        self.threads = source.threads
         self.refused: StorageError | CorruptShardError | None = None
 
     @property
     def nbytes(self) -> int:
         return self._source.nbytes
+
+    @property
+    def threads(self) -> int:
+        # Asked for only by who reads: a file tells it by a read.
+        return self._source.threads
 
     def read(self, start: int, stop: int) -> memoryview:
         self._on_read(stop - start)

@@ -26,15 +26,17 @@ from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
 from localckpt.memory.copying import Copier
 from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import convert_values, narrowed
+from localckpt.memory.tensor_bytes import narrowed
 from localckpt.ranks.deadline import interruptible
 from localckpt.state_dict.boxes import Rectangle
-from localckpt.state_dict.part_reads import COPIED_NBYTES, Part, read_parts
+from localckpt.state_dict.part_reads import COPIED_NBYTES, Part, convert_values, read_parts
 from localckpt.state_dict.source import VerifiedBytes
 from localckpt.storage.files import FileSource
 
 # A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
 _THREADS = 8
+# Less at once would read the blocks between small items again and again.
+_LEAST_NBYTES = 4 << 20
 
 
 class FileReads:
@@ -80,10 +82,14 @@ class FileReads:
 
     def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
         waiting: list[ItemRead] = []
-        held_nbytes = 0
+        held_nbytes, most_nbytes = 0, max(self._limit // self._at_once, _LEAST_NBYTES)
         for item in items:
-            item.require_within(content.end)
-            if waiting and (held_nbytes + item.held_nbytes) * self._at_once > self._limit:
+            if (stop := item.info.offset + item.info.length) > content.end:
+                raise CorruptShardError(
+                    f"{self._folder / item.info.relative_path} holds {content.end} bytes of "
+                    f"values, and those from {item.info.offset} to {stop} are wanted"
+                )
+            if waiting and held_nbytes + item.held_nbytes > most_nbytes:
                 self._read_together(content, waiting)
                 waiting, held_nbytes = [], 0
             waiting.append(item)
@@ -92,7 +98,7 @@ class FileReads:
 
     def _read_together(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
         parts = [part for item in items for part in item.parts()]
-        most_nbytes = max(1, min(COPIED_NBYTES, self._limit) // self._at_once)
+        most_nbytes = max(min(COPIED_NBYTES, self._limit) // self._at_once, _LEAST_NBYTES)
         read_parts(content, parts, most_nbytes, max(1, _THREADS // self._at_once))
         # By another release of torch, or not contiguous: torch knows what they mean.
         if foreign := [item for item in items if not item.take()]:
@@ -148,14 +154,6 @@ class ItemRead:
             self.held_nbytes = info.length
         else:
             self._target = self._find_target()
-
-    def require_within(self, end: int) -> None:
-        """Check that a file holds the item before the end of its values."""
-        if (stop := self.info.offset + self.info.length) > end:
-            raise CorruptShardError(
-                f"{self.info.relative_path} holds {end} bytes of values, and those from "
-                f"{self.info.offset} to {stop} are wanted"
-            )
 
     def parts(self) -> list[Part]:
         """Return the parts of the file to read before :meth:`take`."""

@@ -67,16 +67,6 @@ def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
     target.copy_(source, non_blocking=non_blocking)
 
 
-def convert_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape, whatever the dtypes and the devices."""
-    # Tensors that were made in inference mode are written to in that mode only.
-    with torch.no_grad(), torch.inference_mode(target.is_inference()):
-        if target.dtype is source.dtype:
-            copy_values(target, source)
-        else:
-            target.copy_(source)
-
-
 def is_host_run(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's value is one run of bytes of host memory, and nothing else."""
     return type(tensor) in _PLAIN and tensor.is_cpu and is_flat(tensor)

@@ -6,15 +6,26 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
+from localckpt.memory.copying import Copier
 from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import convert_values, integer_view, is_host_run, narrowed
+from localckpt.memory.tensor_bytes import (
+    copy_values,
+    integer_view,
+    is_host_run,
+    is_lazy,
+    narrowed,
+)
 from localckpt.state_dict.boxes import Rectangle
 from localckpt.state_dict.source import ByteRange, Destination, VerifiedBytes
 
 COPIED_NBYTES = 64 << 20
 """Bytes of parts that are copied out of memory of their own, read at once."""
+
+# Larger items are complex numbers.
+_LARGEST_INTEGER = 8
 
 
 class Part(NamedTuple):
@@ -55,29 +66,24 @@ class Part(NamedTuple):
         shape, starts = (*sizes[:1], *shape[1:]), (0, *offsets[1:])[: len(shape)]
         return cls(start, start + nbytes, to, out, dtype, shape, None, starts)
 
-    @property
-    def copied_nbytes(self) -> int:
-        """Bytes of memory that the part is copied out of."""
-        return 0 if self.to is not None else self.stop - self.start
-
-    def divided(self, most_nbytes: int) -> Iterator[Part]:
-        """Divide a part of contiguous rows that is copied, if it is larger, by rows."""
+    def in_windows(self, nbytes: int) -> Iterator[Part]:
+        """Divide a part of contiguous rows by rows, where windows of so many bytes begin."""
         rows = self.shape[0] if self.shape else 1
         row_nbytes = (self.stop - self.start) // max(1, rows)
-        step = max(1, most_nbytes // max(1, row_nbytes))
-        if not self.copied_nbytes or self.strides is not None or step >= rows:
+        if self.strides is not None or rows < 2 or not row_nbytes or callable(self.to):
             yield self
             return
-        dim = self.out.dim() - len(self.starts)
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
+        dim, row = self.out.dim() - len(self.starts), 0
+        while row < rows:
             start = self.start + row * row_nbytes
-            yield self._replace(
-                start=start,
-                stop=start + count * row_nbytes,
-                out=self.out.narrow(dim, row, count),
-                shape=(count, *self.shape[1:]),
-            )
+            left = (start // nbytes + 1) * nbytes - start
+            count = min(rows - row, max(1, left // row_nbytes))
+            stop = start + count * row_nbytes
+            to = None if self.to is None else self.to[start - self.start : stop - self.start]
+            out = self.out.narrow(dim, row, count)
+            shape = (count, *self.shape[1:])
+            yield self._replace(start=start, stop=stop, to=to, out=out, shape=shape)
+            row += count
 
     def copy(self, data: torch.Tensor) -> None:
         """Copy the rectangle out of the bytes that hold it."""
@@ -95,6 +101,29 @@ class Part(NamedTuple):
         convert_values(out, values)
 
 
+def convert_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values to a tensor of the same shape, whatever the dtypes and the devices."""
+    # Tensors that were made in inference mode are written to in that mode only. Leaving that mode
+    # turns gradients on, so it comes first.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if target.dtype is not source.dtype:
+            target.copy_(source)
+        elif _has_rows(target) and _has_rows(source) and target.itemsize <= _LARGEST_INTEGER:
+            # torch would share the work among its threads, which wait for each other; where the
+            # order of the items changes it is faster even so.
+            one, other = integer_view(target.detach()), integer_view(source.detach())
+            numpy.copyto(one.numpy(), other.numpy())
+        else:
+            copy_values(target, source)
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Return whether the last dimension of a plain tensor in host memory lies in its order."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu
+    is_dense = is_plain and tensor.layout is torch.strided and not is_lazy(tensor)
+    return is_dense and tensor.dim() > 0 and tensor.stride(-1) == 1
+
+
 def read_parts(
     source: VerifiedBytes,
     parts: Iterable[Part],
@@ -103,18 +132,28 @@ def read_parts(
 ) -> None:
     """Fill tensors with rectangles of saved ones. Only the blocks that hold them are read.
 
-    Rows go straight to where they belong; other parts are copied out of memory of their own, some
-    rows at a time, of not much more than ``most_nbytes``.
+    Rows go straight to where they belong. Parts that are copied out of memory of their own, and
+    those that share bytes, are read some rows at a time, of not much more than ``most_nbytes``.
     """
-    waiting: list[Part] = []
-    copied_nbytes = 0
-    for part in (rows for whole in parts for rows in whole.divided(most_nbytes)):
-        waiting.append(part)
-        copied_nbytes += part.copied_nbytes
-        if copied_nbytes >= most_nbytes:
-            read_together(source, waiting, most_threads=most_threads)
-            waiting, copied_nbytes = [], 0
-    read_together(source, waiting, most_threads=most_threads)
+    pieces: list[Part] = []
+    for sharing in _clusters(parts):
+        if len(sharing) == 1 and sharing[0].to is not None:
+            pieces += sharing
+        else:
+            pieces += (rows for part in sharing for rows in part.in_windows(most_nbytes))
+    pieces.sort(key=lambda piece: piece.start)
+    together: list[Part] = []
+    copied_nbytes = end = 0
+    for piece in pieces:
+        is_new_window = piece.start // most_nbytes > end // most_nbytes
+        if together and copied_nbytes >= most_nbytes and (is_new_window or piece.start >= end):
+            read_together(source, together, most_threads=most_threads)
+            together, copied_nbytes = [], 0
+        if piece.to is None or piece.start < end:
+            copied_nbytes += max(0, piece.stop - max(end, piece.start))
+        end = max(end, piece.stop)
+        together.append(piece)
+    read_together(source, together, most_threads=most_threads)
 
 
 def read_together(source: VerifiedBytes, parts: Iterable[Part], **how: Any) -> None:
@@ -130,8 +169,12 @@ def read_together(source: VerifiedBytes, parts: Iterable[Part], **how: Any) -> N
         ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
         copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
     source.read_ranges(ranges, **how)
-    for part, data in copies:
-        part.copy(data)
+
+    def copy(left: Iterator[tuple[Part, torch.Tensor]]) -> None:
+        for part, data in left:
+            part.copy(data)
+
+    Copier(how.get("most_threads")).share(copies, copy)
 
 
 def _clusters(parts: Iterable[Part]) -> Iterator[list[Part]]:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Collection,
-    Container,
-    Iterable,
-    Sequence,
-)
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -160,10 +155,15 @@ class SavedShard(ImageReader):
 
     def digest_of_part(self, number: int, region: Region) -> str:
         hasher, dtype = xxhash.xxh3_64(), self.entries[number].torch_dtype()
-        for rectangle in rectangles_of(region, _DIGESTED_NBYTES // dtype.itemsize):
-            values = torch.empty(rectangle.sizes, dtype=dtype)
-            self.read_parts([(number, rectangle, values)])
-            hasher.update(flat_bytes(values).numpy().data)
+        # The parts of some rows together, which lie side by side.
+        for rows in _divided_by_rows(region, _DIGESTED_NBYTES // dtype.itemsize):
+            parts = [
+                (number, rectangle, torch.empty(rectangle.sizes, dtype=dtype))
+                for rectangle in rectangles_of(rows)
+            ]
+            self.read_parts(parts)
+            for _, _, values in parts:
+                hasher.update(flat_bytes(values).numpy().data)
         return hasher.hexdigest()
 
     def read_parts(self, parts: Iterable[tuple[int, Rectangle, torch.Tensor]]) -> None:
@@ -218,3 +218,15 @@ def _parts_of(unit: Unit) -> list[Unit]:
     """Divide a value into tensors and the largest parts that hold none."""
     _, parts = units_of(unit.value, lambda _: False, ())
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
+
+
+def _divided_by_rows(region: Region, most: int) -> Iterator[Region]:
+    """Divide a region by rows into parts of at most so many elements, but of a row at least."""
+    if not region:
+        yield region
+        return
+    rows, *others = region
+    step = max(1, most // max(1, volume(tuple(others))))
+    for start, count in rows:
+        for row in range(start, start + count, step):
+            yield (((row, min(step, start + count - row)),), *others)

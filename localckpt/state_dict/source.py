@@ -17,7 +17,7 @@ from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, Hashed, covered_nbytes
-from localckpt.memory.host_memory import address_of, round_up
+from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.state_dict.header import (
     ImageHeader,
     header_length,
@@ -166,9 +166,10 @@ class ByteRange(NamedTuple):
 
 
 class VerifiedBytes:
-    """Bytes of an image or a file, of which each block is verified before a byte of it is given.
+    """Bytes of an image or a file, of which each block is verified when it is read.
 
-    One thread calls the methods, which raise CorruptShardError for a damaged block.
+    Functions are given verified bytes only; memory of the caller is filled first, and is of no use
+    after an error. One thread calls the methods, which raise CorruptShardError for a damaged block.
 
     Args:
         source: Source of the bytes; the caller closes it.
@@ -251,7 +252,8 @@ class VerifiedBytes:
             starts = range(0, self.end, PIECE_NBYTES)
             pieces = [(at, min(at + PIECE_NBYTES, self.end)) for at in starts]
         else:
-            pieces = _pieces_with(ordered, self.end)
+            block = PAGE_NBYTES if self._digests is None else BLOCK_NBYTES
+            pieces = _pieces_with(ordered, self.end, block)
         threads = self._source.threads
         Copier(min(threads, most_threads or threads)).share(pieces, read)
 
@@ -334,12 +336,13 @@ def _places(
     return parts, given
 
 
-def _pieces_with(ranges: Iterable[ByteRange], end: int) -> list[tuple[int, int]]:
-    """Return pieces of the blocks that hold ranges; two blocks of a piece are read at once."""
+def _pieces_with(ranges: Iterable[ByteRange], end: int, block: int) -> list[tuple[int, int]]:
+    """Return pieces of the blocks that hold ranges; all blocks of a piece are read at once."""
     pieces: dict[int, tuple[int, int]] = {}
     for one in ranges:
-        first = one.start // BLOCK_NBYTES * BLOCK_NBYTES
-        for start in range(first, one.stop, BLOCK_NBYTES):
-            begin, _ = pieces.get(start // PIECE_NBYTES, (start, start))
-            pieces[start // PIECE_NBYTES] = begin, min(start + BLOCK_NBYTES, end)
+        first, stop = one.start // block * block, min(round_up(one.stop, block), end)
+        for piece in range(first // PIECE_NBYTES * PIECE_NBYTES, stop, PIECE_NBYTES):
+            begin, until = max(first, piece), min(stop, piece + PIECE_NBYTES)
+            known = pieces.get(piece, (begin, until))
+            pieces[piece] = min(begin, known[0]), max(until, known[1])
     return list(pieces.values())

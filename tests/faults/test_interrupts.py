@@ -216,7 +216,7 @@ def _interrupt_global_saves(
             elif turn % 3 == 1:
                 interrupter.call("wait", manager.wait_until_finished)
             else:
-                interrupter.call("load", partial(manager.load, into))
+                interrupter.call("load", partial(manager.load, into=into))
             # Unless the interrupt came before the call had begun.
             if interrupter.interrupts > before and manager._interrupted:
                 assert "was interrupted" in error_of(manager.find_latest)

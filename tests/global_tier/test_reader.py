@@ -235,9 +235,6 @@ class Held:
         self.data = torch.empty(0, dtype=torch.uint8)
         self._flight = flight
 
-    def require_within(self, end: int) -> None:
-        assert end == MIB
-
     def parts(self) -> list[Part]:
         self._flight.hold(MIB)
         self.data = torch.empty(MIB, dtype=torch.uint8)

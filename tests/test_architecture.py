@@ -86,20 +86,20 @@ _ARROWS = {
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
     "top": (2082, 1300, 14),
-    "async_save": (1622, 1400, 7),
+    "async_save": (1627, 1400, 7),
     "availability": (2703, 2000, 10),
     "checkpointer": (4252, 1800, 13),
     "cli": (3117, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
-    "global_tier": (6410, 4900, 21),
+    "global_tier": (6415, 4900, 21),
     "integrations": (2821, 2900, 21),
     "managers": (5157, 3600, 17),
     "memory": (817, 700, 7),
-    "ranks": (2734, 1600, 11),
+    "ranks": (2742, 1600, 11),
     "replication": (3087, 2900, 17),
     "replication/parity": (1788, 1700, 12),
-    "state_dict": (7324, 5000, 30),
+    "state_dict": (7346, 5000, 30),
     "storage": (3350, 3100, 17),
 }
 

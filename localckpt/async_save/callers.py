@@ -85,7 +85,9 @@ class AsyncCaller(ABC):
         self._owner = os.getpid()
         self._lock = threading.Lock()
         # Calls, in order, and their threads, which wait for each other.
-        self._begun: list[tuple[PendingCall, Task[None]]] = []
+        # Calls that are not over, and their threads and those of calls before.
+        self._begun: list[PendingCall] = []
+        self._tasks: list[Task[None]] = []
         self._latest = PendingCall(function_name(None))
         self._latest.end(None)
         self._scheduled = 0
@@ -208,15 +210,18 @@ class AsyncCaller(ABC):
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
-        begun = [(other, task) for other, task in self._begun if not task.done()]
-        task = Task(partial(self._carry_out, begun[-1][0] if begun else None, call))
+        with self._lock:
+            before = self._begun[-1] if self._begun else None
+            task = Task(partial(self._carry_out, before, call))
+            self._begun.append(call)
+            self._tasks = [*(other for other in self._tasks if not other.done()), task]
         try:
-            self._begun = [*begun, (call, task)]
             # Not a daemon: the interpreter must not take the memory away that a call writes from.
             task.start(f"localckpt {type(self).__name__}", daemon=False)
         except BaseException as error:
             if task.call_off():
-                self._begun = begun
+                with self._lock:
+                    self._begun.remove(call)
                 # Not an interrupt itself, whose frames hold the call, and the request with it.
                 why = f"it did not begin: {type(error).__name__}"
                 is_own = isinstance(error, Exception)
@@ -236,19 +241,19 @@ class AsyncCaller(ABC):
             else:
                 call.end(None)
             call.release()
+        with self._lock:
+            self._begun.remove(call)
         call.has_left.set()
         # Their errors keep this frame.
         del before, call
 
     def _give_up_all(self, why: str) -> None:
         # The newest first: one that waits is not to begin in place of one that is given up.
-        for call, _ in reversed(self._begun):
+        for call in self._begun[::-1]:
             self.give_up(call, CheckpointingException(f"{call.name} {why}"))
 
     def _join(self, deadline: float) -> bool:
-        return all(
-            task.wait(max(0.0, deadline - time.monotonic())) for _, task in tuple(self._begun)
-        )
+        return all(task.wait(max(0.0, deadline - time.monotonic())) for task in self._tasks)
 
 
 class ThreadAsyncCaller(AsyncCaller):

@@ -337,7 +337,7 @@ class RootLock:
         self._named, self._below = named, below
         self._root = named.joinpath(*below)
         self._lock: FileLock | None = None
-        self._was_there = False
+        self._was_there = self._is_released = False
         # What this process has noted beside the lock that it has; empty without.
         self._noted = ""
 
@@ -359,6 +359,10 @@ class RootLock:
             lock.release()
             raise
         self._lock, self._was_there = lock, True
+        if self._is_released:
+            # Its manager was closed meanwhile, after an interrupt of the call that waits for it.
+            self.release()
+            raise StorageError(f"{self._root} is not used: its manager was closed")
 
     def _acquire(self, lock: FileLock, patience_s: float) -> bool:
         try:
@@ -420,7 +424,8 @@ class RootLock:
         return self._lock is not None
 
     def release(self) -> None:
-        """Give it back."""
+        """Give it back, for good."""
+        self._is_released = True
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -312,8 +312,15 @@ class Ranks:
             # Others need not wait for a rank that was interrupted. A fork that ends has not failed.
             if not (self._part.is_alone or self._part.is_fork):
                 failure = self._place.failed(what, Failure.of(error))
+
+                def fail(round_: Round) -> None:
+                    round_.fail(failure)
+                    if not self.is_root:
+                        # It knows the verdict, which the root waits for.
+                        round_.count_reader()
+
                 with suppress(CheckpointingException):
-                    self._ask(self.rounds, what, lambda round_: round_.fail(failure))
+                    self._ask(self.rounds, what, fail)
                 self.rounds += 1
             raise
         finally:

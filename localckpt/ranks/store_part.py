@@ -78,6 +78,7 @@ class StorePart:
         self._process = os.getpid()
         self._group = group
         self._store: Store | None = None
+        self._part = ""
         # Whether ranks wait on connections kept for that, and do not poll the store.
         self.is_large = len(group.ranks) > _FEW_RANKS
         # Connections for waiting that are free.
@@ -178,7 +179,7 @@ class StorePart:
         if self._store is None:
             # Its thread is not to outlive this only because nothing was decided.
             self._given_up.set()
-            if opening is None or not opening.wait(_LEAVING_S) or opening.error:
+            if opening is None or not opening.wait(_LEAVING_S) or not self._part:
                 return
         self._closed = True
         self.close_clients()

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from localckpt.memory.copying import Copier
-from localckpt.memory.host_memory import memory_at
+from localckpt.memory.host_memory import memory_at, round_up
 from localckpt.memory.tensor_bytes import (
     copy_values,
     integer_view,
@@ -26,6 +26,7 @@ COPIED_NBYTES = 64 << 20
 
 # Larger items are complex numbers.
 _LARGEST_INTEGER = 8
+_ALIGNMENT = 64
 
 
 class Part(NamedTuple):
@@ -135,37 +136,58 @@ def read_parts(
     Rows go straight to where they belong. Parts that are copied out of memory of their own, and
     those that share bytes, are read some rows at a time, of not much more than ``most_nbytes``.
     """
-    pieces: list[Part] = []
+    pieces: list[tuple[Part, bool]] = []
     for sharing in _clusters(parts):
         if len(sharing) == 1 and sharing[0].to is not None:
-            pieces += sharing
+            pieces.append((sharing[0], False))
         else:
-            pieces += (rows for part in sharing for rows in part.in_windows(most_nbytes))
-    pieces.sort(key=lambda piece: piece.start)
+            pieces += ((rows, True) for part in sharing for rows in part.in_windows(most_nbytes))
+    pieces.sort(key=lambda piece: piece[0].start)
+    memory = _Memory()
     together: list[Part] = []
     copied_nbytes = end = 0
-    for piece in pieces:
-        is_new_window = piece.start // most_nbytes > end // most_nbytes
-        if together and copied_nbytes >= most_nbytes and (is_new_window or piece.start >= end):
-            read_together(source, together, most_threads=most_threads)
+    for piece, is_copied in pieces:
+        is_apart = piece.start >= end or piece.start // most_nbytes > (end - 1) // most_nbytes
+        if copied_nbytes >= most_nbytes and is_apart:
+            read_together(source, together, memory, most_threads=most_threads)
             together, copied_nbytes = [], 0
-        if piece.to is None or piece.start < end:
+        if is_copied:
             copied_nbytes += max(0, piece.stop - max(end, piece.start))
         end = max(end, piece.stop)
         together.append(piece)
-    read_together(source, together, most_threads=most_threads)
+    read_together(source, together, memory, most_threads=most_threads)
 
 
-def read_together(source: VerifiedBytes, parts: Iterable[Part], **how: Any) -> None:
+class _Memory:
+    """Memory that is faulted in once for reads one after another."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, nbytes: int) -> torch.Tensor:
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes]
+
+
+def read_together(
+    source: VerifiedBytes, parts: Iterable[Part], memory: _Memory | None = None, **how: Any
+) -> None:
     """Read parts at once; ``how`` is as for :meth:`VerifiedBytes.read_ranges`."""
     ranges: list[ByteRange] = []
-    copies: list[tuple[Part, torch.Tensor]] = []
+    shared: list[tuple[int, list[Part]]] = []
+    nbytes = 0
     for sharing in _clusters(parts):
-        start, stop = sharing[0].start, max(part.stop for part in sharing)
         if len(sharing) == 1 and (to := sharing[0].to) is not None:
-            ranges.append(ByteRange(start, stop, to))
-            continue
-        data = torch.empty(stop - start, dtype=torch.uint8)
+            ranges.append(ByteRange(sharing[0].start, sharing[0].stop, to))
+        else:
+            shared.append((nbytes, sharing))
+            nbytes += round_up(max(p.stop for p in sharing) - sharing[0].start, _ALIGNMENT)
+    held = (memory or _Memory()).of(nbytes)
+    copies: list[tuple[Part, torch.Tensor]] = []
+    for offset, sharing in shared:
+        start, stop = sharing[0].start, max(part.stop for part in sharing)
+        data = held[offset : offset + stop - start]
         ranges.append(ByteRange(start, stop, memory_at(data.data_ptr(), stop - start)))
         copies += [(part, data[part.start - start : part.stop - start]) for part in sharing]
     source.read_ranges(ranges, **how)

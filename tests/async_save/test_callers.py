@@ -26,6 +26,7 @@ from localckpt.async_save.callers import (
 from localckpt.async_save.processes import NotSendableError, Priority
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
+from localckpt.waiting import wait_until
 from tests.async_save import work
 
 PATIENCE_S = 20.0
@@ -502,3 +503,28 @@ class TestFork:
 
 def _write_words(path: Path, words: list[str]) -> None:
     work.write(path, " ".join(words))
+
+
+class _State:
+    """What a call is given."""
+
+
+def _refuse(state: _State) -> None:
+    raise StorageError("no")
+
+
+def test_a_call_that_failed_is_not_kept_by_its_caller(make: Any) -> None:
+    caller, state = make(ThreadAsyncCaller), _State()
+    gone = weakref.ref(state)
+    call = caller.schedule_async_call(AsyncRequest(_refuse, (state,), []))
+    assert call.wait(20.0)
+    with pytest.raises(CheckpointingException, match="no"):
+        caller.is_current_async_call_done(no_dist=True)
+    caller.schedule_async_call(AsyncRequest(None, (), []))
+    del call, state
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    assert wait_until(is_gone, 20.0)

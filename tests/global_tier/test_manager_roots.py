@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from localckpt import CheckpointingException, StorageError
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.root import RootLock
 from tests.global_tier.models import (
     assert_loads,
     blank,
@@ -299,3 +300,18 @@ def test_a_root_that_is_gone_before_the_first_save_of_a_start_is_an_error(tmp_pa
         (tmp_path / "away").rename(tmp_path / "root")
         manager.save(state_of(2, 0), 2)
         assert_loads(manager, 0, 2)
+
+
+def test_a_root_that_was_closed_while_its_lock_was_waited_for_is_free_for_the_next(
+    tmp_path: Path,
+) -> None:
+    lock = RootLock(tmp_path, "run")
+    lock.release()
+
+    with pytest.raises(StorageError, match="its manager was closed"):
+        lock.take(5.0)
+    after = RootLock(tmp_path, "run")
+    after.take(5.0)
+
+    assert after.is_held
+    after.release()

@@ -15,6 +15,7 @@ from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.memory.tensor_bytes import is_host_run
 from localckpt.state_dict.boxes import Box, Rectangle, Region, private_box, rectangles_of, volume
 from localckpt.state_dict.image import pack
+from localckpt.state_dict.part_reads import Part, read_parts
 from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.saved_shard import SavedShard
@@ -202,3 +203,33 @@ def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> N
     shard.read_parts([(numbers["number"], Rectangle((), ()), target)])
 
     assert target == number
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+@pytest.mark.parametrize("most_nbytes", [1 << 20, 3 << 20, 64 << 20])
+def test_parts_of_the_same_rows_are_read_once_a_window_at_a_time(
+    columns: int, most_nbytes: int
+) -> None:
+    full = torch.arange(4000 * 520, dtype=torch.int32).view(4000, 520)
+    source, read = pack(full, _IDENTITY), [0]
+
+    def count(nbytes: int) -> None:
+        read[0] += nbytes
+
+    image = ImageBytes(source, on_read=count)
+    start = image.header.data_start + next(iter(image.header.slots.values())).offset
+    width = full.shape[1] // columns
+    outs = [torch.zeros(len(full), width, dtype=torch.int32) for _ in range(columns)]
+    wanted = [Rectangle((0, i * width), (len(full), width)) for i in range(columns)]
+    parts = [
+        Part.contiguous(start, torch.int32, tuple(full.shape), rectangle, out)
+        for rectangle, out in zip(wanted, outs, strict=True)
+    ]
+
+    read_parts(image, parts, most_nbytes)
+
+    for i, out in enumerate(outs):
+        assert out.equal(full[:, i * width : (i + 1) * width])
+    # The blocks at the borders of windows twice.
+    windows = 1 + image.end // most_nbytes
+    assert read[0] <= image.end + windows * BLOCK_NBYTES

@@ -235,3 +235,20 @@ def test_a_load_needs_no_second_copy_of_the_state(
     more, value = map(int, done.stdout.split())
     assert value == 7
     assert more < limit
+
+
+@pytest.mark.parametrize("order", ["conj", "neg", "strided"])
+def test_leaves_that_require_gradients_are_filled_in_any_order_of_their_items(order: str) -> None:
+    def leaf(fill: complex) -> torch.Tensor:
+        base = torch.full((4, 6), fill, dtype=torch.complex128)
+        if order == "strided":
+            return torch.nn.Parameter(base[:, ::2])
+        lazy = base.conj() if order == "conj" else base.conj().imag
+        return lazy.detach().requires_grad_()
+
+    given = {"w": leaf(0), "plain": torch.zeros(3)}
+    loaded = load_into({"w": leaf(1 + 2j), "plain": torch.ones(3)}, given)
+
+    assert loaded["w"] is given["w"]
+    assert given["w"].equal(leaf(1 + 2j))
+    assert given["plain"].equal(torch.ones(3))

@@ -84,8 +84,7 @@ class AsyncCaller(ABC):
         self._timeout_s = timeout_s
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        # Calls, in order, and their threads, which wait for each other.
-        # Calls that are not over, and their threads and those of calls before.
+        # Calls in order that have not left, and their threads and those of calls before.
         self._begun: list[PendingCall] = []
         self._tasks: list[Task[None]] = []
         self._latest = PendingCall(function_name(None))
@@ -221,7 +220,8 @@ class AsyncCaller(ABC):
         except BaseException as error:
             if task.call_off():
                 with self._lock:
-                    self._begun.remove(call)
+                    # It may have been carried out before the interrupt came.
+                    self._begun = [other for other in self._begun if other is not call]
                 # Not an interrupt itself, whose frames hold the call, and the request with it.
                 why = f"it did not begin: {type(error).__name__}"
                 is_own = isinstance(error, Exception)
@@ -233,19 +233,24 @@ class AsyncCaller(ABC):
             before.has_left.wait()
         with self._lock:
             call.is_running = not call.done()
-        if call.is_running:
-            try:
-                call.run()
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
-                call.end(error)
-            else:
-                call.end(None)
-            call.release()
-        with self._lock:
-            self._begun.remove(call)
-        call.has_left.set()
-        # Their errors keep this frame.
-        del before, call
+        try:
+            if call.is_running:
+                try:
+                    call.run()
+                except BaseException as error:  # noqa: BLE001 - whoever asks for it gets it
+                    call.end(error)
+                else:
+                    call.end(None)
+                call.release()
+        except Exception:
+            logger.exception("%s failed while it was given back", call.name)
+        finally:
+            # Calls after it wait for this without a deadline.
+            with self._lock:
+                self._begun = [other for other in self._begun if other is not call]
+            call.has_left.set()
+            # Their errors keep this frame.
+            del before, call
 
     def _give_up_all(self, why: str) -> None:
         # The newest first: one that waits is not to begin in place of one that is given up.

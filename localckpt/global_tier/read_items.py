@@ -180,7 +180,7 @@ class ItemRead:
             return False
         else:
             self._commit()
-        # Held for the load of a whole file, else.
+        # Else the bytes would stay until all files are read.
         self._data = torch.empty(0, dtype=torch.uint8)
         return True
 

@@ -19,6 +19,7 @@ import pytest
 
 from localckpt.async_save.callers import (
     AsyncCaller,
+    PendingCall,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
     ThreadAsyncCaller,
@@ -528,3 +529,14 @@ def test_a_call_that_failed_is_not_kept_by_its_caller(make: Any) -> None:
         return gone() is None
 
     assert wait_until(is_gone, 20.0)
+
+
+def test_a_call_that_cannot_be_given_back_holds_up_no_call_after_it(make: Any) -> None:
+    caller = make(ThreadAsyncCaller)
+
+    def fail() -> None:
+        raise StorageError("no")
+
+    caller._enqueue(PendingCall("first", release=fail))
+
+    assert outcome(caller, _State) is None

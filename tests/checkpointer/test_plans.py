@@ -245,3 +245,19 @@ def test_outside_of_the_main_thread_no_handler_is_set_and_a_warning_says_so(
 
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM will not stop this job" in caplog.text
+
+
+def test_a_plan_that_was_under_way_when_a_save_failed_is_not_followed() -> None:
+    schedule = Schedule((Every(overhead=0.1), None))
+    schedule.begin(-1)
+    assert schedule.takes_pulse(1)
+    schedule.note_save(NODES, 5)
+    schedule.note_failure()
+
+    schedule.follow(Plan([10, None], [-1, -1]), 6, may_save=True)
+
+    assert not schedule.is_save_due(NODES, 10_000)
+    assert schedule.takes_pulse(6)
+    schedule.follow(Plan([10, None], [5, -1]), 7, may_save=True)
+    assert schedule.is_save_due(NODES, 15)
+    assert not schedule.is_save_due(NODES, 14)

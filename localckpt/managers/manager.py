@@ -36,7 +36,7 @@ from localckpt.managers.copies import Reprotection
 from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
 from localckpt.managers.promotion import DrainTarget, Promotion, promotable
-from localckpt.managers.reports import LoadReport, MemoryPlan, SaveReport
+from localckpt.managers.reports import LoadReport, SaveReport
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
@@ -608,14 +608,6 @@ class CheckpointManager:
         Only with ``guard`` is there something to wait for, and its optimizers wait by themselves.
         """
         self._saves.capture.await_copied()
-
-    def memory_plan(self) -> MemoryPlan:
-        """Return the memory of this node that saves of this rank take.
-
-        Raises:
-            CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
-        """
-        return MemoryPlan.of_store(self._images("memory_plan"))
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before.

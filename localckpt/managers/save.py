@@ -30,7 +30,7 @@ from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
 from localckpt.managers.copies import Replication
 from localckpt.managers.replica_check import divergence_error
-from localckpt.managers.reports import MemoryPlan, SaveReport
+from localckpt.managers.reports import SaveReport
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.ranks import shaped
@@ -641,7 +641,6 @@ class Saves:
         if self._has_checked_space or (images := self.context.images) is None:
             return
         rank, nodes = images.rank, self.context.epoch.nodes
-        logger.info("memory of rank %d: %s", rank, MemoryPlan.of_store(images))
         # One more than are kept is there while it is written.
         images.check_space(self.context.options.retention.most + 1, nodes.count(nodes[rank]))
         self._has_checked_space = True

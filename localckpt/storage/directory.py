@@ -217,14 +217,6 @@ class DirectoryStore(Store):
         """Return whether a new save would have to wait for an older one's memory."""
         return any(map(self._pool.is_busy, self.image_nbytes))
 
-    def planned_nbytes(self) -> tuple[int, int, bool]:
-        """Return the bytes of staging buffers and of checkpoints in memory that are used at most.
-
-        The last value is True if both are shared memory.
-        """
-        total_nbytes = sum(map(buffer_nbytes, self.image_nbytes.values()))
-        return self.num_buffers * total_nbytes, 0, False
-
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
         # A load also takes a staging buffer, since this rank's next save needs one anyway.
         return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)

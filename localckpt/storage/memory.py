@@ -136,11 +136,6 @@ class MemoryStore(DirectoryStore):
         busy = [i for i, b in self._staged.items() if i.piece == piece and b.in_use]
         return len(busy) >= self.num_buffers
 
-    def planned_nbytes(self) -> tuple[int, int, bool]:
-        total_nbytes = sum(self.image_nbytes.values())
-        # Each save under way is staged into the file that is kept.
-        return self.num_buffers * total_nbytes, self._keep_last * total_nbytes, True
-
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
         status = [path.lstat() for path in self.images()]
         had_nbytes = sum(file.st_blocks * 512 for file in status)

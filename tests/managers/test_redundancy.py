@@ -27,7 +27,6 @@ from tests.managers.jobs import (
     before_commit,
     cliques,
     damage,
-    error_of,
     files,
     make_manager,
     reads_fail,
@@ -401,21 +400,3 @@ def test_a_process_that_ends_meanwhile_ends_well_and_leaves_whole_copies_or_none
     assert not [name for name in files(*nodes) if name.endswith((".dirty", ".corrupt"))]
     for path in nodes[0].rglob("*.safetensors"):
         assert path.read_bytes() == next(nodes[1].rglob(path.name)).read_bytes()
-
-
-def _plan_after_replicas_only(rank: int, world_size: int) -> str:
-    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        resume(manager, rank, 3)
-        _await_copies(manager)
-        return error_of(manager.memory_plan)
-
-
-def test_the_plan_of_memory_needs_to_know_this_ranks_state(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    for node, replica in ((nodes[0], 1), (nodes[1], 0)):
-        next(node.rglob(f"000000000003.{replica}.*")).unlink()
-
-    told = run_ranks(_plan_after_replicas_only, 2, store_per_node=nodes)
-
-    assert all("nothing is known of the state yet" in text for text in told)

@@ -97,8 +97,8 @@ _BUDGETS = {
     "managers": (5086, 3600, 17),
     "memory": (817, 700, 7),
     "ranks": (2742, 1600, 11),
-    "replication": (3087, 2900, 17),
-    "replication/parity": (1788, 1700, 12),
+    "replication": (2951, 2900, 17),
+    "replication/parity": (1779, 1700, 12),
     "state_dict": (7346, 5000, 30),
     "storage": (3337, 3100, 17),
 }

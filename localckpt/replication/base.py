@@ -1,28 +1,22 @@
 """Base of the replication strategies, and the exchange of shards that ranks lack.
 
-How copies are made is up to the strategies. All work is done on images; state dicts are turned
-into images and back at the edge.
+How copies are made is up to the strategies. All work is done on images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch.distributed as dist
 
 from localckpt.availability.inventory import Inventory
-from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardIdentity
-from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.replication.exchange import ExchangePlan, plan_exchange
-from localckpt.replication.groups import GroupWrapper
+from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out
-from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread
 
@@ -34,9 +28,6 @@ are computed), telling the outcome: how often a replication may need the deadlin
 _STEPS_IN_TIME = 3
 _TIMEOUT_S = 300.0
 
-IdT = TypeVar("IdT", bound=Hashable)
-Accept = Callable[[CkptID, int], memoryview]
-
 
 class ReplicationStrategy:
     """Protection of the shards that a job saves; also brings shards to ranks that lack them.
@@ -47,7 +38,6 @@ class ReplicationStrategy:
             manager's, in a save a third of that, so that a save whose peer is lost is over within
             the manager's.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
-        target_device: Where the tensors of state dicts that others sent are put.
 
     Attributes:
         rate_limit: Bytes a second that a rank may send behind training; ``None`` for any.
@@ -61,11 +51,8 @@ class ReplicationStrategy:
         self,
         timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
-        *,
-        target_device: str = "cpu",
     ) -> None:
         self.timeout_s = timeout_s
-        self.target_device = target_device
         self.rate_limit: float | None = None
         self.sent_nbytes: int | None = None
         self.thread = SerialThread("localckpt-replicate")
@@ -103,37 +90,6 @@ class ReplicationStrategy:
         share_s = timeout_s / _STEPS_IN_TIME if of_save else timeout_s
         return min(self.timeout_s or share_s, timeout_s)
 
-    def replicate_image(
-        self,
-        source: ShardSource | None,
-        ckpt_id: CkptID,
-        accept: Accept,
-        *,
-        timeout_s: float | None = None,
-        tensors_on_gpu: bool = False,
-        error: str | None = None,
-    ) -> list[CkptID]:
-        """Give this rank's image to its peers, and take theirs; all ranks call it together.
-
-        Args:
-            source: The image, read front to back; ``None`` is fine when there is an error.
-            ckpt_id: ID of the image's shard.
-            accept: Returns writable memory of a size for a peer's shard. This memory is the
-                caller's to throw away when this raises.
-            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
-            tensors_on_gpu: Whether the state is in GPU memory.
-            error: Why this rank has no image to give, if so; its peers then raise it, too.
-
-        Returns:
-            The shards that were received.
-
-        Raises:
-            MismatchError: Peers are at different iterations or sessions.
-            PeerLostError: A peer did not come, or broke off.
-            CheckpointingException: What went wrong on a peer, the same on all of them.
-        """
-        return []
-
     def protect(
         self,
         own: Slot | None,
@@ -153,29 +109,7 @@ class ReplicationStrategy:
         Returns slots of what came here, filled, for the caller to commit. When it raises, it has
         released them.
         """
-        slots: list[Slot] = []
-
-        def accept(peer: CkptID, nbytes: int) -> memoryview:
-            of_peer = replace(identity, rank=peer.rank)
-            slots.append(store.reserve(of_peer, nbytes, timeout_s))
-            return slots[-1].image
-
-        source = own.source if own is not None else None
-        try:
-            self.replicate_image(
-                source,
-                identity.ckpt_id,
-                accept,
-                timeout_s=self.step_s(timeout_s, of_save=True),
-                tensors_on_gpu=on_gpu,
-                error=error,
-            )
-            for slot in slots:
-                slot.arrived()
-        except Exception:
-            store.release(slots)
-            raise
-        return slots
+        return []
 
     def require_states(self, manager: str) -> None:
         """Raise MismatchError if the strategy deals in images only, for a manager of states."""
@@ -205,11 +139,11 @@ class ReplicationStrategy:
 
     def retrieve_image(
         self,
-        plan: ExchangePlan[IdT],
-        open_source: Callable[[IdT], ShardSource],
-        accept: Callable[[IdT, int], memoryview],
+        plan: ExchangePlan[CkptID],
+        open_source: Callable[[CkptID], ShardSource],
+        accept: Callable[[CkptID, int], memoryview],
         timeout_s: float | None = None,
-    ) -> list[IdT]:
+    ) -> list[CkptID]:
         """Carry out what a plan moves between ranks; all ranks call it together, same plan.
 
         A rank's own copies are not touched. Without anything to move it returns at once.
@@ -229,97 +163,11 @@ class ReplicationStrategy:
         """
         return carry_out(self._world(), plan, open_source, accept, self.step_s(timeout_s))
 
-    # On states, as upstream's strategies; the managers deal in images.
-
-    def replicate(
-        self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
-    ) -> tuple[list[TensorAwareStateDict], list[CkptID]]:
-        """Exchange state dicts as :meth:`replicate_image` does images.
-
-        Returns:
-            This rank's own, unchanged, and those of its peers; with their IDs.
-        """
-        mine = CkptID(*id_)
-        images: dict[CkptID, memoryview] = {}
-        source = None
-        with Attempt() as packing:
-            source = pack(local_ckpt, self._identity(mine))
-        received = self.replicate_image(source, mine, _into(images), error=packing.error_text)
-        return [local_ckpt, *(self._unpack(images, id_) for id_ in received)], [mine, *received]
-
-    def retrieve_plan(
-        self, globally_available_ids: Mapping[int, Sequence[IdT]], wanted: Sequence[IdT]
-    ) -> ExchangePlan[IdT]:
-        """Decide who sends which shard to whom; all ranks call it together.
-
-        Args:
-            globally_available_ids: For each rank the shards it holds; the same on all ranks.
-            wanted: The shards that this rank wants.
-
-        Raises:
-            NoReplicasAvailableError: Shards are wanted that no rank holds. It lists all of them.
-        """
-        # By their texts: any hashable may be an ID, and what JSON brings back is not what it was.
-        mine = [_plain_repr(id_) for id_ in wanted]
-        what = "say which shards are wanted"
-        records = self._world().decide(what, lambda: mine, list, read=shaped(list))
-        named = {_plain_repr(id_): id_ for held in globally_available_ids.values() for id_ in held}
-        # A shard that nobody holds is only looked for.
-        by_rank: dict[int, list[Any]] = {
-            rank: [named.get(text, text) for text in r] for rank, r in enumerate(records)
-        }
-        return plan_exchange(globally_available_ids, by_rank)
-
-    def retrieve_execute(
-        self,
-        plan: ExchangePlan[CkptID],
-        state_dicts: Mapping[CkptID, TensorAwareStateDict],
-    ) -> dict[CkptID, TensorAwareStateDict]:
-        """Carry out a plan on state dicts: those that this rank holds, by ID.
-
-        Returns:
-            The state dicts that this rank wants, its own copies unchanged.
-        """
-        images: dict[CkptID, memoryview] = {}
-        received = self.retrieve_image(
-            plan, lambda id_: pack(state_dicts[id_], self._identity(id_)), _into(images)
-        )
-        rank = GroupWrapper.wrap(self._process_group).my_group_rank
-        own = [e.id_ for e in plan.entries if e.sender == e.receiver == rank]
-        return {
-            **{id_: state_dicts[id_] for id_ in own},
-            **{id_: self._unpack(images, id_) for id_ in received},
-        }
-
     def _world(self) -> Ranks:
         if self._everyone is None:
             self._everyone = Ranks("retrieval", self._process_group, self.step_s(None))
         return self._everyone
 
-    def _identity(self, id_: tuple[int, int, str]) -> ShardIdentity:
-        iteration, rank, session = id_
-        ranks = GroupWrapper.wrap(self._process_group).world_size
-        return ShardIdentity(session, Generation(0, 0), iteration, rank, ranks)
-
-    def _unpack(self, images: Mapping[CkptID, memoryview], id_: CkptID) -> TensorAwareStateDict:
-        image = MemorySource(images[id_])
-        state: TensorAwareStateDict = unpack(
-            image, expect=self._identity(id_), map_location=self.target_device
-        )
-        return state
-
 
 class NoReplication(ReplicationStrategy):
     """Keeps no replicas. Shards are still brought to ranks that restart on other nodes."""
-
-
-def _into(images: dict[CkptID, memoryview]) -> Accept:
-    def accept(id_: CkptID, nbytes: int) -> memoryview:
-        images[id_] = memoryview(bytearray(nbytes))
-        return images[id_]
-
-    return accept
-
-
-def _plain_repr(id_: Hashable) -> str:
-    return repr(tuple(id_) if isinstance(id_, tuple) else id_)

@@ -49,10 +49,6 @@ class ExchangePlan(Generic[IdT]):
         senders = {entry.sender for entry in self.receives(rank)}
         return senders | {entry.receiver for entry in self.sends(rank)}
 
-    def required_ids(self, rank: int) -> list[IdT]:
-        """Return the shards that ``rank`` must be able to read, for itself or for others."""
-        return list(dict.fromkeys(entry.id_ for entry in self.entries if entry.sender == rank))
-
     # Looked through once, not once for every question: there is an entry for each rank of the job.
 
     @cached_property
@@ -62,21 +58,6 @@ class ExchangePlan(Generic[IdT]):
     @cached_property
     def _by_receiver(self) -> dict[int, list[ExchangePlanEntry[IdT]]]:
         return _by_rank((entry.receiver, entry) for entry in self.transfers)
-
-
-def plan_exchange(
-    available: Mapping[int, Collection[IdT]], wanted: Mapping[int, Sequence[IdT]]
-) -> ExchangePlan[IdT]:
-    """Decide from whom each rank gets the shards it wants.
-
-    A rank's own copy comes first; else the holder that sends least so far, the lowest rank of
-    equals.
-    """
-    holders: dict[IdT, list[int]] = {}
-    for rank, ids in available.items():
-        for id_ in ids:
-            holders.setdefault(id_, []).append(rank)
-    return plan_among_nodes(holders, {rank: (rank,) for rank in available}, wanted)
 
 
 def plan_among_nodes(

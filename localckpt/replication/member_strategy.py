@@ -84,7 +84,6 @@ class MemberStrategy(ReplicationStrategy):
         self,
         timeout_s: float | None,
         process_group: dist.ProcessGroup | None,
-        target_device: str,
         failure_domain: str | None,
         rate_limit: float | None,
     ) -> None:
@@ -92,7 +91,7 @@ class MemberStrategy(ReplicationStrategy):
             raise CheckpointingException(
                 f"rate_limit is {rate_limit}: it must be above 0 bytes a second, or None"
             )
-        super().__init__(timeout_s, process_group, target_device=target_device)
+        super().__init__(timeout_s, process_group)
         self.rate_limit = rate_limit
         self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
         # Failure domains of all ranks, if they were given.

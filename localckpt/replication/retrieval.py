@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
@@ -17,14 +18,12 @@ from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport, Transport
 from localckpt.state_dict.source import ShardSource, views_last
 
-IdT = TypeVar("IdT", bound=Hashable)
-
 # What a rank does from its connecting to the end of its exchange has two.
 _DEADLINES = 2
 
 
 def connect_for(
-    plan: ExchangePlan[IdT],
+    plan: ExchangePlan[CkptID],
     name: str,
     rank: int,
     timeout_s: float,
@@ -43,12 +42,12 @@ def connect_for(
 
 def carry_out(
     everyone: Ranks,
-    plan: ExchangePlan[IdT],
-    open_source: Callable[[IdT], ShardSource],
-    accept: Callable[[IdT, int], memoryview],
+    plan: ExchangePlan[CkptID],
+    open_source: Callable[[CkptID], ShardSource],
+    accept: Callable[[CkptID, int], memoryview],
     timeout_s: float,
     transport: Transport | None = None,
-) -> list[IdT]:
+) -> list[CkptID]:
     """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`.
 
     Connections that are given stay the caller's.
@@ -57,7 +56,7 @@ def carry_out(
         return []
     rank = everyone.rank
     with ExitStack() as opened:
-        sources: dict[IdT, ShardSource] = {}
+        sources: dict[CkptID, ShardSource] = {}
         with Attempt() as opening:
             for id_ in dict.fromkeys(entry.id_ for entry in plan.sends(rank)):
                 sources[id_] = open_source(id_)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Self, TypedDict, Unpack
 
 import torch
@@ -16,11 +17,11 @@ import torch.distributed as dist
 
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException
-from localckpt.ids import Checkpoint, CkptID, Group
+from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, MANAGER, refused_together
-from localckpt.replication.base import Accept, NoReplication, ReplicationStrategy
+from localckpt.replication.base import NoReplication, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.member_strategy import (
@@ -33,6 +34,7 @@ from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
 from localckpt.replication.transport import DeviceTransport
 from localckpt.state_dict.source import ShardSource
+from localckpt.storage.store import Slot, Store
 
 __all__ = [
     "CliqueReplicationStrategy",
@@ -47,7 +49,6 @@ logger = logging.getLogger(__name__)
 class _Options(TypedDict, total=False):
     """Options of :class:`CliqueReplicationStrategy` that its other constructors have as well."""
 
-    target_device: str
     timeout_s: float | None
     failure_domain: str | None
     rate_limit: float | None
@@ -63,7 +64,6 @@ class CliqueReplicationStrategy(MemberStrategy):
         local_group: This rank's clique, if the job forms its own. Its members must be on different
             nodes. With ``None`` all ranks form cliques together, of ranks in different failure
             domains, when their managers meet; see :func:`place_cliques`.
-        target_device: Where the tensors of state dicts that others sent are put.
         timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
             shorter than that of the manager that uses the strategy; see
             :class:`ReplicationStrategy`.
@@ -82,7 +82,6 @@ class CliqueReplicationStrategy(MemberStrategy):
     def __init__(
         self,
         local_group: GroupWrapper | dist.ProcessGroup | None = None,
-        target_device: str = "cpu",
         *,
         timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -99,7 +98,7 @@ class CliqueReplicationStrategy(MemberStrategy):
                 )
             self._jump, self._factor = replication_jump, replication_factor
             self._device: DeviceTransport | None = None
-            super().__init__(timeout_s, process_group, target_device, failure_domain, rate_limit)
+            super().__init__(timeout_s, process_group, failure_domain, rate_limit)
             if clique is not None:
                 self._use(clique, self.step_s(None))
 
@@ -116,7 +115,7 @@ class CliqueReplicationStrategy(MemberStrategy):
             replication_jump: Distance between members of a clique, for cliques by rank numbers.
                 With ``None`` they are formed from failure domains when a manager is made.
             replication_factor, options: As for the class: ``timeout_s``, ``failure_domain``,
-                ``target_device``, ``rate_limit``.
+                ``rate_limit``.
 
         Raises:
             MismatchError: The job has too few ranks, or ranks give different numbers.
@@ -144,16 +143,54 @@ class CliqueReplicationStrategy(MemberStrategy):
         """This rank's clique; formed by the number of ranks on a node if no manager was made."""
         return self._clique
 
+    def protect(
+        self,
+        own: Slot | None,
+        identity: ShardIdentity,
+        store: Store,
+        timeout_s: float,
+        *,
+        on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[Slot]:
+        slots: list[Slot] = []
+
+        def accept(peer: CkptID, nbytes: int) -> memoryview:
+            of_peer = replace(identity, rank=peer.rank)
+            slots.append(store.reserve(of_peer, nbytes, timeout_s))
+            return slots[-1].image
+
+        try:
+            self.replicate_image(
+                own.source if own is not None else None,
+                identity.ckpt_id,
+                accept,
+                timeout_s=self.step_s(timeout_s, of_save=True),
+                tensors_on_gpu=on_gpu,
+                error=error,
+            )
+            for slot in slots:
+                slot.arrived()
+        except Exception:
+            store.release(slots)
+            raise
+        return slots
+
     def replicate_image(
         self,
         source: ShardSource | None,
         ckpt_id: CkptID,
-        accept: Accept,
+        accept: Callable[[CkptID, int], memoryview],
         *,
         timeout_s: float | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
+        """Give this rank's image, or the error that it has none, to its peers, and take theirs.
+
+        ``accept`` returns writable memory for a peer's shard, which is the caller's to release when
+        this raises. Returns the shards that were received.
+        """
         step_s = self.step_s(timeout_s)
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False

@@ -18,7 +18,6 @@ from localckpt import NoReplicasAvailableError, parse_group_sequence
 from localckpt.availability.coverage import complete_checkpoints, describe_incomplete
 from localckpt.availability.inventory import Inventory
 from localckpt.ids import Checkpoint, Generation, ShardRecord
-from localckpt.replication.exchange import plan_exchange
 from tests.faults.lives import Lives
 from tests.managers.jobs import (
     KINDS,
@@ -27,6 +26,7 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import run_ranks
+from tests.replication.plans import plan_exchange
 
 Dirs = Callable[[int], list[Path]]
 

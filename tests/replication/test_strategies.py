@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    NoReplicasAvailableError,
     PeerLostError,
     SameMachineReplicationException,
     StorageError,
@@ -25,7 +23,6 @@ from localckpt.errors import (
 from localckpt.ids import CkptID, Group
 from localckpt.replication import member_strategy
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.exchange import plan_exchange
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
 from localckpt.replication.strategies import (
     CliqueReplicationStrategy,
@@ -33,9 +30,9 @@ from localckpt.replication.strategies import (
     NoReplication,
     ReplicationStrategy,
 )
-from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.source import ShardSource
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.replication.plans import plan_exchange
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource, image
 
 _NBYTES = 300_000
@@ -372,10 +369,9 @@ def _swap_nodes(rank: int, world_size: int, held_by: Sequence[Sequence[int]]) ->
             opened.append(ScratchSource(_image_of(id_)))  # noqa: B023
             return opened[-1]  # noqa: B023
 
-        plan = strategy.retrieve_plan(held, [mine])
+        plan = plan_exchange(held, {r: [(iteration, r, "s")] for r in range(world_size)})
         received = strategy.retrieve_image(plan, open_source, memory.accept)
 
-        assert plan == plan_exchange(held, {r: [(iteration, r, "s")] for r in range(world_size)})
         assert received == ([] if mine in held[rank] else [mine])
         assert all(bytes(memory.images[id_]) == _image_of(id_) for id_ in received)
         assert all(source.closed for source in opened)
@@ -403,9 +399,7 @@ def _nothing_to_move(rank: int, world_size: int) -> None:
         strategy = NoReplication(1.0)
         held = {0: ["a"], 1: ["b"]}
         plan = plan_exchange(held, {0: ["a"], 1: ["b"]})
-        assert plan.required_ids(0) == ["a"]
         assert strategy.retrieve_image(plan, _never, _never) == []
-        assert strategy.replicate_image(None, CkptID(0, 0, ""), _never) == []
 
 
 def _never(*_: object) -> Any:
@@ -457,20 +451,6 @@ def test_a_failed_retrieval_is_raised_on_all_ranks_and_can_be_tried_again(
     assert told in results[0][1]
 
 
-def _want_what_is_gone(rank: int, world_size: int) -> str:
-    strategy = NoReplication(20.0)
-    with pytest.raises(NoReplicasAvailableError) as raised:
-        strategy.retrieve_plan({0: [(1, 0, "s")], 1: []}, [CkptID(1, rank + 1, "s")])
-    return str(raised.value)
-
-
-def test_shards_that_nobody_holds_are_named_on_every_rank() -> None:
-    told = run_ranks(_want_what_is_gone, 2)
-
-    assert told[0] == told[1]
-    assert "(1, 1, 's') (wanted by rank 0); (1, 2, 's') (wanted by rank 1)" in told[0]
-
-
 def _die_while_sending(rank: int, world_size: int) -> tuple[str, float]:
     strategy = NoReplication(3.0)
     ids = [CkptID(0, owner, "s") for owner in range(world_size)]
@@ -493,50 +473,3 @@ def test_a_rank_that_dies_while_it_sends_is_named() -> None:
         told, took = results[rank]
         assert "rank 1 (" in told
         assert took < 15.0
-
-
-def _state_of(rank: int) -> BasicTensorAwareStateDict:
-    return BasicTensorAwareStateDict(
-        {"weight": torch.arange(100) + rank, "step": rank, "names": ["a", str(rank)]}
-    )
-
-
-def _assert_state_of(state: Any, rank: int) -> None:
-    assert isinstance(state, BasicTensorAwareStateDict)
-    inner = state.state_dict
-    assert torch.equal(inner["weight"], torch.arange(100) + rank)
-    assert (inner["step"], inner["names"]) == (rank, ["a", str(rank)])
-
-
-def _exchange_state_dicts(rank: int, world_size: int) -> None:
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=20)
-    own = _state_of(rank)
-    states, ids = strategy.replicate(own, (5, rank, "s"))
-
-    assert states[0] is own
-    _assert_state_of(own, rank)
-    assert ids == [(5, rank, "s"), (5, rank ^ 1, "s")]
-    _assert_state_of(states[1], rank ^ 1)
-
-    # Ranks 0 and 1 restart with nothing; 2 and 3 hold all.
-    ids = [CkptID(5, owner, "s") for owner in range(world_size)]
-    held = {r: ids if r >= 2 else [] for r in range(world_size)}
-    everything = {id_: _state_of(id_.rank) for id_ in held[rank]}
-    plan = strategy.retrieve_plan(held, [ids[rank]])
-    got = strategy.retrieve_execute(plan, everything)
-
-    assert list(got) == [ids[rank]]
-    _assert_state_of(got[ids[rank]], rank)
-
-    odd = BasicTensorAwareStateDict({"f": _Odd()})
-    with pytest.raises(CheckpointingException, match=f"rank {rank // 2 * 2}: .*_Odd"):
-        strategy.replicate(odd if rank % 2 == 0 else own, (6, rank, "s"))
-    strategy.close()
-
-
-class _Odd:
-    """Not on the list of what may be saved."""
-
-
-def test_state_dicts_are_replicated_and_retrieved() -> None:
-    run_ranks(_exchange_state_dicts, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +15,7 @@ from localckpt.errors import (
     MismatchError,
     SameMachineReplicationException,
 )
-from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
+from localckpt.ids import Checkpoint, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import MANAGER, refused_together
@@ -61,7 +60,6 @@ class ParityReplicationStrategy(MemberStrategy):
             members of a group share it. All ranks give one, or none does. By default what the
             variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
         process_group: The ranks of the job; ``None`` for all.
-        target_device: Where the tensors of state dicts that others sent are put.
         rate_limit: How many bytes a second this rank sends at most, to leave the network to the
             training; ``None`` for no limit.
 
@@ -77,7 +75,6 @@ class ParityReplicationStrategy(MemberStrategy):
         timeout_s: float | None = None,
         failure_domain: str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        target_device: str = "cpu",
         rate_limit: float | None = None,
     ) -> None:
         with refused_together(MANAGER, process_group, timeout_s):
@@ -100,13 +97,7 @@ class ParityReplicationStrategy(MemberStrategy):
             self._parity, self._factor = parity, group_size
             self._pipeline: Pipeline | None = None
             self._protection: dict[int, Group] = {}
-            super().__init__(timeout_s, process_group, target_device, failure_domain, rate_limit)
-
-    def replicate_image(self, *_: Any, **__: Any) -> list[CkptID]:
-        raise MismatchError(
-            "parity is of images in a store: save with LocalCheckpointManager or "
-            "InMemoryCheckpointManager, or replicate states with CliqueReplicationStrategy"
-        )
+            super().__init__(timeout_s, process_group, failure_domain, rate_limit)
 
     def require_states(self, manager: str) -> None:
         raise MismatchError(

@@ -19,6 +19,8 @@ from localckpt.trust import LONGEST_METRIC
 CandidateT = TypeVar("CandidateT")
 
 Mode = Literal["min", "max"]
+Metrics: TypeAlias = Mapping[str, SupportsFloat]
+"""Numbers by name that are given with a save, such as a loss."""
 
 Version: TypeAlias = tuple[int, int]
 """Epoch and iteration of a checkpoint; a greater one is newer."""
@@ -56,7 +58,7 @@ class Best:
             raise CheckpointingException(f"Best(mode={self.mode!r}): it must be 'min' or 'max'")
         _require_count("Best", "count", self.count)
 
-    def value(self, metrics: Mapping[str, SupportsFloat] | None) -> float | None:
+    def value(self, metrics: Metrics | None) -> float | None:
         """Return the metric's value among those of a save; ``None`` if it is none, or NaN."""
         value = plain_metrics(metrics, self.metric).get(self.metric, nan)
         return None if isnan(value) else value
@@ -220,9 +222,7 @@ def node_rules(keep_last: int | None, retention: Retention | None, default: int 
     return given
 
 
-def plain_metrics(
-    metrics: Mapping[str, SupportsFloat] | None, only: str | None = None
-) -> dict[str, float]:
+def plain_metrics(metrics: Metrics | None, only: str | None = None) -> dict[str, float]:
     """Return the metrics of a save, or ``only`` one, as numbers; raises CheckpointingException."""
     if not isinstance(metrics, Mapping | None):
         raise CheckpointingException(

@@ -283,11 +283,7 @@ class Meter:
         return now
 
     def leave(self, entered: float, *, is_save: bool) -> None:
-        """Note that the next step begins.
-
-        ``entered`` is what :meth:`enter` gave; with ``is_save`` the time since then was spent on a
-        save.
-        """
+        """Note that a step begins; with ``is_save`` time since ``entered`` went to a save."""
         self._left = time.monotonic()
         if is_save:
             self._waited_s += self._left - entered
@@ -347,11 +343,7 @@ class Schedule:
         self._is_outdated = False
 
     def follow(self, plan: Plan, step: int, *, may_save: bool) -> None:
-        """Schedule what all ranks have decided in this step.
-
-        If it ``may_save``, a save to the nodes may begin to find out what one costs, if that is not
-        known.
-        """
+        """Follow a plan of all ranks; if it ``may_save``, a first save measures the cost."""
         self._next_pulse = step
         if self._is_outdated:
             self._is_outdated = False
@@ -386,10 +378,6 @@ class Schedule:
         return is_due
 
     def note_save(self, tier: int, step: int) -> None:
-        """Note that a save was begun.
-
-        With a cadence in steps, the number of the steps until the next is a multiple of it; other
-        cadences wait for a plan.
-        """
+        """Note that a save was begun; the next is a multiple of steps, or in a plan."""
         self.saved[tier], steps = step, self._steps[tier]
         self._next[tier] = _NEVER if steps is None else step + steps - (step + 1) % steps

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from localckpt.async_save.callers import OWN_WORK
 from localckpt.async_save.queue import AsyncCallsQueue
-from localckpt.availability.retention import Retention, node_rules, rules
+from localckpt.availability.retention import Metrics, Retention, node_rules, rules
 from localckpt.checkpointer.arguments import (
     as_cadence,
     check_arguments,
@@ -333,7 +333,7 @@ class Checkpointer:
         # An error that is being handled by a program that makes its fallback run.
         self._handled = sys.exception()
         self._last_step: int | None = None
-        self._last_metrics: Mapping[str, SupportsFloat] | None = None
+        self._last_metrics: Metrics | None = None
         # Calls of poll_stop() since then.
         self._polls = 0
         # Whether a step was made since resume(), which counts this start; whether one ever was.
@@ -530,9 +530,7 @@ class Checkpointer:
         return self._epochs.batch
 
     @in_own_words
-    def step(
-        self, step: int | None = None, *, metrics: Mapping[str, SupportsFloat] | None = None
-    ) -> bool:
+    def step(self, step: int | None = None, *, metrics: Metrics | None = None) -> bool:
         """Note the end of a step, and save if it is time; all ranks call it, in every step.
 
         No message is sent, and unless a save is due, or one is under way, nothing is done.
@@ -615,13 +613,7 @@ class Checkpointer:
             part.rewind()
 
     @in_own_words
-    def save(
-        self,
-        step: int,
-        *,
-        shared: bool = False,
-        metrics: Mapping[str, SupportsFloat] | None = None,
-    ) -> None:
+    def save(self, step: int, *, shared: bool = False, metrics: Metrics | None = None) -> None:
         """Save the state now, behind training; all ranks call it in the same step.
 
         Use it for a step that is to be saved whatever the cadence says: after its call of
@@ -783,7 +775,7 @@ class Checkpointer:
             self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
         return self.stopped is None
 
-    def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _begin_save(self, step: int, metrics: Metrics | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
         self._ranks.patience(f"save step {step}").until(
@@ -795,7 +787,7 @@ class Checkpointer:
             nodes.leave_out(waits_s)
         self._schedule.note_save(NODES, step)
 
-    def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _begin_shared_save(self, step: int, metrics: Metrics | None) -> None:
         shared = self._shared
         assert shared is not None, "without it no such save is planned"
         if self._nodes.begun != step:
@@ -899,10 +891,7 @@ class Checkpointer:
     # Requests to stop, and the last save.
 
     def _is_to_stop(self) -> bool:
-        """Return whether some rank is asked to stop; for waits on storage, which it ends.
-
-        The plan of the next pulse, which all ranks follow, takes a step until then.
-        """
+        """Return whether some rank is asked to stop, which ends waits for storage."""
         if not self._is_hand_raised and time.monotonic() >= self._next_look:
             if is_asked := self._stop_requests.why() is not None:
                 self._ranks.raise_hand()
@@ -1000,10 +989,7 @@ class Checkpointer:
             self._begin_shared_save(step, self._last_metrics)
 
     def _save_after(self, error: BaseException | None) -> None:
-        """Save the last step after an error that a signal to stop has caused, if that is safe.
-
-        That is if all ranks are at the same step, and know that nothing has changed since.
-        """
+        """Save the last step after an error by a signal, if all know it unchanged."""
         step, is_asked = self._last_step, self._stop_requests.asked.is_set()
         if not isinstance(error, Exception) or not is_asked or self.stopped is not None:
             return

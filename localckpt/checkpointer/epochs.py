@@ -40,10 +40,7 @@ class _At(Enum):
 
 
 class Epochs:
-    """Place in a loop over epochs, as a part of the state.
-
-    ``put_off`` has the saves that were asked for after the batches of an epoch.
-    """
+    """Place in a loop over epochs, a part of the state; ``put_off`` has saves for its end."""
 
     def __init__(
         self, rewind: Callable[[], None], is_stopped: Callable[[], bool], world_size: int

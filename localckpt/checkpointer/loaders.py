@@ -197,10 +197,7 @@ def _described(facts: Mapping[str, Any]) -> str:
 
 
 class EpochPosition:
-    """Position in the data of a framework that leaves out batches itself, as a part of the state.
-
-    With it the framework finds the same batches in the same order.
-    """
+    """Position in the data of a framework that leaves out batches itself."""
 
     def __init__(self) -> None:
         self._samplers: dict[str, Any] = {}

@@ -267,10 +267,7 @@ class Resumption:
     def _say_what_was_loaded(
         self, step: int, source: str, called: float, saved_at: float | None, *, is_empty: bool
     ) -> str:
-        """Say on the root where all ranks' parts came from; return the name of the job's run.
-
-        It is for who starts a job, so it is printed where no log shows it.
-        """
+        """Say on the root where all loaded from; return the name of the job's run."""
         mine, seconds = [source, self._events.run, is_empty], time.monotonic() - called
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))

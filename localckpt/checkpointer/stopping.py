@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 
+from localckpt.availability.retention import Metrics
 from localckpt.checkpointer.parts import ModulePart
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, PeerLostError
@@ -201,14 +202,10 @@ class LastSave:
         self,
         step: int,
         parts: Mapping[str, Any],
-        metrics: Mapping[str, SupportsFloat] | None,
+        metrics: Metrics | None,
         finalize: Callable[[], None],
     ) -> bool:
-        """Save the state of a step, and wait for it as long as there is time.
-
-        Returns whether the time was over before all was complete; the same on all ranks, unless
-        some are lost.
-        """
+        """Save a step, and wait; return whether time was over first, as on all live ranks."""
         self.begin()
         nodes, is_late, is_on_shared = self._nodes, False, False
         if self._shared is not None:
@@ -317,11 +314,7 @@ def is_of_loader(error: BaseException) -> bool:
 
 
 def judge_ends(ends: Sequence[tuple[int, bool]]) -> None:
-    """Judge whether all ranks are at one step whose state is known.
-
-    ``ends`` has for each rank its last step, and whether it is known that nothing has changed
-    since.
-    """
+    """Judge whether all ranks are at one step, and each knows that nothing has changed."""
     steps = [step for step, _ in ends]
     if len(set(steps)) > 1:
         raise CheckpointingException(f"the last steps of the ranks differ: {steps[:16]}")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias
+from typing import Any, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.async_save.request import AsyncRequest
+from localckpt.availability.retention import Metrics
 from localckpt.checkpointer.arguments import worded
 from localckpt.checkpointer.parts import described
 from localckpt.checkpointer.selection import Selection, why_parts_are_others
@@ -69,10 +70,7 @@ class _Tier:
         return self.queue.get_num_unfinalized_calls() > 0
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
-        """Finalize the saves that are over on all ranks, or wait for all.
-
-        ``step`` is that of the training loop, in which this is called once; ``None`` in a loop.
-        """
+        """Finalize what is over on all ranks, or wait for it; no ``step`` in a loop."""
         self.queue.pass_step(step)
         try:
             if self.queue.maybe_finalize_async_calls(blocking=blocking):
@@ -176,9 +174,7 @@ class NodeTier(_Tier):
             return False
         return True
 
-    def save(
-        self, parts: Mapping[str, Any], step: int, metrics: Mapping[str, SupportsFloat] | None
-    ) -> None:
+    def save(self, parts: Mapping[str, Any], step: int, metrics: Metrics | None) -> None:
         """Begin a save, unless this step is saved; all ranks do so in the same step."""
         if self.begun == step:
             return
@@ -228,7 +224,7 @@ class SharedTier(_Tier):
         self.manager = manager
         self._nodes = nodes
         # Metrics of the steps to drain once their saves to the nodes are over.
-        self._wanted: dict[int, Mapping[str, SupportsFloat] | None] = {}
+        self._wanted: dict[int, Metrics | None] = {}
         self._refused: list[CheckpointingException] = []
         nodes.on_complete = self.note_saved
 
@@ -246,7 +242,7 @@ class SharedTier(_Tier):
         """True if no older drain is in the way of one more; the same on all ranks."""
         return len(self._wanted) + self.queue.get_num_unfinalized_calls() < _DRAINS
 
-    def drain(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def drain(self, step: int, metrics: Metrics | None) -> None:
         """Drain a step once its save to the nodes is complete; all ranks do so in the same step."""
         if self._nodes.begun is None or self._nodes.begun < step:
             # Its save to the nodes was not begun, of which the log says why.
@@ -256,10 +252,7 @@ class SharedTier(_Tier):
             self.note_saved(step)
 
     def note_saved(self, step: int) -> None:
-        """Begin the drain of a step whose save to the nodes is complete, if it is wanted.
-
-        All ranks do so as they finalize the save: afterwards the nodes keep the step for the drain.
-        """
+        """Begin the drain of a wanted step as all finalize its save: it is kept then."""
         if step not in self._wanted:
             return
         metrics = self._wanted.pop(step)
@@ -272,10 +265,7 @@ class SharedTier(_Tier):
                 self._refused.append(error)
 
     def go_on(self, up_to: int) -> None:
-        """Go on with drains that an earlier start had begun, up to a step; all ranks do so.
-
-        That step is drained, too, if there are any: its drain may have waited behind them.
-        """
+        """Go on with drains of an earlier start, and with that of ``up_to`` behind them."""
         cut_off = [step for step in self.manager.unfinished_drains() if step <= up_to]
         for step in dict.fromkeys([*cut_off, up_to] if cut_off else []):
             try:
@@ -283,7 +273,7 @@ class SharedTier(_Tier):
             except CheckpointingException as error:
                 logger.warning("the drain of step %d does not go on: %s", step, error)
 
-    def _begin(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _begin(self, step: int, metrics: Metrics | None) -> None:
         promote = self._nodes.manager.promote
         self._schedule(promote(step, self.manager, rate_limit=_RATE, metrics=metrics), step)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 import re
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +23,8 @@ from localckpt.cli.output import (
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
-from localckpt.state_dict.header import DIGESTS, SKELETON, Skeleton, kind_of, parse_safetensors
+from localckpt.state_dict.header import DIGESTS, SKELETON, kind_of, parse_safetensors
+from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
@@ -63,34 +62,18 @@ def inspect(
     raise typer.Exit(BAD if seen.problems else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedBytes:
-    """A named run of bytes, as the header and the tensor table describe it."""
-
-    name: str
-    label: str
-    shape: tuple[int, ...]
-    offset: int
-    """From the end of the header."""
-    nbytes: int
-    dtype: str | None = None
-    """torch's name of the type, if the table says."""
-    views: int = 0
-    """Number of tensors that are views into it."""
-
-
 @dataclass(slots=True)
 class _Seen:
     """Content of a file, as far as it could be read."""
 
     path: Path
     nbytes: int
-    data_start: int | None
     record: ShardRecord | None = None
     metadata: dict[str, Any] | None = None
-    tensors: list[_NamedBytes] = field(default_factory=list)
-    skeleton: _NamedBytes | None = None
-    digests: _NamedBytes | None = None
+    tensors: list[TensorSlot] = field(default_factory=list)
+    """Their offsets count from the start of the file."""
+    skeleton: TensorSlot | None = None
+    digests: TensorSlot | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -102,10 +85,6 @@ class _Seen:
     @property
     def tensors_nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    def offset(self, tensor: _NamedBytes) -> int | None:
-        """From the start of the file; ``None`` if the length of the header is not known."""
-        return None if self.data_start is None else self.data_start + tensor.offset
 
     def to_json(self) -> dict[str, Any]:
         identity = None
@@ -129,12 +108,10 @@ class _Seen:
             "tensors": [
                 {
                     "name": tensor.name,
-                    "label": tensor.label,
                     "dtype": tensor.dtype,
                     "shape": list(tensor.shape),
-                    "offset": self.offset(tensor),
+                    "offset": tensor.offset,
                     "nbytes": tensor.nbytes,
-                    "views": tensor.views,
                 }
                 for tensor in self.tensors
             ],
@@ -155,11 +132,10 @@ def _look(path: Path) -> _Seen:
         raise StorageError(f"{path} cannot be read: {reason}") from error
     try:
         first = bytes(source.read(0, min(8, source.nbytes)))
-        claimed_start = 8 + int.from_bytes(first, "little")
-        start = claimed_start if len(first) == 8 and claimed_start <= _MAX_NBYTES else None
-        seen = _Seen(path, source.nbytes, start)
-        if start is None:
-            seen.problems.append(f"its header would take {claimed_start} bytes")
+        start = 8 + int.from_bytes(first, "little")
+        seen = _Seen(path, source.nbytes)
+        if len(first) < 8 or start > _MAX_NBYTES:
+            seen.problems.append(f"its header would take {start} bytes")
             return seen
         try:
             metadata, slots = parse_safetensors(source.read(0, min(start, source.nbytes)))
@@ -167,7 +143,7 @@ def _look(path: Path) -> _Seen:
             seen.problems.append(str(error))
             return seen
         seen.metadata = metadata if isinstance(metadata, dict) else None
-        found = {s.name: _NamedBytes(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in slots}
+        found = {slot.name: slot._replace(offset=start + slot.offset) for slot in slots}
         seen.skeleton, seen.digests = found.pop(SKELETON, None), found.pop(DIGESTS, None)
         seen.tensors = [*found.values()]
         if seen.kind not in _FOREIGN:
@@ -187,43 +163,13 @@ def _judge_shard(seen: _Seen, source: FileSource) -> None:
         if error.shard:
             why = f"it claims to be {error.shard}, and {error.damage}"
         seen.problems = [*(p for p in seen.problems if p not in why), why]
-    try:
-        _take_table(seen, source)
-    except (CorruptShardError, KeyError, ValueError, TypeError, RecursionError):
-        seen.problems.append("its table of tensors cannot be read")
 
 
 def _judge_length(seen: _Seen, start: int) -> None:
-    described = start + max((tensor.offset + tensor.nbytes for tensor in seen.tensors), default=0)
+    described = max((tensor.offset + tensor.nbytes for tensor in seen.tensors), default=start)
     if seen.nbytes != described:
         has = counted(seen.nbytes, "byte")
         seen.problems.append(f"it has {has}, and its header describes {described}")
-
-
-def _take_table(seen: _Seen, source: FileSource) -> None:
-    """Read the JSON in front of the pickle, which tells types that safetensors has no name for."""
-    if seen.skeleton is None or seen.data_start is None:
-        return
-    start = seen.data_start + seen.skeleton.offset
-    if start + seen.skeleton.nbytes > seen.nbytes:
-        raise ValueError("the skeleton does not end in the file")
-    framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    rows = json_module.loads(Skeleton.split(framed).table)
-    whole: dict[str, tuple[str, tuple[int, ...]]] = {}
-    views: Counter[str] = Counter()
-    shapes = {tensor.name: tensor.shape for tensor in seen.tensors}
-    for slot, dtype, shape, _, _, _, view in rows:
-        # A dense tensor is stored in the order of its memory.
-        if view is None or (view[0] == 0 and sorted(shape) == sorted(shapes.get(slot, ()))):
-            whole[slot] = (str(dtype), tuple(shape))
-        else:
-            views[slot] += 1
-    for number, tensor in enumerate(seen.tensors):
-        dtype, shape = whole.get(tensor.name, (None, tensor.shape))
-        if not tensor.nbytes and 0 not in shape:
-            # The image of another rank holds it.
-            shape = tensor.shape
-        seen.tensors[number] = replace(tensor, dtype=dtype, shape=shape, views=views[tensor.name])
 
 
 def _say(seen: _Seen) -> None:
@@ -249,20 +195,19 @@ def _say(seen: _Seen) -> None:
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:
-        names = ("tensor", "dtype", "shape", "offset", "bytes", "views")
+        names = ("tensor", "dtype", "shape", "offset", "bytes")
         rows = [
             (
                 tensor.name,
-                tensor.dtype or tensor.label,
+                tensor.dtype,
                 str(list(tensor.shape)),
-                str(offset) if (offset := seen.offset(tensor)) is not None else "?",
+                str(tensor.offset),
                 str(tensor.nbytes),
-                str(tensor.views or ""),
             )
             for tensor in seen.tensors
         ]
         say("")
-        say_table(names, rows, ("offset", "bytes", "views"), _WIDTH)
+        say_table(names, rows, ("offset", "bytes"), _WIDTH)
     parts = [f"{counted(len(seen.tensors), 'tensor')} of {size(seen.tensors_nbytes)}"]
     if seen.skeleton is not None:
         parts.append(f"the object around them {size(seen.skeleton.nbytes)}")

@@ -77,11 +77,7 @@ class StateCapture:
         is_sent: bool,
         node_ranks: tuple[int, ...] = (),
     ) -> tuple[Slot, tuple[Agreed, ...]]:
-        """Capture the value that ``state`` has now, in a slot of the store.
-
-        With ``is_sent`` the digests are computed here, and the slot is held for ``"replication"``.
-        Returns with the slot what other ranks must have alike for divided parts to fit together.
-        """
+        """Capture a state's value now; return its slot, and what divided parts have alike."""
         if not self._store.keeps_images:
             state = self._on_host(state, identity)
         capture = self.planner.capture(state, node_ranks)

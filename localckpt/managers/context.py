@@ -263,10 +263,7 @@ class Epoch:
         return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
 
     def place_again(self) -> None:
-        """Have the strategy begin anew in the next call: a rank that saved alone counts one more.
-
-        All ranks call it after the same save.
-        """
+        """Have the strategy begin anew, as a rank that saved alone counts one more."""
         self._is_placed = False
 
     # Saves.
@@ -287,10 +284,7 @@ class Epoch:
         return number
 
     def begin(self, iteration: int, given_up: Callable[[], bool]) -> Lineage:
-        """Fix the lineage before the epoch's first save, and note it on every node.
-
-        All ranks call it before each save.
-        """
+        """Fix the lineage before the epoch's first save, and note it; all ranks call it."""
         if self.lineage is not None:
             return self.lineage
         seen = [*(self._checkpoints.seen or ()), *self._left]

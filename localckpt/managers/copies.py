@@ -278,10 +278,7 @@ class Reprotection:
 
 
 class _Work(Keeper):
-    """Making of the pieces that one checkpoint lacks.
-
-    All attributes but slots are equal on all ranks.
-    """
+    """Making of the pieces that one checkpoint lacks; equal on all ranks but for slots."""
 
     def __init__(
         self,

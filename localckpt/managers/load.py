@@ -76,10 +76,7 @@ class Load:
     def run(
         self, iteration: int | None, finder: Finder, reprotection: Reprotection | None
     ) -> Loaded:
-        """Read this rank's shard of the newest checkpoint that can be had, and protect it again.
-
-        ``iteration`` is the only one that will do; ``None`` for any.
-        """
+        """Load the newest checkpoint, or ``iteration`` and no other, and protect it again."""
         while wanted := self._wanted(iteration):
             judge_newest(wanted, self._ranks.world_size, is_elastic=self._context.options.elastic)
             loaded = self.load(wanted[0])
@@ -186,10 +183,7 @@ class Load:
     # Fetch.
 
     def _fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        """Send and receive the shards of a plan.
-
-        Returns False on all ranks when a copy could not be read, and is out of the next plan.
-        """
+        """Carry out a plan; return False on all ranks if a copy was bad, and is left out."""
         sources: list[tuple[int, WatchedSource]] = []
         refused: dict[int, StorageError | CorruptShardError] = {}
         timeout_s, sends = self._ranks.timeout_s, plan.sends(self._ranks.rank)
@@ -293,7 +287,7 @@ class Load:
             self._failure = incurable(error)
             return None, []
         # What was computed is kept by the caller.
-        self._store.release([s for s in self._recovery.arrived.values() if not s.is_kept])
+        self._store.release([*self._recovery.arrived.values()])
         self._recovery.arrived, self._senders = {}, {}
         return Loaded(self._checkpoint, state, nbytes, came_from), []
 

@@ -12,12 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, Self, SupportsIndex, TypeVar, overload
 
 import torch
 
@@ -25,6 +25,7 @@ from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.availability.inventory import Inventory
+from localckpt.availability.retention import Metrics
 from localckpt.errors import CheckpointingException, CorruptShardError, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
@@ -185,19 +186,9 @@ class CheckpointManager:
         self,
         state_dict: Any,
         iteration: SupportsIndex,
-        is_async: Literal[False] = False,
-        *,
-        metrics: Mapping[str, SupportsFloat] | None = None,
-    ) -> None: ...
-
-    @overload
-    def save(
-        self,
-        state_dict: Any,
-        iteration: SupportsIndex,
         is_async: Literal[True],
         *,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> AsyncRequest: ...
 
     @overload
@@ -205,9 +196,9 @@ class CheckpointManager:
         self,
         state_dict: Any,
         iteration: SupportsIndex,
-        is_async: bool,
+        is_async: bool = False,
         *,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> AsyncRequest | None: ...
 
     @one_call
@@ -217,7 +208,7 @@ class CheckpointManager:
         iteration: SupportsIndex,
         is_async: bool = False,
         *,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> AsyncRequest | None:
         """Save this rank's state; all ranks call it.
 
@@ -546,7 +537,7 @@ class CheckpointManager:
         to: DrainTarget,
         *,
         rate_limit: float | None = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> AsyncRequest:
         """Drain a complete checkpoint to shared storage, behind training; all ranks call it.
 
@@ -586,7 +577,7 @@ class CheckpointManager:
         iteration: int,
         to: DrainTarget,
         rate_limit: float | None,
-        metrics: Mapping[str, SupportsFloat] | None,
+        metrics: Metrics | None,
     ) -> AsyncRequest:
         self._require_writable()
         images = self._images("promote")

@@ -9,10 +9,10 @@ so that no rank prunes them, until all ranks have finalized the promotion in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Protocol, SupportsFloat
+from typing import Protocol
 
 from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
+from localckpt.availability.retention import Metrics
 from localckpt.errors import (
     CheckpointingException,
     MismatchError,
@@ -47,7 +47,7 @@ class DrainTarget(Protocol):
         shard: KeptShard,
         *,
         rate_limit: float | None = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> Draining: ...
 
     def note_drained(self, iteration: int) -> None: ...
@@ -60,7 +60,7 @@ class Promotion:
         target: DrainTarget,
         checkpoints: JobCheckpoints,
         rate_limit: float | None,
-        metrics: Mapping[str, SupportsFloat] | None,
+        metrics: Metrics | None,
     ) -> None:
         self._checkpoint = shard.identity.checkpoint
         self._claim, self._target, self._checkpoints = shard.store.claim, target, checkpoints

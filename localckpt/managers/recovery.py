@@ -94,10 +94,7 @@ class Recovery:
         self.slots, self.arrived, self.nbytes = {}, {}, {}
 
     def take_out(self, piece: Piece, reader: int, why: str) -> None:
-        """Leave a piece that was bad where a rank read it out of what is read as good.
-
-        One rank of the node puts it in quarantine, if it is bad there, too.
-        """
+        """Leave out a bad piece; one rank of its node verifies it, for quarantine."""
         identity = self._identity(piece.rank, piece.kind)
         if piece.is_shard and piece.rank in self.groups:
             logger.error("%s was computed in vain: %s", identity, why)

@@ -40,10 +40,7 @@ def divergence_error(
     *,
     is_kept: bool,
 ) -> DivergenceError:
-    """Find the tensors that differ; all ranks call it with the same divergence.
-
-    If a rank is lost, no tensors are named. ``is_kept``: the save is, and is marked bad.
-    """
+    """Find the tensors that differ, unless a rank is lost; all ranks call it."""
     wanted = {of.set_id for of in divergence.sets if ranks.rank in of.asked}
     told = {str(part.set_id): part.tensors for part in mine if part.set_id in wanted}
     is_concerned = any(of.may_be_named(ranks.rank) for of in divergence.sets)

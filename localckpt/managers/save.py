@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -21,6 +21,7 @@ from localckpt.async_save.foreign import HandedOver
 from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
+from localckpt.availability.retention import Metrics
 from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError, SaveFailedError
 from localckpt.events.event import Outcome, Tier
 from localckpt.events.saves import SaveRecord
@@ -67,7 +68,7 @@ class Save:
         identity: ShardIdentity,
         called: float,
         waited_s: float,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         context = saves.context
         self._saves = saves
@@ -96,10 +97,7 @@ class Save:
     # Captured.
 
     def capture(self, state: Any) -> None:
-        """Capture the state, and begin to copy it to other ranks.
-
-        An error is reported when all ranks finalize, so that none is left waiting for this one.
-        """
+        """Capture the state, and begin to copy it; errors are told when all finalize."""
         context, iteration = self._context, self.identity.iteration
         self._saves.in_flight.append(self)
         context.checkpoints.under_way.append(iteration)
@@ -143,10 +141,7 @@ class Save:
     # Carried out at once, or by a queue behind training.
 
     def run(self) -> None:
-        """Carry the save out at once, and agree with the other ranks on its outcome.
-
-        After PeerLostError the save is rolled back, unless its outcome is unknown here.
-        """
+        """Carry the save out at once, and agree with the other ranks on its outcome."""
         self.is_scheduled = True
         outcome = None
         with Attempt() as keeping:
@@ -627,10 +622,7 @@ class Saves:
     # What they share.
 
     def compares_replicas(self, generation: Generation) -> bool:
-        """Return whether a save compares replicas; the same on all ranks.
-
-        After one whose replicas differed every save does, until they are equal again.
-        """
+        """Return whether a save compares replicas, as all do after one that differed."""
         every = self.context.options.check_replicas
         if every is None or self.context.ranks.world_size < 2:
             return False
@@ -646,10 +638,7 @@ class Saves:
         self._has_checked_space = True
 
     def retire(self, saved: int) -> Callable[[], None]:
-        """Forget older checkpoints: an iteration is complete on all ranks.
-
-        Returns what prunes them on this node.
-        """
+        """Forget what is older than a complete iteration; return what prunes it here."""
         context = self.context
         checkpoints, nodes, retention = (
             context.checkpoints,

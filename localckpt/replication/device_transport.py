@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, numbered
+from localckpt.replication.progress import (
+    CHUNK_NBYTES,
+    PeerFailed,
+    Progress,
+    Receives,
+    Sends,
+    numbered,
+)
 from localckpt.state_dict.source import ShardSource
 from localckpt.waiting import wait_until
 
@@ -44,12 +51,7 @@ class DeviceTransport:
         self._abandoned: Any = None
         self.broken = False
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, ShardSource]],
-        receives: Sequence[tuple[int, memoryview]],
-        timeout_s: float,
-    ) -> None:
+    def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         if self.broken:
             raise PeerLostError(
                 f"rank {self._group.my_global_rank} cannot exchange shards: this transport broke "
@@ -95,8 +97,8 @@ class DeviceTransport:
 
     def _run(
         self,
-        sends: Sequence[tuple[int, ShardSource]],
-        receives: Sequence[tuple[int, memoryview]],
+        sends: Sends,
+        receives: Receives,
         outgoing: _Buckets,
         incoming: _Buckets,
         progress: Progress,

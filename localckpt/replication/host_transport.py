@@ -13,8 +13,8 @@ from localckpt.pacing import Pacer
 from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.progress import CHUNK_NBYTES, Progress, chunks, numbered
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource, views_last
+from localckpt.replication.progress import CHUNK_NBYTES, Progress, Receives, Sends, chunks, numbered
+from localckpt.state_dict.source import PIECE_NBYTES, views_last
 
 # One chunk is sent while the next is read.
 _BOUNCES = 2
@@ -45,12 +45,7 @@ class HostTransport:
         self.pacer = Pacer(rate_limit)
         self.broken = False
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, ShardSource]],
-        receives: Sequence[tuple[int, memoryview]],
-        timeout_s: float,
-    ) -> None:
+    def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         if self.broken:
             raise PeerLostError(
                 f"rank {self._rank} cannot exchange shards: these connections broke before"
@@ -62,12 +57,7 @@ class HostTransport:
         with progress.watched():
             interruptible(lambda: self._exchange(sends, receives, progress), self.abort)
 
-    def _exchange(
-        self,
-        sends: Sequence[tuple[int, ShardSource]],
-        receives: Sequence[tuple[int, memoryview]],
-        progress: Progress,
-    ) -> None:
+    def _exchange(self, sends: Sends, receives: Receives, progress: Progress) -> None:
         messages = Messages(self.connections, progress, self.pacer)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []
@@ -104,9 +94,7 @@ class HostTransport:
         self.connections.close()
         self.broken = True
 
-    def _ask(
-        self, receives: Sequence[tuple[int, memoryview]], messages: Messages
-    ) -> dict[int, list[Incoming]]:
+    def _ask(self, receives: Receives, messages: Messages) -> dict[int, list[Incoming]]:
         asked: dict[int, list[Incoming]] = {}
         for peer, number, view in numbered(receives):
             for start, stop in chunks(len(view), self._chunk_nbytes):
@@ -134,7 +122,7 @@ class HostTransport:
             for chunk in arrivals:
                 messages.count_arrived(chunk)
 
-    def _send(self, sends: Sequence[tuple[int, ShardSource]], messages: Messages) -> None:
+    def _send(self, sends: Sends, messages: Messages) -> None:
         unanswered: deque[Outgoing] = deque()
         try:
             for peer, number, view in self._read(sends, unanswered, messages):
@@ -149,7 +137,7 @@ class HostTransport:
 
     def _read(
         self,
-        sends: Sequence[tuple[int, ShardSource]],
+        sends: Sends,
         unanswered: deque[Outgoing],
         messages: Messages,
     ) -> Iterator[tuple[int, int, memoryview]]:

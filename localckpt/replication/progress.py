@@ -9,17 +9,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.ranks.failure import SLOW, forget_frames
 from localckpt.ranks.patience import Patience
+from localckpt.state_dict.source import ShardSource
 
 CHUNK_NBYTES = 32 << 20
 
 T = TypeVar("T")
+
+Sends: TypeAlias = Sequence[tuple[int, ShardSource]]
+"""Images, each with the rank that it is sent to."""
+Receives: TypeAlias = Sequence[tuple[int, memoryview]]
+"""Writable memory for images, each with the rank that it comes from."""
 
 
 class Progress:

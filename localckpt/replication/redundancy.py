@@ -115,7 +115,6 @@ class Lost:
             Nothing is taken out of it.
         wanted: The group that each shard is computed from.
         computed_by: The rank of this job that computes each shard; a rank may compute several.
-        is_kept: Whether the computed shards may be committed. If not, their slots serve one load.
     """
 
     checkpoint: Checkpoint
@@ -123,7 +122,6 @@ class Lost:
     inventory: Inventory
     wanted: Mapping[int, Group]
     computed_by: Mapping[int, int]
-    is_kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from localckpt.replication.member_strategy import (
     deadline_with_others,
 )
 from localckpt.replication.placement import place_cliques
+from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
 from localckpt.replication.transport import DeviceTransport
@@ -283,7 +284,7 @@ class CliqueReplicationStrategy(MemberStrategy):
     def _exchange(
         self,
         announced: Sequence[Announcement],
-        moves: Sequence[tuple[list[tuple[int, ShardSource]], list[tuple[int, memoryview]]]],
+        moves: Sequence[tuple[Sends, Receives]],
         over_device: bool,
         timeout_s: float,
     ) -> None:

@@ -7,12 +7,11 @@ things; sizes are agreed beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.host_transport import HostTransport
-from localckpt.state_dict.source import ShardSource
+from localckpt.replication.progress import Receives, Sends
 
 __all__ = ["DeviceTransport", "HostTransport", "Transport"]
 
@@ -27,12 +26,7 @@ class Transport(Protocol):
     broken: bool
     """True if an exchange failed, or was ended: a new transport is needed."""
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, ShardSource]],
-        receives: Sequence[tuple[int, memoryview]],
-        timeout_s: float,
-    ) -> None:
+    def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         """Send images to ranks of the job, and receive others into writable memory.
 
         Ranks call it together. Several images between the same two ranks are listed in the same

@@ -158,12 +158,10 @@ def test_inspect(tmp_path: Path) -> None:
         "tensors": [
             {
                 "name": "str",
-                "label": "str",
                 "dtype": "str",
                 "shape": ["int"],
                 "offset": "int",
                 "nbytes": "int",
-                "views": "int",
             }
         ],
         "tensors_nbytes": "int",

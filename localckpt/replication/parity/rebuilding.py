@@ -52,7 +52,6 @@ class Rebuilding:
         self._checkpoint = lost.checkpoint
         self._session_id = lost.session_id
         self._timeout_s = timeout_s
-        self._is_kept = lost.is_kept
         # A rank that is in several groups takes one after the other. Most are in one: nobody is to
         # wait for all groups of the job when a rank is lost.
         repairs = plan_repairs(lost)
@@ -156,7 +155,7 @@ class Rebuilding:
             for rank in (r for group in self._groups for r in group.computed_by(self._rank)):
                 identity = self._identity(Kind.IMAGE, rank)
                 self._recovered.slots[rank] = self._store.reserve(
-                    identity, sizes[rank], self._patience_s, is_kept=self._is_kept
+                    identity, sizes[rank], self._patience_s
                 )
         self._ranks.agree(f"make room to {what}", accepting, deadline=self._deadline())
         with Attempt() as rebuilding:

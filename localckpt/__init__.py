@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from localckpt.availability.retention import Retention as Retention
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from localckpt.checkpointer.parts import Values as Values
     from localckpt.checkpointer.resume import Elsewhere as Elsewhere
-    from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.cli.survival import Scheme as Scheme
     from localckpt.cli.survival import Survival as Survival
@@ -84,64 +84,51 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AsyncCallsQueue": "async_save.queue",
-    "AsyncRequest": "async_save.request",
-    "BaseCheckpointManager": "managers.local",
-    "Best": "availability.retention",
-    "CheckpointManager": "managers.manager",
-    "CheckpointingException": "errors",
-    "Checkpointer": "checkpointer.checkpointer",
-    "CkptID": "ids",
-    "CliqueReplicationStrategy": "replication.strategies",
-    "CorruptShardError": "errors",
-    "DivergenceError": "errors",
-    "Elsewhere": "checkpointer.resume",
-    "Every": "checkpointer.cadence",
-    "Explanation": "availability.explanation",
-    "FormatVersionError": "errors",
-    "GlobalCheckpointManager": "global_tier.manager",
-    "InMemoryCheckpointManager": "managers.local",
-    "LazyCliqueReplicationStrategy": "replication.strategies",
-    "Lineage": "lineage",
-    "LocalCheckpointManager": "managers.local",
-    "MismatchError": "errors",
-    "NoReplicasAvailableError": "errors",
-    "ParityReplicationStrategy": "replication.parity.strategy",
-    "PeerLostError": "errors",
-    "ReplicationStrategy": "replication.strategies",
-    "RestoreError": "errors",
-    "Retention": "availability.retention",
-    "SameMachineReplicationException": "errors",
-    "SaveFailedError": "errors",
-    "StorageError": "errors",
-    "UnsafeGlobalError": "errors",
-    "Values": "checkpointer.values",
-    "WorkerDiedError": "errors",
-    "replicated": "managers.replica_check",
-    "worker_init_fn": "checkpointer.workers",
+# Names by the module that defines them.
+_PUBLIC = {
+    "async_save.queue": "AsyncCallsQueue",
+    "async_save.request": "AsyncRequest",
+    "availability.explanation": "Explanation",
+    "availability.retention": "Best Retention",
+    "checkpointer.cadence": "Every",
+    "checkpointer.checkpointer": "Checkpointer",
+    "checkpointer.parts": "Values",
+    "checkpointer.resume": "Elsewhere",
+    "checkpointer.workers": "worker_init_fn",
+    "errors": (
+        "CheckpointingException CorruptShardError DivergenceError FormatVersionError "
+        "MismatchError NoReplicasAvailableError PeerLostError RestoreError "
+        "SameMachineReplicationException SaveFailedError StorageError UnsafeGlobalError "
+        "WorkerDiedError"
+    ),
+    "global_tier.manager": "GlobalCheckpointManager",
+    "ids": "CkptID",
+    "lineage": "Lineage",
+    "managers.local": "BaseCheckpointManager InMemoryCheckpointManager LocalCheckpointManager",
+    "managers.manager": "CheckpointManager",
+    "managers.replica_check": "replicated",
+    "replication.parity.strategy": "ParityReplicationStrategy",
+    "replication.strategies": (
+        "CliqueReplicationStrategy LazyCliqueReplicationStrategy ReplicationStrategy"
+    ),
 }
 # Of localckpt.megatron, and of the calculator of losses, for code that imports them from here.
-_HOMES_BESIDE = {
-    "AsyncCaller": "async_save.callers",
-    "AsyncCall": "async_save.request",
-    "BasicTensorAwareStateDict": "state_dict.basic",
-    "CachedMetadataFileSystemReader": "global_tier.storage_reader",
-    "ExchangePlan": "replication.exchange",
-    "FileSystemWriterAsync": "global_tier.storage_writer",
-    "GroupWrapper": "replication.groups",
-    "PersistentAsyncCaller": "async_save.callers",
-    "ReshardingLoadPlanner": "global_tier.load",
-    "Scheme": "cli.survival",
-    "Survival": "cli.survival",
-    "TemporalAsyncCaller": "async_save.callers",
-    "TensorAwareStateDict": "state_dict.basic",
-    "ThreadAsyncCaller": "async_save.callers",
-    "parse_group_sequence": "replication.groups",
-    "save_state_dict_async_finalize": "global_tier.storage_writer",
-    "save_state_dict_async_plan": "global_tier.storage_writer",
-    "survivability": "cli.survival",
+_BESIDE = {
+    "async_save.callers": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller ThreadAsyncCaller",
+    "async_save.request": "AsyncCall",
+    "cli.survival": "Scheme survivability Survival",
+    "global_tier.load": "ReshardingLoadPlanner",
+    "global_tier.storage_reader": "CachedMetadataFileSystemReader",
+    "global_tier.storage_writer": (
+        "FileSystemWriterAsync save_state_dict_async_finalize save_state_dict_async_plan"
+    ),
+    "replication.exchange": "ExchangePlan",
+    "replication.groups": "GroupWrapper parse_group_sequence",
+    "state_dict.basic": "BasicTensorAwareStateDict TensorAwareStateDict",
 }
+
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names.split()}
+_HOMES_BESIDE = {name: home for home, names in _BESIDE.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -85,15 +85,15 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2082, 1300, 14),
+    "top": (2069, 1300, 14),
     "async_save": (1632, 1400, 7),
     "availability": (2703, 2000, 10),
-    "checkpointer": (4200, 1800, 13),
+    "checkpointer": (4191, 1800, 12),
     "cli": (3062, 3000, 16),
     "events": (654, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (6415, 4900, 21),
-    "integrations": (2821, 2900, 21),
+    "integrations": (2808, 2900, 19),
     "managers": (5041, 3600, 17),
     "memory": (817, 700, 7),
     "ranks": (2742, 1600, 11),
@@ -105,7 +105,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (169, 150)
+_CORE_MODULES = (168, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt.integrations.nvrx.names import MODULES, VERSION
+from localckpt.integrations.nvrx.finder import MODULES, VERSION
 from tests.integrations.kills import END, run_both
 from tests.managers.jobs import assert_same, error_of, files, state_of
 from tests.ranks import node_store, run_ranks
@@ -40,7 +40,7 @@ def test_every_module_is_answered_for_with_every_name() -> None:
         "-c",
         "import importlib, sys\n"
         "from localckpt.integrations import nvrx\n"
-        "from localckpt.integrations.nvrx.names import MODULES\n"
+        "from localckpt.integrations.nvrx.finder import MODULES\n"
         "nvrx.install()\n"
         "nvrx.install()\n"
         "assert 'torch' not in sys.modules\n"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from localckpt.errors import CorruptShardError, UnsafeGlobalError
-from localckpt.integrations.nvrx.names import CHECKPOINTING
+from localckpt.integrations.nvrx.finder import CHECKPOINTING
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors

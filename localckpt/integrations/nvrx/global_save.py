@@ -19,7 +19,7 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader 
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync as _Writer
 from localckpt.global_tier.storage_writer import save_state_dict_async_finalize as _finalize
 from localckpt.global_tier.storage_writer import save_state_dict_async_plan as _plan
-from localckpt.integrations.nvrx.errors import also_torchs
+from localckpt.integrations.nvrx.queue import also_torchs
 from localckpt.ranks.ranks import Ranks
 
 __all__ = [

@@ -1,14 +1,21 @@
-"""Queue of asynchronous calls with the signature of NVRx's."""
+"""Queue of asynchronous calls with the signature of NVRx's, and errors that are also NVRx's."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
-from localckpt.async_save.queue import AsyncCallsQueue as _AsyncCallsQueue
-from localckpt.integrations.nvrx.errors import also_torchs
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["AsyncCallsQueue", "abort_nvrx_checkpoint"]
+from localckpt.async_save.queue import AsyncCallsQueue as _AsyncCallsQueue
+from localckpt.errors import CheckpointingException, PeerLostError
+
+__all__ = ["AsyncCallsQueue", "abort_nvrx_checkpoint", "also_torchs"]
 
 # ionice class of processes that access the disk only when it is idle.
 _IDLE = 3
@@ -76,3 +83,35 @@ def abort_nvrx_checkpoint() -> None:
     """
     for queue in tuple(_QUEUES):
         queue.abort()
+
+
+@contextmanager
+def also_torchs() -> Iterator[None]:
+    """Raise what failed as torch's ``CheckpointException``, too, unless a rank was lost."""
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except CheckpointingException as error:
+        error.__class__ = _also_torchs(type(error))  # type: ignore[arg-type]
+        raise
+
+
+@cache
+def _also_torchs(kind: type[CheckpointingException]) -> type[CheckpointingException]:
+    if issubclass(kind, CheckpointException):
+        return kind
+
+    class Both(kind, CheckpointException):  # type: ignore[misc, valid-type]
+        @property
+        def failures(self) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
+            """This rank's error, whose text names the ranks that failed."""
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return {rank: (self, traceback.extract_tb(self.__traceback__))}
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return kind, self.args, vars(self)
+
+    Both.__name__, Both.__qualname__ = kind.__name__, kind.__qualname__
+    Both.__module__ = kind.__module__
+    return Both

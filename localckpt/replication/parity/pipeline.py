@@ -59,7 +59,7 @@ class Pipeline:
         self.connections = connections
         self.broken = False
         self.pacer = pacer or Pacer()
-        self.memory = _Memory()
+        self.memory = _MessageMemory()
 
     def run(
         self,
@@ -105,10 +105,10 @@ class Pipeline:
 
     def close(self) -> None:
         self.broken = True
-        self.memory = _Memory()
+        self.memory = _MessageMemory()
 
 
-class _Memory:
+class _MessageMemory:
     """Rooms for messages under way, and what the arithmetic needs; kept from run to run."""
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ _BUDGETS = {
     "integrations": (2808, 2900, 19),
     "managers": (5041, 3600, 17),
     "memory": (817, 700, 7),
-    "ranks": (2742, 1600, 11),
+    "ranks": (2713, 1600, 11),
     "replication": (2940, 2900, 17),
     "replication/parity": (1778, 1700, 12),
     "state_dict": (7346, 5000, 30),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,6 @@ AFTER_ROOT, AFTER_FIRST_S = 0.1, 2.0
 _HAND = "hand"
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
-_SMALL_PART_NBYTES = 4096
 _INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
@@ -124,8 +123,7 @@ class Round:
     def awaited(self) -> str:
         """Return in words which ranks are waited for: on the root all, else whether it is."""
         place = self._place
-        reported = self._last_report(place.root)
-        if not place.is_root and reported is not None and reported[0] >= self.number:
+        if not place.is_root and None not in self._reports([place.root]):
             return f"ranks that rank {place.ranks[place.root]} names"
         late = _missing(self._reports()) if place.is_root else [place.root]
         return named([place.ranks[rank] for rank in late], self._last_seen(late)) or (
@@ -134,17 +132,15 @@ class Round:
 
     def report(self, report: Any, *, wakes_root: bool) -> None:
         """Report, once a round. With ``wakes_root`` the root knows before others have reported."""
-        number = self.number
-        # Two keys by turns: the last report stays for those who ask where a rank was last seen.
-        value = json.dumps([number, report]).encode()
-        put(self._store, _report_key(self._place.rank, number), value)
-        if is_last := self._store.add(f"{number}/count", 1) == len(self._place.ranks):
-            self._store.set(f"{number}/complete", _THERE)
+        self._show(report[0], report)
+        if is_last := self._store.add(f"{self.number}/count", 1) == len(self._place.ranks):
+            self._store.set(f"{self.number}/complete", _THERE)
         if is_last or wakes_root:
             self._wake_root()
 
     def note(self, what: str) -> None:
-        self._store.set(_note_key(self._place.rank), json.dumps([self.number, short(what)]))
+        """Show that this rank is at work, in the place of its report of the round before."""
+        self._show(short(what), None)
 
     def raise_hand(self) -> None:
         self._store.set(_HAND, _THERE)
@@ -218,51 +214,38 @@ class Round:
         """Return whether this rank is the first that waited in vain, which looks for the reason."""
         return int(self._store.add(f"{self.number}/asked", 1)) == 1
 
-    def _reports(self) -> list[Any]:
-        """Read the reports of all ranks; ``None`` for one that has reported later, or not yet."""
-        keys = [_report_key(rank, self.number) for rank in range(len(self._place.ranks))]
-        entries = [value and json.loads(value) for value in look_all(self._store, keys)]
-        return [entry[1] if entry and entry[0] == self.number else None for entry in entries]
+    def _show(self, what: str, report: Any) -> None:
+        # A rank is in a later round only once the ones before have verdicts: no report is missed.
+        value = json.dumps([self.number, what, report]).encode()
+        put(self._store, _report_key(self._place.rank), value)
 
-    def _last_report(self, rank: int) -> tuple[int, Any] | None:
-        """The round and the report that a rank was last seen in; ``None`` if it never was."""
-        values = [
-            look(self._store, _report_key(rank, number))
-            for number in (self.number, self.number - 1)
-        ]
-        found = [tuple(json.loads(value)) for value in values if value is not None]
-        return max(found, key=lambda entry: entry[0], default=None)
+    def _shown(self, ranks: Iterable[int]) -> list[Any]:
+        """Read round, call, and report of the last calls of ranks; ``None`` for one not seen."""
+        values = look_all(self._store, [_report_key(rank) for rank in ranks])
+        return [value and json.loads(value) for value in values]
+
+    def _reports(self, ranks: Iterable[int] | None = None) -> list[Any]:
+        """Read the reports of ranks; ``None`` for one that is in another round, or at work."""
+        shown = self._shown(range(len(self._place.ranks)) if ranks is None else ranks)
+        return [entry[2] if entry and entry[0] == self.number else None for entry in shown]
 
     def _last_seen(self, ranks: Sequence[int]) -> dict[int, str]:
         """The calls that ranks were last seen in, if they ever were, by their names in the job."""
-        seen: dict[int, str] = {}
-        for rank in ranks[:NAMED]:
-            noted = if_there(self._store, _note_key(rank))
-            number, what = (-1, "") if noted is None else json.loads(noted)
-            reported = self._last_report(rank)
-            # A note is of the round that the rank is to report in next.
-            if reported is not None and reported[0] >= number:
-                what = reported[1][0]
-            if reported is not None or noted is not None:
-                seen[self._place.ranks[rank]] = what
-        return seen
+        shown = zip(ranks, self._shown(ranks[:NAMED]), strict=False)
+        return {self._place.ranks[rank]: entry[1] for rank, entry in shown if entry}
 
     def _own_part(self) -> bytes | None:
-        """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
-        key, number = _part_key(self._place.rank, self.number), _packed_number(self.number)
-        value = look(self._store, key)
-        # An earlier verdict may have had a part for this rank, and this one none.
-        if value is None or not value.startswith(number):
-            return None
-        # Others are overwritten by the next.
-        if len(value) > _SMALL_PART_NBYTES:
-            drop(self._store, key, len(value))
-        return value[len(number) :]
+        """Take this rank's part of a verdict that has parts; ``None`` if it has no part."""
+        key = _part_key(self._place.rank, self.number)
+        part = look(self._store, key)
+        if part is not None:
+            drop(self._store, key, len(part))
+        return part
 
     def _give(self, verdict: Verdict, key: str) -> Verdict:
         """Give a verdict with its parts, unless another rank has; return the one that holds."""
         for rank, part in (verdict.parts or {}).items():
-            put(self._store, _part_key(rank, self.number), _packed_number(self.number) + part)
+            put(self._store, _part_key(rank, self.number), part)
         return Verdict.received(self._decide(verdict, key), self._own_part)
 
     def _decide(self, verdict: Verdict, key: str) -> Any:
@@ -288,25 +271,21 @@ def _missing(reports: list[Any]) -> list[int]:
 
 
 def remove_rounds(store: Store, rank: int) -> None:
-    last = -1
-    for number in (0, 1):
-        if (value := if_there(store, _report_key(rank, number))) is not None:
-            last = max(last, _number_in(value))
-            delete(store, _report_key(rank, number))
-        delete(store, _part_key(rank, number))
-    store.delete_key(_note_key(rank))
-    for number in range(last - 1, last + 1):
+    """Delete what is left of a rank's rounds; the first rank also what is for all."""
+    last = _number_in(if_there(store, _report_key(rank)) or b"")
+    delete(store, _report_key(rank))
+    if rank == 0:
+        store.delete_key(_HAND)
+    for number in (last - 1, last):
         delete(store, _data_key(rank, number))
-    if rank > 0:
-        return
-    store.delete_key(_HAND)
-    for number in range(last - 1, last + 1):
-        _forget_verdict(store, number)
+        delete(store, _part_key(rank, number))
+        if rank == 0:
+            _forget_verdict(store, number)
 
 
-def _number_in(report: bytes) -> int:
-    """Read the round that a report is of; -1 for a value that no rank has put there."""
-    digits = report[5:25].partition(b",")[0]
+def _number_in(shown: bytes) -> int:
+    """Read the round that a rank was last seen in; -1 for a value that no rank has put there."""
+    digits = shown[5:25].partition(b",")[0]
     return int(digits) if digits.isdigit() else -1
 
 
@@ -317,12 +296,8 @@ def _forget_verdict(store: Store, number: int) -> None:
         delete(store, f"{number}/{key}/body")
 
 
-def _report_key(rank: int, number: int) -> str:
-    return f"report/{rank}/{number % 2}"
-
-
-def _note_key(rank: int) -> str:
-    return f"note/{rank}"
+def _report_key(rank: int) -> str:
+    return f"report/{rank}"
 
 
 def _data_key(rank: int, number: int) -> str:
@@ -330,8 +305,4 @@ def _data_key(rank: int, number: int) -> str:
 
 
 def _part_key(rank: int, number: int) -> str:
-    return f"part/{rank}/{number % 2}"
-
-
-def _packed_number(number: int) -> bytes:
-    return number.to_bytes(8, "little")
+    return f"{number}/part/{rank}"

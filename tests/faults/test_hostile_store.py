@@ -86,19 +86,19 @@ def _reshaped(value: bytes, number: int) -> bytes:
         except ValueError:
             continue
         if is_inner and isinstance(fields, list) and len(fields) > 1:
-            if isinstance(fields[1], list) and len(fields[1]) > 2:
+            if isinstance(fields[-1], list) and len(fields[-1]) > 2:
                 # The record of a report.
-                fields[1][2] = shape
+                fields[-1][2] = shape
             else:
                 # The value of a verdict.
                 fields[0] = shape
         else:
             fields = shape
         return value[:start] + json.dumps(fields).encode()
-    # A part of a verdict: the number of the round, and a record.
-    head, message = value[:12], Message.from_bytes(value[12:])
+    # A part of a verdict.
+    message = Message.from_bytes(value[4:])
     record = [shape, message.record[1]] if is_inner else shape
-    return head + Message(record, message.data).to_bytes()
+    return value[:4] + Message(record, message.data).to_bytes()
 
 
 def _instead(_: bytes, value: bytes) -> bytes:

@@ -50,7 +50,6 @@ class Mismatches:
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Cut a text to the length that may be sent to other ranks."""
     return text if len(text) <= longest else f"{text[: longest - len(_CUT)]}{_CUT}"
 
 
@@ -102,7 +101,6 @@ def said_by(texts: Mapping[int, str]) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Return ranks in words: ``rank 3``, ``ranks 0 to 7 and 9``."""
     runs = runs_of(ranks)
     parts: list[str] = []
     for start, end in runs:

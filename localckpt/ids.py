@@ -50,8 +50,7 @@ class Generation(NamedTuple):
     """Number of a save: the attempt (one start of the job) and the save's number in it.
 
     ``epoch`` is higher than that of any store when the attempt began. ``sequence`` counts the saves
-    of the attempt from a random start. Neither orders checkpoints of different attempts: see
-    ``availability/coverage.py``.
+    of the attempt from a random start. Neither orders checkpoints of different attempts.
     """
 
     epoch: int
@@ -69,15 +68,13 @@ class Generation(NamedTuple):
         return Generation(self.epoch, (self.sequence // _LONE_SAVES + 1) * _LONE_SAVES)
 
     def __str__(self) -> str:
-        """Return the epoch and the number of the save, without the random part."""
         return f"{self.epoch}.{self.sequence % SAVES_AN_ATTEMPT}"
 
 
 class Piece(NamedTuple):
     """One thing that a node can hold of a checkpoint: a rank's shard, or redundancy data.
 
-    ``kind`` is a lowercase word: ``"shard"``, or the name of a redundancy scheme's pieces. Images
-    of one piece at different iterations have about the same size, so they reuse the same buffers.
+    Its images at different iterations have about the same size, and reuse the same buffers.
     """
 
     rank: int
@@ -124,7 +121,6 @@ class ShardIdentity:
 
     @property
     def seed(self) -> str:
-        """Seed of the digests of the image's blocks."""
         generation = f"{self.generation.epoch}.{self.generation.sequence}"
         kind = "" if self.is_shard else f"{self.kind}/"
         return f"{kind}{generation}/{self.iteration}/{self.rank}/{self.session_id}"

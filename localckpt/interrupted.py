@@ -43,11 +43,7 @@ def was_interrupted(what: str, call: str) -> CheckpointingException:
 def interrupt_behind(
     error: BaseException | None, outer: BaseException | None
 ) -> BaseException | None:
-    """Return the interrupt that caused an error, unless it caused ``outer``, if any.
-
-    Python's waits, and libraries that call back into Python, turn some interrupts into other
-    errors.
-    """
+    """Return the interrupt that a library has turned into ``error``, unless into ``outer``."""
     seen: set[int] = set()
     # A library may raise an error again from one that it caused, so that they cause each other.
     while error is not None and error is not outer and id(error) not in seen:

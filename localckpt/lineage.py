@@ -39,8 +39,8 @@ def are_whole(numbers: Iterable[object]) -> bool:
 class EpochId(NamedTuple):
     """Identity of one start of the job.
 
-    ``number`` is above that of every epoch known at the start; two starts that cannot see each
-    other's files may share a number. ``draw`` is random and tells such starts apart.
+    ``number`` is above that of every epoch known at the start; ``draw`` is random, for starts that
+    cannot see each other's files.
     """
 
     number: int
@@ -51,8 +51,6 @@ class EpochId(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Iteration of an epoch."""
-
     epoch: EpochId
     iteration: int
 
@@ -116,7 +114,6 @@ class Lineage:
         return any(of == epoch and iteration <= left_at for of, left_at in self.ancestors)
 
     def left(self, iteration: int) -> Point:
-        """Return the point at which a descendant of this epoch begins."""
         return Point(self.epoch, iteration)
 
     def to_json(self) -> list[Any]:
@@ -151,11 +148,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Source of the state that an epoch begins with.
-
-    ``iteration`` is -1 for the beginning; ``parent`` is the lineage of the epoch that saved the
-    state, if the source carries one.
-    """
+    """Source of an epoch's state: its iteration, -1 for none, and the lineage that it carries."""
 
     origin: Origin = "nothing"
     iteration: int = -1

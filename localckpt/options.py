@@ -163,7 +163,6 @@ class Options:
 
     @classmethod
     def of_store(cls, given: Mapping[str, Any], keep_last: int) -> Options:
-        """Make the options of a manager that keeps ``keep_last`` checkpoints unless told else."""
         given = _known(given, StoreOptions.__optional_keys__)
         kept = node_rules(given.get("keep_last"), given.get("retention"), keep_last)
         return cls(**_without_rules(given), retention=kept)

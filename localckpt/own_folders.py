@@ -27,10 +27,9 @@ def make_own_folders(
 ) -> None:
     """Make the folder that a user named, and one in the other below it, and check them all.
 
-    A symbolic link to the named one is followed if it is this user's, or root's; below it links are
-    refused. ``shares``: members of this user's groups may write there; see :func:`folder_mode`.
-    ``may_be_sticky``: others may make files in the named folder, as in ``/tmp``. Raises OSError,
-    and StorageError if another user can replace what is in a folder; nothing was made in it.
+    A symbolic link to the named one is followed if it is this user's, or root's. ``shares``: this
+    user's groups may write there. ``may_be_sticky``: others may make files in the named folder.
+    Raises OSError, and StorageError if another user can replace what is in a folder.
     """
     for path in (named, *named.parents):
         if path.is_symlink() and not path.exists():
@@ -60,11 +59,7 @@ def make_own_folders(
 
 
 def folder_mode(parent: Path) -> int:
-    """Return the mode of a folder to make in another one.
-
-    It is this user's alone, unless the other one has the set-group-ID bit: then its group may do
-    what it may there. The umask may take more.
-    """
+    """Return the mode of a folder to make in another one, whose group may own it, too."""
     return _folder_mode(parent.stat().st_mode)
 
 
@@ -74,10 +69,7 @@ def file_mode(folder: Path) -> int:
 
 
 def open_below(folder: Path, *names: str) -> int:
-    """Open a folder below another one; return a descriptor.
-
-    Raises OSError, and StorageError if a link is in the place of a folder.
-    """
+    """Open a folder below another one; StorageError if a link is in the place of a folder."""
     opened = os.open(folder, _OPEN)
     for name in names:
         folder /= name
@@ -92,7 +84,7 @@ def open_below(folder: Path, *names: str) -> int:
 def require_own_file(path: Path) -> None:
     """Raise StorageError if a file in a checked folder is another user's regular file.
 
-    The owner of the folder counts as this user: root cleans up in stores of others, and some file
+    The folder's owner counts as this user: root cleans up in stores of others, and some file
     systems give all files one owner. So does the group of a folder with the set-group-ID bit.
     """
     try:
@@ -110,7 +102,6 @@ def require_own_file(path: Path) -> None:
 
 
 def lock_holder(path: Path) -> str:
-    """Describe the owner of a lock file, and the process that holds its lock, if that is known."""
     try:
         status = path.stat()
     except OSError as error:
@@ -199,10 +190,7 @@ def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_stic
 
 
 def _makes_files_of(uid: int, folder: int) -> bool:
-    """Return whether what this user makes in a folder belongs to ``uid``.
-
-    Some file systems give all files one owner, or map root to another user.
-    """
+    """Return whether what this user makes belongs to ``uid``, as file systems may have it."""
     name = f".localckpt-{secrets.token_hex(8)}"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,7 +1,6 @@
 """Count of this start of the job against the checkpoint that it resumed from.
 
-A start resumed in vain if it makes a step, and ends before it makes progress. Notes beside the
-checkpoints count such starts; ``trust.py`` decides which checkpoints a restart may take.
+A start resumed in vain if it makes a step, and ends before it makes progress.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ class Resuming:
 
     Every rank keeps its own notes, and the largest count of a checkpoint is used. So the note of a
     crashed rank remains when the other ranks, which are then ended by a signal, remove theirs.
-
-    Attributes:
-        max_attempts: Failed starts at which a checkpoint is given up; ``None`` to count none.
-        trusts: Merged notes of all nodes, from the last inventory.
-        current: Checkpoint that this start has resumed from, until it has made progress.
     """
 
     def __init__(self, notes: TrustNotes, max_attempts: int | None) -> None:
         self.max_attempts = max_attempts
+        # Merged notes of all nodes, from the last inventory.
         self.trusts = Trusts()
+        # Checkpoint that this start has resumed from, until it has made progress.
         self.current: Checkpoint | None = None
         self._notes = notes
         self._noted: Checkpoint | None = None
@@ -73,7 +69,6 @@ class Resuming:
         )
 
     def is_progress(self, iteration: int) -> bool:
-        """Return whether a complete checkpoint of this iteration is progress."""
         reached = -1 if self.current is None else self.current.iteration
         return iteration > max(reached, self.trusts.frontier)
 

@@ -81,21 +81,34 @@ class _Thread(threading.Thread):
         super().run()
 
 
-class Task(Generic[T]):
+class Ending:
+    """Work that ends, and the error that it failed with, there before it is over."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.over = Latch()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.over.wait(timeout_s)
+
+
+class Task(Ending, Generic[T]):
     """Work for another thread: run once, or cancelled before it begins."""
 
     def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__()
         self._work: Callable[[], T] | None = work
         self._result: T | None = None
-        self.error: BaseException | None = None
         # The first to set its key runs or cancels the task; unlike a lock, it can ask again.
         self._taken: dict[str, object] = {}
-        self.over = Latch()
 
     def start(self, name: str, *, daemon: bool) -> None:
-        """Run the task in a new thread; raises RuntimeError where none can be started.
+        """Run the task in a new thread, which exit awaits unless it is a ``daemon``.
 
-        The interpreter's exit waits for one that is no daemon; see :func:`exit_by`.
+        Raises RuntimeError where no thread can be started.
         """
         thread = _Thread(self, name, is_awaited=not daemon)
         _threads[thread] = None
@@ -122,12 +135,6 @@ class Task(Generic[T]):
             self._end()
             # These variables would form a cycle with the error, whose traceback keeps this frame.
             del self, work
-
-    def done(self) -> bool:
-        return self.over.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self.over.wait(timeout_s)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Return what the work returned, or raise its error, or TimeoutError."""
@@ -159,7 +166,7 @@ class Task(Generic[T]):
 
 
 class SerialThread:
-    """Thread for one task after another, in the order in which one other thread submits them."""
+    """Thread for one task after another, in the order in which one thread submits them."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -29,20 +29,17 @@ _WHY_CHARACTERS = 300
 class Trust:
     """Trust in one checkpoint; MismatchError for impossible values.
 
-    Attributes:
-        failed_starts: Number of starts of the job that resumed from it and made no progress.
-        most_starts: Number of such starts at which the job gives it up; 0 if there were none.
-        why: Reason of the mark, as a text for messages.
-        is_drained: Whether it was drained to shared storage. No decision depends on it.
-        metric: Name and value of the metric that was given with its save. Only retention depends on
-            it.
+    ``failed_starts`` of the job resumed from it and made no progress; it is given up at
+    ``most_starts``, which is 0 if there were none. ``why`` is the reason of the mark.
     """
 
     failed_starts: int = 0
     most_starts: int = 0
     mark: Mark | None = None
     why: str = ""
+    # No decision depends on it.
     is_drained: bool = False
+    # Name and value of the metric that was given with its save, for retention alone.
     metric: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +81,6 @@ class Trust:
 
     @classmethod
     def from_json(cls, fields: Any) -> Trust:
-        """Decode the result of :meth:`to_json`; raises MismatchError for anything else."""
         try:
             failed_starts, most_starts, mark, why, is_drained, metric = fields
             if metric is not None:
@@ -123,10 +119,7 @@ class Trusts(dict[Checkpoint, Trust]):
 
     @property
     def frontier(self) -> int:
-        """Iteration above which a complete checkpoint is progress; -1 if every one is.
-
-        It is the highest iteration that a start failed with, or that was quarantined.
-        """
+        """Iteration above which a complete checkpoint is progress, as none that was tried is."""
         tried = (c for c, t in self.items() if t.failed_starts or t.mark == "quarantined")
         return max((checkpoint.iteration for checkpoint in tried), default=-1)
 
@@ -154,17 +147,12 @@ class Trusts(dict[Checkpoint, Trust]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Complete checkpoints, divided by the action of a restart.
+    """Complete checkpoints, divided by the action of a restart, with reasons."""
 
-    Attributes:
-        usable: Checkpoints that it tries, in that order: those that are marked bad last.
-        quarantined: Checkpoints that it puts in quarantine, with the reasons.
-        exhausted: Checkpoints that it neither moves nor takes by itself, with the reasons: each was
-            resumed from in vain too often, but the nodes have no other to take instead.
-    """
-
+    # It tries these, in that order: those that are marked bad last.
     usable: tuple[Checkpoint, ...]
     quarantined: Mapping[Checkpoint, str]
+    # Resumed from in vain too often, but the nodes have no other to take instead.
     exhausted: Mapping[Checkpoint, str]
 
 

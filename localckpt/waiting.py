@@ -1,29 +1,24 @@
-"""Polling with back-off, for conditions that nothing signals.
-
-Waits for another thread of this process use ``threads.py`` instead.
-"""
+"""Pauses: polling with back-off for what no thread signals, and the pace of what is sent."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
+
+from localckpt.threads import Latch
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.25
 # With _LONGEST_S, 1,024 ranks that wait for long poll the job's store 4,096 times a second.
 _SHARE = 1 / 8
 
 
-def back_off(
-    shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S, share: float = _SHARE
-) -> Iterator[float]:
-    """Yield the seconds to pause before each next poll.
-
-    Between its limits a pause is a ``share`` of the time waited so far.
-    """
+def back_off(shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S) -> Iterator[float]:
+    """Yield the seconds to pause before each next poll: a share of the time waited so far."""
     start = time.monotonic()
     while True:
         waited_s = time.monotonic() - start
-        yield min(max(shortest_s, waited_s * share), longest_s)
+        yield min(max(shortest_s, waited_s * _SHARE), longest_s)
 
 
 def wait_until(
@@ -41,3 +36,36 @@ def wait_until(
             return False
         time.sleep(next(pauses))
     return True
+
+
+class Pacer:
+    """Token bucket: says when the next bytes may be sent or written; for one thread at a time.
+
+    ``rate_limit`` is in bytes a second, each message at once; ``None`` for no limit.
+    """
+
+    def __init__(self, rate_limit: float | None = None) -> None:
+        self._rate = math.inf if rate_limit is None else rate_limit
+        self._next_at = 0.0
+        self._stopped, self._lifted = Latch(), Latch()
+
+    def wait(self, nbytes: int) -> None:
+        """Return when so many bytes may be sent, or at once when pauses were ended."""
+        self._stopped.wait(max(0.0, self._next_at - time.monotonic()), self._lifted)
+        self._next_at = max(self._next_at, time.monotonic()) + nbytes / self._rate
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """End all pauses, from another thread too: who sends then finds its connections cut."""
+        self._stopped.set()
+
+    def lift(self) -> None:
+        """Have no limit from now on; another thread may call it."""
+        self._lifted.set()
+
+    def longest_s(self, nbytes: int) -> float:
+        """Time that sending so many bytes takes at least, in seconds."""
+        return nbytes / self._rate

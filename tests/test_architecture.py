@@ -31,8 +31,7 @@ _ARROWS = {
     "options": {"errors", "events", "availability"},
     "interrupted": {"errors"},
     "threads": set[str](),
-    "waiting": set[str](),
-    "pacing": {"threads"},
+    "waiting": {"threads"},
     "own_folders": {"errors"},
     "events": {"errors", "failure_texts", "threads", "own_folders"},
     "ranks": {"errors", "failure_texts", "threads", "waiting"},
@@ -46,7 +45,7 @@ _ARROWS = {
         *("errors", "failure_texts", "ids", "lineage", "trust", "state_dict", "storage"),
     },
     "replication": {
-        *("errors", "failure_texts", "ids", "threads", "waiting", "pacing", "ranks"),
+        *("errors", "failure_texts", "ids", "threads", "waiting", "ranks"),
         *("memory", "state_dict", "storage", "availability"),
     },
     "async_save": {
@@ -63,7 +62,7 @@ _ARROWS = {
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {
-        *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "pacing"),
+        *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "waiting"),
         *("events", "ranks", "memory", "state_dict", "storage", "async_save", "own_folders"),
         *("availability", "interrupted", "options"),
     },
@@ -85,8 +84,8 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2069, 1300, 14),
-    "async_save": (1632, 1400, 7),
+    "top": (2016, 1300, 13),
+    "async_save": (1611, 1400, 7),
     "availability": (2703, 2000, 10),
     "checkpointer": (4191, 1800, 12),
     "cli": (3062, 3000, 16),
@@ -96,16 +95,16 @@ _BUDGETS = {
     "integrations": (2808, 2900, 19),
     "managers": (5041, 3600, 17),
     "memory": (817, 700, 7),
-    "ranks": (2713, 1600, 11),
-    "replication": (2940, 2900, 17),
-    "replication/parity": (1778, 1700, 12),
+    "ranks": (2535, 1600, 11),
+    "replication": (2928, 2900, 17),
+    "replication/parity": (1772, 1700, 12),
     "state_dict": (7346, 5000, 30),
     "storage": (3337, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (168, 150)
+_CORE_MODULES = (167, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -20,8 +20,8 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.ranks.failure import CallEnd, Ending
-from localckpt.threads import Latch, Task
+from localckpt.ranks.failure import CallEnd
+from localckpt.threads import Ending, Latch, Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -59,7 +59,6 @@ class PendingCall(Ending):
         self.has_left = Latch()
 
     def end(self, error: BaseException | None) -> None:
-        """Note how it ended; only the first time counts."""
         with self._lock:
             if not self.done():
                 self.error = error
@@ -157,8 +156,8 @@ class AsyncCaller(ABC):
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
 
-        Returns whether nothing of it runs any more. False for a call that a thread is in the middle
-        of: threads cannot be ended, so it goes on to use its arguments beside the calls after it.
+        Returns False for a call that a thread is in the middle of: threads cannot be ended, so it
+        goes on to use its arguments beside the calls after it.
         """
         self._check_fork()
         with self._lock:

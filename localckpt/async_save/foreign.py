@@ -26,9 +26,8 @@ _LONGEST_PAUSE_S = 0.01
 class WaitForTrainer:
     """Waits in another process while a thread of the trainer does the work.
 
-    A foreign queue finalizes a call, which training waits for, once its process has returned. The
-    memory is found by pid and descriptor, and by name: the trainer may give the number to another
-    file.
+    The memory is found by pid and descriptor, and by name: the trainer may give the number to
+    another file.
     """
 
     pid: int

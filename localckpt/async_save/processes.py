@@ -77,8 +77,6 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """Priority of a process behind training."""
-
     nice: int
     idle_io: bool
 
@@ -94,10 +92,7 @@ class Priority:
 
 
 class _OtherProcess(ABC):
-    """Process that carries out calls. It is asked, and answers, over a connection.
-
-    A call may take ``exit_patience_s`` more seconds once the trainer's main thread has ended.
-    """
+    """Process that carries out calls, for a while also once the trainer's main thread has ended."""
 
     pid: int
     _connection: Connection
@@ -205,10 +200,7 @@ class WorkerProcess(_OtherProcess):
 
 
 class ForkedProcess(_OtherProcess):
-    """A copy of this process, made now, that makes one call when :meth:`call` asks for it.
-
-    The call needs no pickling, and is not changed by what training does before its turn comes.
-    """
+    """A copy of this process, made now, that makes one call when :meth:`call` asks for it."""
 
     def __init__(
         self,

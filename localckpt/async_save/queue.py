@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -43,16 +42,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Entry(Watched):
     request: AsyncRequest
     call: PendingCall
     caller: AsyncCaller | None
-    watched: Watched
 
-    @property
-    def name(self) -> str:
-        return f"call {self.watched.number} ({self.watched.name})"
+    def __str__(self) -> str:
+        return f"call {self.number} ({self.name})"
 
 
 class AsyncCallsQueue:
@@ -148,12 +145,15 @@ class AsyncCallsQueue:
                 call = PendingCall(function_name(request.async_fn))
                 call.end(error)
             own, number = rest.call, rest.call_idx
-            watched = Watched(
+            entry = _Entry(
                 *(number, call.name, call, own.report_fn, own.judge_fn, own.iteration),
                 is_urgent=own.is_urgent_fn,
+                request=rest,
+                call=call,
+                caller=caller,
             )
-            self._entries.append(_Entry(rest, call, caller, watched))
-            self._watch.add(watched)
+            self._entries.append(entry)
+            self._watch.add(entry)
             self._scheduled += 1
         except BaseException:
             # An interrupt closes the queue: a call that has begun is to wait for no other rank.
@@ -191,7 +191,7 @@ class AsyncCallsQueue:
             self._watch.poll(blocking)
         finalized = []
         while self._entries:
-            number = self._entries[0].watched.number
+            number = self._entries[0].number
             if not self._finalize_oldest(blocking, no_dist):
                 break
             finalized.append(number)
@@ -205,7 +205,6 @@ class AsyncCallsQueue:
         return len(self._entries)
 
     def waits_for(self) -> str:
-        """Describe what the oldest call waits for on this rank."""
         waits_for = self._entries[0].request.call.waits_for_fn() if self._entries else ""
         return f"its own part{': ' * bool(waits_for)}{waits_for}"
 
@@ -215,14 +214,14 @@ class AsyncCallsQueue:
 
     def coming(self) -> CallVerdict | None:
         """Return the verdict on the oldest call, before it takes effect; asks no other rank."""
-        return self._watch.coming(self._entries[0].watched) if self._entries else None
+        return self._watch.coming(self._entries[0]) if self._entries else None
 
     def check_for_errors(self) -> None:
         """Raise if a call has failed on this rank; it stays, until every rank raises its error."""
         for entry in self._entries:
             if entry.call.error is not None:
                 raise CheckpointingException(
-                    f"{entry.name} has failed on this rank: {entry.call.error}. Every rank will "
+                    f"{entry} has failed on this rank: {entry.call.error}. Every rank will "
                     f"raise it when it is finalized"
                 ) from entry.call.error
 
@@ -260,9 +259,9 @@ class AsyncCallsQueue:
         for entry in tuple(self._entries):
             if not self._take_out(entry):
                 continue
-            why = f"{entry.name} was given up when its queue was closed"
+            why = f"{entry} was given up when its queue was closed"
             cause = raised or CheckpointingException(why)
-            if entry.watched.may_stand:
+            if entry.may_stand:
                 cause = PeerLostError(f"{why}. Other ranks may have finalized it")
                 cause.outcome_unknown = True
             run_failure_fns(entry.request, cause)
@@ -285,7 +284,7 @@ class AsyncCallsQueue:
         if self._entries:
             logger.warning(
                 "%s: not finalized, because the queue was left with an error",
-                ", ".join(entry.name for entry in self._entries),
+                ", ".join(map(str, self._entries)),
             )
             self._entries.clear()
 
@@ -339,7 +338,7 @@ class AsyncCallsQueue:
         """Finalize the oldest call if it is over on all ranks; whether it was."""
         entry = self._entries[0]
         verdict = self._watch.verdict(
-            entry.watched, blocking, no_dist, partial(self._wait_for_own_work, entry)
+            entry, blocking, no_dist, partial(self._wait_for_own_work, entry)
         )
         if verdict is None:
             return False
@@ -349,7 +348,9 @@ class AsyncCallsQueue:
         verdict_fn = entry.request.call.verdict_fn
         try:
             if verdict_fn is not None and not verdict.is_own:
-                _take(verdict_fn, entry.name, verdict.value)
+                # It may be none of this program's.
+                with store_errors(f"take the verdict on {entry}"):
+                    verdict_fn(verdict.value)
             for finalize_fn in entry.request.finalize_fns:
                 finalize_fn()
         finally:
@@ -375,11 +376,11 @@ class AsyncCallsQueue:
     def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
         patience_s = OWN_WORK * self._timeout_s
         left_s = start + patience_s - time.monotonic()
-        patience = self._watch.patience(f"finish {entry.name}")
+        patience = self._watch.patience(f"finish {entry}")
         if patience.wait(entry.call.wait, left_s, self.waits_for) or entry.caller is None:
             return
         text = (
-            f"{entry.name} was not over after a wait of {patience_s:g} s (of timeout_s="
+            f"{entry} was not over after a wait of {patience_s:g} s (of timeout_s="
             f"{self._timeout_s:g}, the rest is kept for the agreement of the ranks)"
         )
         if waits_for := entry.request.call.waits_for_fn():
@@ -387,16 +388,14 @@ class AsyncCallsQueue:
         else:
             error = CheckpointingException(text)
         if not entry.caller.give_up(entry.call, error):
-            logger.error(
-                "%s cannot be ended, since it runs in a thread of this process", entry.name
-            )
+            logger.error("%s cannot be ended, since it runs in a thread of this process", entry)
 
     def _drop_all_behind(self, oldest: _Entry) -> None:
         """Drop all calls but the oldest, after a mismatch: other ranks have dropped theirs."""
         self._entries.remove(oldest)
         dropped, self._entries = self._entries, deque([oldest])
         self._watch.begin_anew(self._scheduled)
-        why = f"{oldest.name} was made on some ranks alone, and the calls after it failed with it"
+        why = f"{oldest} was made on some ranks alone, and the calls after it failed with it"
         for entry in dropped:
             run_stop_fns(entry.request)
         for entry in dropped:
@@ -409,9 +408,3 @@ class AsyncCallsQueue:
         except ValueError:
             return False
         return True
-
-
-def _take(verdict_fn: Callable[[Any], None], name: str, value: Any) -> None:
-    """Give a call the verdict on it, which may be none of this program's."""
-    with store_errors(f"take the verdict on {name}"):
-        verdict_fn(value)

@@ -36,11 +36,7 @@ _FOREIGN_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The place of a call in an :class:`AsyncCallsQueue`, for whoever made its request.
-
-    ``is_over`` tells whether the call and all before it are over on this rank; ``finalize`` waits
-    for them and finalizes them on all ranks, as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
-    """
+    """Place of a call in a queue: whether all up to it are over here, and how to finalize them."""
 
     is_over: Callable[[], bool]
     finalize: Callable[[], None]

@@ -53,7 +53,6 @@ from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
-from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.reader import ImageReader
@@ -64,6 +63,7 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.write import sync_folder
 from localckpt.threads import Latch, SerialThread
+from localckpt.waiting import Pacer
 
 logger = logging.getLogger(__name__)
 

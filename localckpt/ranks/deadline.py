@@ -57,19 +57,13 @@ _latest = inf
 
 
 def end_waits_by(at: float) -> None:
-    """Let no deadline that is made from now on be later than a time by ``time.monotonic()``.
-
-    For a job that is asked to stop; infinity lets deadlines be as they are.
-    """
+    """Let no deadline that is made from now on be later than a time by ``time.monotonic()``."""
     global _latest
     _latest = at
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what ``call()`` returns, or raise what it raises, in a thread of its own.
-
-    After a TimeoutError the call goes on, and its outcome is lost.
-    """
+    """Return what ``call()`` returns in a thread of its own, which goes on after a TimeoutError."""
     return begin(call).take_result(Deadline.after(timeout_s).left_s)
 
 
@@ -80,11 +74,10 @@ def answered(
     call: Callable[[], T],
     given_up: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return what a call returns that waits for storage, which may never answer.
+    """Return what a call returns that waits for storage, in a thread of its own if one can be had.
 
     Raises StorageError, "could not <what> <place>", after ``timeout_s``, or once it is
-    ``given_up``. The call is made in a thread of its own, if one can be had; what it does after its
-    deadline must do no harm.
+    ``given_up``; what the call does after that must do no harm.
     """
     task, waits_s = Task(call), Deadline.after(timeout_s).left_s
     try:
@@ -111,10 +104,7 @@ def answered(
 
 
 def interruptible(call: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Return what ``call()`` returns, which may wait for long in C code.
-
-    An interrupt of the main thread, which Python handles in no C code, has ``stop()`` end it soon.
-    """
+    """Return what ``call()`` returns, which may wait in C code until an interrupt has it stop."""
     if threading.current_thread() is not threading.main_thread():
         return call()
     task = Task(call)
@@ -148,10 +138,7 @@ def begin(call: Callable[[], T], name: str = "localckpt-within") -> Task[T]:
 
 
 class StoreWait:
-    """A wait for other ranks, in a thread that its starter may abandon.
-
-    ``begun`` is set once the thread has nothing left to do but to wait.
-    """
+    """A wait for other ranks, ``begun`` by a thread once nothing else is left, and abandoned."""
 
     def __init__(self, abandoned: Latch | None = None) -> None:
         self.begun = Latch()
@@ -171,11 +158,9 @@ def ask_until_stopped(
     stopped: Latch,
     tell: Callable[[], float],
 ) -> T | None:
-    """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
+    """Ask the store by a call that waits there for others; ``None`` if it is ``stopped`` there.
 
-    A call that waits when it is ``stopped``, or interrupted, is abandoned, and ``None`` is
-    returned. ``tell`` logs whom the wait is for if it is long, in this thread, and returns when to
-    call it again, in seconds.
+    ``tell`` logs whom a long wait is for, and returns the seconds until it is to be called again.
     """
     wait, until = StoreWait(), time.monotonic() + limit_s
     with store_errors(phase, limit_s):
@@ -199,10 +184,7 @@ def ask_until_stopped(
 
 @contextmanager
 def store_errors(phase: str, limit_s: float = 0.0) -> Iterator[None]:
-    """Raise errors of the job's store as a :class:`PeerLostError`; see :func:`ask_store`.
-
-    What is there and cannot be read, since no rank has put it there, is a :class:`MismatchError`.
-    """
+    """Raise errors of the store as PeerLostError, and of values that are none as MismatchError."""
     try:
         yield
     except (TimeoutError, dist.DistError) as error:
@@ -219,7 +201,6 @@ def store_errors(phase: str, limit_s: float = 0.0) -> Iterator[None]:
 
 
 def store_is_silent(phase: str, why: str) -> PeerLostError:
-    """The error for a job's store that does not answer."""
     error = PeerLostError(
         f"could not {phase}: the job's key-value store does not answer ({why}). The process that "
         f"hosts it, most often on the first node, has probably died, or cannot be reached from "

@@ -13,7 +13,6 @@ from typing import Any
 from localckpt import errors
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.failure_texts import described, ranks_named, said_by, with_class
-from localckpt.threads import Latch
 
 SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
 """Advice on the topic ``slow``, on ranks that did not come."""
@@ -101,11 +100,7 @@ class Attempt:
 
 
 def forget_frames(failure: BaseException | None) -> None:
-    """Drop the variables of the calls that failed, images among them; those that run keep theirs.
-
-    An exception that is kept in a variable of a call that it came through would keep all of them
-    until Python looks for cycles.
-    """
+    """Drop the variables of the calls that failed: images, and the exception itself, in a cycle."""
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
         # Not its context, which may be an error that the trainer is about to handle.
@@ -114,12 +109,9 @@ def forget_frames(failure: BaseException | None) -> None:
 
 @dataclass(slots=True)
 class Place:
-    """A rank among those of a group, and its words on the others; ``root`` is the one that judges.
+    """A rank among those of a group (``ranks`` of the job), and its words on the others.
 
-    Attributes:
-        ranks: The ranks of the group, as ranks of the job, which messages name.
-        hint: Returns the end of the error message for ranks that do not come.
-        forgotten: On the root, the first round of which anything is left in the store.
+    ``forgotten`` is, on the root, the first round of which anything is left in the store.
     """
 
     rank: int
@@ -194,20 +186,6 @@ def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
 def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
     advised = {"topic": "slow", "advice": advice} if advice else {}
     return Failure(PeerLostError.__name__, text, {**fields, **advised})
-
-
-class Ending:
-    """Work that ends on this rank, and the error that it failed with, there before it is over."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.over = Latch()
-
-    def done(self) -> bool:
-        return self.over.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self.over.wait(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

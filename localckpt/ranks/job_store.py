@@ -40,10 +40,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks that work together, and the job's store as this process sees it.
+    """The ranks (of the job) that work together, and the job's store as this process sees it.
 
-    ``ranks`` are ranks of the job, ``rank`` this process's place among them. ``made_for`` is this
-    process in the job and in that group at the time; ``None`` without torch.distributed.
+    ``made_for`` is this process in the job and in the group at the time.
     """
 
     rank: int
@@ -58,7 +57,14 @@ class Members:
     ) -> Members:
         """Find the ranks of a process group; without torch.distributed a process is alone."""
         if not (dist.is_available() and dist.is_initialized()):
-            _refuse_unknown_world()
+            world = os.environ.get("WORLD_SIZE", "1")
+            if world.isdecimal() and int(world) > 1:
+                raise MismatchError(
+                    f"the launcher has started {world} ranks (WORLD_SIZE), and torch.distributed "
+                    f"is not initialised, so each would save as if it were alone: call "
+                    f"torch.distributed.init_process_group() before the manager is made. If this "
+                    f"process is to work alone, unset WORLD_SIZE"
+                )
             return cls(0, (0,), None)
         members = group_ranks(process_group) if ranks is None else list(ranks)
         if dist.get_rank() not in members:
@@ -84,15 +90,3 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _refuse_unknown_world() -> None:
-    """Refuse to work as a world of one where a launcher has started several ranks."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdecimal() and int(world) > 1:
-        raise MismatchError(
-            f"the launcher has started {world} ranks (WORLD_SIZE), and torch.distributed is not "
-            f"initialised, so each would save as if it were alone: call "
-            f"torch.distributed.init_process_group() before the manager is made. If this process "
-            f"is to work alone, unset WORLD_SIZE"
-        )

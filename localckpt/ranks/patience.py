@@ -18,10 +18,7 @@ _SILENT_S = 5.0
 
 
 class Patience:
-    """Back-off of the messages about one wait: the first soon, the next when it is twice as long.
-
-    They are warnings if the wait begins in the main thread, which training waits for.
-    """
+    """Back-off of the messages about one wait, warnings if it began in the main thread."""
 
     def __init__(self, rank: int, what: str, level: int | None = None) -> None:
         self._rank, self._what = rank, what

@@ -62,33 +62,16 @@ logger = logging.getLogger(__name__)
 _nested = threading.local()
 
 
-def _nothing(_: list[Any]) -> None:
-    return None
-
-
-def _not_empty(results: list[Any]) -> list[Any]:
-    return [[rank, result] for rank, result in enumerate(results) if result]
-
-
 class Ranks:
-    """Decisions of the ranks of one process group.
+    """Decisions of the ranks of one process group; without torch.distributed of a world of one.
 
-    All ranks of the group call the same methods in the same order, also over all objects of one
-    ``name``. The first call, whichever it is, waits until all ranks have come to theirs. Without
-    torch.distributed it is a world of one.
+    All ranks call the same methods in the same order, also over all objects of one ``name``, and
+    the first call waits until all have come to theirs. ``timeout_s`` is the time for the job's
+    store, and for other ranks in calls without a deadline. ``hint`` returns a likely cause for
+    ranks that do not come.
 
-    ``timeout_s`` is the time for other ranks in each call that is given no deadline, and for the
-    job's store; the former is an attribute, too. ``ranks`` are those that take part where they have
-    no process group, ``group`` where they and the store are known already; ``root`` is the one that
-    judges. ``hint`` returns the end of the error message for ranks that do not come: a likely
-    cause.
-
-    Attributes:
-        global_ranks: The ranks of the group, as ranks of the job.
-        rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
-            its number by a decision of other ``Ranks``.
-        under_way: What the ranks decide together at the moment, for messages of other threads;
-            ``None`` if nothing.
+    Where an interrupt may keep a rank from a decision, all get its number (``rounds``) by a
+    decision of other ``Ranks``.
     """
 
     def __init__(
@@ -121,19 +104,13 @@ class Ranks:
         self._part.require_same_world()
 
     def prepare(self) -> None:
-        """Begin to open the connection of the ranks in the background.
-
-        Whoever calls from a thread first has the trainer prepare this, so that all ranks open what
-        has one name in the same order.
-        """
+        """Begin to open the store's part; in the trainer if a thread calls first, for the order."""
         self._part.prepare()
 
     def close(self) -> None:
-        """Let what is left in the job's store be removed; no call may follow, on any rank.
-
-        A rank that does not wait any more leaves its keys: the others may look at them still.
-        """
+        """Let what is left in the job's store be removed; no call may follow, on any rank."""
         if self._stopped.is_set():
+            # The others may look at this rank's keys still.
             self._part.close_clients()
         else:
             self._part.close()
@@ -145,7 +122,6 @@ class Ranks:
 
     @property
     def is_aborted(self) -> bool:
-        """True if no call waits; see :meth:`abort`."""
         return self._stopped.is_set()
 
     def abort(self) -> None:
@@ -167,23 +143,15 @@ class Ranks:
     ) -> V:
         """Do a part on each rank, and have one verdict on all parts on every rank.
 
-        Args:
-            what: What the ranks do together, as an infinitive, for messages.
-            work: This rank's part; its result, JSON or a :class:`Message`, goes to the root.
-            judge: A pure function, called on the root with the results in rank order. It returns
-                JSON, or a :class:`PerRank`, which comes as a list: the common value, and this
-                rank's part or ``None``.
-            deadline: By default :attr:`timeout_s` from the end of the work on.
-            read: Makes what is returned of what ``judge`` returned, such as :func:`shaped`. What it
-                cannot read is a MismatchError.
+        ``what`` is an infinitive, for messages. ``work`` returns JSON or a :class:`Message`;
+        ``judge``, a pure function, is called on the root with all of these, and returns JSON, or a
+        :class:`PerRank`, which comes as a list of the common value and this rank's part. ``read``,
+        such as :func:`shaped`, makes the result of that: what it cannot read is a MismatchError.
+        The deadline is by default ``timeout_s`` from the end of the work on.
 
-        Raises:
-            CheckpointingException: ``work`` failed on some rank, or ``judge``: the same on all
-                ranks, of the class that was raised where that is one of localckpt's.
-            PeerLostError: Some rank did not come in time; it is raised on all ranks, late ones too.
-                It names them, and what each of them last did.
-            MismatchError: The ranks are in different calls, or the job's process group is another
-                one than when this was made.
+        What fails on one rank is raised on all, late ones too: the error of a work or of the judge,
+        a PeerLostError that names ranks that did not come and what they last did, or a
+        MismatchError if the ranks are in different calls, or the process group has changed.
         """
         result: T | None = None
         with Attempt() as attempt:
@@ -196,7 +164,7 @@ class Ranks:
         what: str,
         attempt: Attempt,
         result: Any = None,
-        judge: Callable[[list[Any]], Any] = _nothing,
+        judge: Callable[[list[Any]], Any] = lambda results: None,
         *,
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
@@ -206,10 +174,9 @@ class Ranks:
     ) -> Any:
         """Decide as in :meth:`decide`, about work that is done: ``attempt`` is its end.
 
-        ``grace_s`` is the longest wait for other ranks once some rank has failed. ``kind`` is what
-        all ranks must do alike, where that is less than ``what``. Calls of one kind for another
-        iteration (``order``) fail on the ranks that are behind, which made theirs alone; the others
-        wait for them, if they are at least half of all.
+        ``grace_s`` is the longest wait for other ranks once some rank has failed; ``kind``, what
+        all ranks must do alike, where that is less than ``what``. Of calls of one kind for several
+        iterations (``order``) those behind fail, and the others wait, if they are at least half.
         """
         failure, attempt.failure = attempt.failure, None
         mine = None if failure is None else Failure.of(failure)
@@ -252,14 +219,12 @@ class Ranks:
         *,
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
-        read: Callable[[Any], Any] = lambda report: report,
+        read: Callable[[Any], Any],
     ) -> dict[int, Any]:
-        """Give the reports that are not empty to every rank, by rank; ``read`` reads one of them.
-
-        For what few ranks have to report, such as what went wrong.
-        """
+        """Give the reports that are not empty, of few ranks, to all; ``read`` reads one of them."""
         merged: dict[int, Any] = self.agree(
-            *(what, attempt, report, _not_empty),
+            *(what, attempt, report),
+            lambda reports: [[rank, report] for rank, report in enumerate(reports) if report],
             deadline=deadline,
             grace_s=grace_s,
             read=lambda reports: {rank: read(report) for rank, report in reports},
@@ -280,16 +245,11 @@ class Ranks:
     ) -> V:
         """Do a part on each rank, decide that all have, and then do one thing on the root for all.
 
-        The first failure of a part is raised at once on all ranks that wait. ``commit`` is called
-        on the root with the results in rank order. Its outcome is told to the others, which give
-        nothing up for it: a rank that is told nothing in time raises that it does not know. The
-        root returns once all have read the outcome, or soon, since the job's store may live in its
-        process.
-
-        ``timeout_s`` is the time that the others get once this rank has done its part, and that the
-        root gets to commit. ``on_failure`` is for work that takes long: called in another thread
-        once some rank has failed, or the store cannot be reached, it makes ``work`` raise anything;
-        this rank raises what the others do. Else as :meth:`agree`.
+        The first failure is raised at once on all ranks. ``commit`` is called on the root with all
+        results; a rank that is not told in time what came of it raises that it does not know.
+        ``timeout_s`` is the time for the other ranks, and then for the root. ``on_failure`` has
+        work that takes long raise anything: it is called in another thread once some rank has
+        failed, or the store cannot be reached. Else as :meth:`agree`.
         """
         self._part.require_same_world()
         said: list[T] = []
@@ -373,7 +333,6 @@ class Ranks:
     def _committed(
         self, what: str, commit: Callable[[], Any]
     ) -> tuple[Verdict, BaseException | None]:
-        """Commit on the root: what the others are told, and the error that it comes of."""
         try:
             return Verdict.of(commit()), None
         except BaseException as error:
@@ -385,20 +344,13 @@ class Ranks:
             raise
 
     def give_up(self, waited_s: float) -> None:
-        """End a wait with no deadline in another thread: ranks that have not reported are lost.
-
-        Raises PeerLostError if the store cannot be reached.
-        """
+        """End a wait with no deadline in another thread: ranks that have not reported are lost."""
         if (waits := self._waits) is not None:
             number, what = waits
             self._ask(number, what, lambda round_: round_.give_up(what, waited_s))
 
     def leave(self, next_what: str) -> None:
-        """Take part in nothing any more.
-
-        It ends a wait with no deadline in another thread, on all ranks; else the others' next one,
-        which is that for ``next_what``.
-        """
+        """Take part in nothing any more, and end the wait of all ranks, now or for the next."""
         number, what = self._waits or (self.rounds, next_what)
         self._has_left = True
         self._stopped.set()
@@ -447,10 +399,7 @@ class Ranks:
         return verdict, cause
 
     def _is_for_others(self, what: str, verdict: Verdict) -> bool:
-        """Return whether a round was given up in which others were in a call that this rank is not.
-
-        Such a call one rank made alone, or this rank has missed it: its next one is another round.
-        """
+        """Return whether the round was one of another call, which others made, and gave up."""
         return self._place.me in verdict.late and verdict.given_up != what
 
     def _has_failed(self, what: str) -> bool:
@@ -462,11 +411,7 @@ class Ranks:
         return False
 
     def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
-        """Tell what the root has done after a round; returns once all ranks have read it, or soon.
-
-        ``done`` is that on the root, and ``None`` on the other ranks, which wait ``waits_s`` for
-        it. Only the root knows, so none of the others decides anything for all ranks.
-        """
+        """Tell what the root has done after a round, ``done``; the others wait for it."""
         number, until = self.rounds - 1, time.monotonic() + waits_s
         if done is None:
             heard = self._wait(number, what, lambda round_: [round_.hear(until)], waits_s)
@@ -481,7 +426,6 @@ class Ranks:
         return told
 
     def _own(self, verdict: Verdict) -> Verdict:
-        """A verdict as it is received, in a world of one."""
         parts = verdict.parts or {}
         return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
 
@@ -558,9 +502,7 @@ def _outcome(
 class refused_together:
     """Context of a constructor: what it raises on this rank, the others raise where they meet.
 
-    This rank takes part in the first decision of the others, and then raises its own error. Of
-    contexts inside each other the outermost acts. No generator, for the reason that
-    :class:`~localckpt.storage.failures.storage_errors` has.
+    The outermost of several acts. No generator, for the reason that ``storage_errors`` has.
     """
 
     def __init__(
@@ -584,7 +526,12 @@ class refused_together:
                 # Without the ranks nobody waits for this one. What they say is this error, or that
                 # they did not come.
                 with suppress(CheckpointingException):
-                    _refuse(Ranks(self._name, self._group, waits_s), error)
+                    ranks, refused = Ranks(self._name, self._group, waits_s), Attempt()
+                    refused.failure = error
+                    try:
+                        ranks.agree("begin together", refused, kind=REFUSED)
+                    finally:
+                        ranks.close()
         finally:
             _nested.depth -= 1
             # Else the error would keep itself by this variable.
@@ -594,12 +541,3 @@ class refused_together:
 def timeout_in(given: Mapping[str, Any]) -> Any:
     """Return the deadline among options that may be refused; ``None`` for the usual one."""
     return given.get("timeout_s", given.get("timeout"))
-
-
-def _refuse(ranks: Ranks, error: Exception) -> None:
-    refused = Attempt()
-    refused.failure = error
-    try:
-        ranks.agree("begin together", refused, kind=REFUSED)
-    finally:
-        ranks.close()

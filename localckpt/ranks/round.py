@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
+from localckpt.ranks import values
 from localckpt.ranks.deadline import store_errors
 from localckpt.ranks.failure import NAMED, Failure, Place, named
-from localckpt.ranks.values import delete, drop, if_there, look, look_all, put, take
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 
 Fetch = Callable[[str, float], bytes | None]
@@ -35,9 +35,6 @@ AFTER_ROOT, AFTER_FIRST_S = 0.1, 2.0
 
 # Key of the part, outside of rounds.
 _HAND = "hand"
-# A verdict up to this size is one value with the word that it was decided.
-_INLINE_NBYTES = 1 << 20
-_INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
 # Keys of the verdict, and of what the root has done once all ranks had done their part.
@@ -58,10 +55,12 @@ class Round:
         report, deadline = call.report(), call.deadline
         has_failed = report[1] is not None
         if call.data and not self._place.is_root:
-            put(self._store, _data_key(self._place.rank, self.number), call.data)
+            values.put(self._store, _bytes_key(self._place.rank, self.number), call.data)
         self.report(report, wakes_root=has_failed)
         if self._place.is_root:
-            self._wait_for_reports(deadline.at, call.grace_s)
+            if self._fetch(f"{self.number}/look", deadline.at) is not None:
+                until = min(deadline.at, time.monotonic() + call.grace_s)
+                self._fetch(f"{self.number}/complete", until)
             return self._lead(call)
         if has_failed and not call.grace_s:
             given = self.fail(self._place.failed(call.what, Failure.from_json(report[1])))
@@ -78,7 +77,12 @@ class Round:
 
     def give_up(self, what: str, waited_s: float, last_wait_s: float = AFTER_FIRST_S) -> Any:
         """Decide that the ranks which have not reported are lost, unless another rank does."""
-        is_first = not last_wait_s or self._place.is_root or self._is_first_to_ask()
+        # The first rank that waited in vain looks for the reason.
+        is_first = (
+            not last_wait_s
+            or self._place.is_root
+            or int(self._store.add(f"{self.number}/asked", 1)) == 1
+        )
         try:
             with store_errors(what):
                 reports = self._reports() if is_first else []
@@ -107,8 +111,8 @@ class Round:
 
     def verdict(self) -> Verdict | None:
         """Return the verdict, without a part for this rank, if there is one."""
-        value = if_there(self._store, f"{self.number}/{_VERDICT}")
-        return None if value is None else Verdict.received(self._read(_VERDICT, value), bytes)
+        given = values.look(self._store, f"{self.number}/{_VERDICT}")
+        return None if given is None else Verdict.received(json.loads(given), bytes)
 
     def tell(self, done: Verdict) -> Verdict:
         """On the root: give the others what it has done after the verdict."""
@@ -172,7 +176,7 @@ class Round:
                     if joint_failure(call.what, reports, ranks) is None:
                         for rank, (_, _, _, nbytes, *_) in enumerate(reports):
                             if nbytes and rank != self._place.rank:
-                                data[rank] = take(self._store, _data_key(rank, self.number))
+                                data[rank] = values.take(self._store, _bytes_key(rank, self.number))
                     verdict, cause = judge_reports(call, reports, data, ranks)
         except MismatchError as error:
             # What a rank has reported cannot be read.
@@ -197,32 +201,23 @@ class Round:
             self.count_reader()
             if call.data:
                 # The root may not have taken them.
-                drop(self._store, _data_key(self._place.rank, self.number), len(call.data))
+                values.drop(self._store, _bytes_key(self._place.rank, self.number), len(call.data))
         return verdict
 
     # Values in the store.
 
-    def _wait_for_reports(self, until: float, grace_s: float) -> None:
-        """On the root: wait until all have reported, or until the grace for a failure is over."""
-        if self._fetch(f"{self.number}/look", until) is not None:
-            self._fetch(f"{self.number}/complete", min(until, time.monotonic() + grace_s))
-
     def _wake_root(self) -> None:
         self._store.set(f"{self.number}/look", _THERE)
-
-    def _is_first_to_ask(self) -> bool:
-        """Return whether this rank is the first that waited in vain, which looks for the reason."""
-        return int(self._store.add(f"{self.number}/asked", 1)) == 1
 
     def _show(self, what: str, report: Any) -> None:
         # A rank is in a later round only once the ones before have verdicts: no report is missed.
         value = json.dumps([self.number, what, report]).encode()
-        put(self._store, _report_key(self._place.rank), value)
+        values.put(self._store, _report_key(self._place.rank), value)
 
     def _shown(self, ranks: Iterable[int]) -> list[Any]:
         """Read round, call, and report of the last calls of ranks; ``None`` for one not seen."""
-        values = look_all(self._store, [_report_key(rank) for rank in ranks])
-        return [value and json.loads(value) for value in values]
+        found = values.look_all(self._store, [_report_key(rank) for rank in ranks])
+        return [value and json.loads(value) for value in found]
 
     def _reports(self, ranks: Iterable[int] | None = None) -> list[Any]:
         """Read the reports of ranks; ``None`` for one that is in another round, or at work."""
@@ -236,34 +231,26 @@ class Round:
 
     def _own_part(self) -> bytes | None:
         """Take this rank's part of a verdict that has parts; ``None`` if it has no part."""
-        key = _part_key(self._place.rank, self.number)
-        part = look(self._store, key)
+        key = _bytes_key(self._place.rank, self.number)
+        part = values.look(self._store, key)
         if part is not None:
-            drop(self._store, key, len(part))
+            values.drop(self._store, key, len(part))
         return part
 
     def _give(self, verdict: Verdict, key: str) -> Verdict:
         """Give a verdict with its parts, unless another rank has; return the one that holds."""
         for rank, part in (verdict.parts or {}).items():
-            put(self._store, _part_key(rank, self.number), part)
+            values.put(self._store, _bytes_key(rank, self.number), part)
         return Verdict.received(self._decide(verdict, key), self._own_part)
 
     def _decide(self, verdict: Verdict, key: str) -> Any:
-        text, kind = json.dumps(verdict.to_json()), _INLINE
-        if len(text) > _INLINE_NBYTES:
-            put(self._store, f"{self.number}/{key}/body", text.encode())
-            text, kind = "", _APART
-        return self._read(key, self._store.compare_set(f"{self.number}/{key}", "", kind + text))
+        given = json.dumps(verdict.to_json()).encode()
+        return json.loads(values.put_first(self._store, f"{self.number}/{key}", given))
 
     def _await(self, key: str, until: float) -> Any:
-        value = self._fetch(f"{self.number}/{key}", until)
-        return None if value is None else self._read(key, value)
-
-    def _read(self, key: str, value: bytes) -> Any:
-        kind, text = value[:1].decode(), value[1:]
-        if kind == _APART:
-            text = look(self._store, f"{self.number}/{key}/body") or b""
-        return json.loads(text)
+        key = f"{self.number}/{key}"
+        head = self._fetch(key, until)
+        return None if head is None else json.loads(values.whole(self._store, key, head))
 
 
 def _missing(reports: list[Any]) -> list[int]:
@@ -272,37 +259,30 @@ def _missing(reports: list[Any]) -> list[int]:
 
 def remove_rounds(store: Store, rank: int) -> None:
     """Delete what is left of a rank's rounds; the first rank also what is for all."""
-    last = _number_in(if_there(store, _report_key(rank)) or b"")
-    delete(store, _report_key(rank))
+    shown = values.if_there(store, _report_key(rank)) or b""
+    # The number of the round that the rank was last seen in, unless no rank has put the value.
+    digits = shown[5:25].partition(b",")[0]
+    last = int(digits) if digits.isdigit() else -1
+    values.delete(store, _report_key(rank))
     if rank == 0:
         store.delete_key(_HAND)
     for number in (last - 1, last):
-        delete(store, _data_key(rank, number))
-        delete(store, _part_key(rank, number))
+        values.delete(store, _bytes_key(rank, number))
         if rank == 0:
             _forget_verdict(store, number)
 
 
-def _number_in(shown: bytes) -> int:
-    """Read the round that a rank was last seen in; -1 for a value that no rank has put there."""
-    digits = shown[5:25].partition(b",")[0]
-    return int(digits) if digits.isdigit() else -1
-
-
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("count", "complete", "look", _VERDICT, _RESULT, "asked", "readers"):
+    for key in ("count", "complete", "look", "asked", "readers"):
         store.delete_key(f"{number}/{key}")
     for key in (_VERDICT, _RESULT):
-        delete(store, f"{number}/{key}/body")
+        values.delete(store, f"{number}/{key}")
 
 
 def _report_key(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _data_key(rank: int, number: int) -> str:
-    return f"{number}/data/{rank}"
-
-
-def _part_key(rank: int, number: int) -> str:
-    return f"{number}/part/{rank}"
+def _bytes_key(rank: int, number: int) -> str:
+    """Key of the bytes beside a rank's report, and then of its part of the verdict."""
+    return f"{number}/bytes/{rank}"

@@ -61,11 +61,9 @@ class AbandonedError(Exception):
 
 
 class StorePart:
-    """A fresh part of the job's store for some ranks, opened when it is used first.
+    """A fresh part of the job's store for some ranks, opened when all of them use it first.
 
-    All ranks of the group use their parts of one name first in the same order; whoever does waits
-    until all have. One that only some ranks have made, and that none uses, is in nobody's way.
-    Without torch.distributed it is a world of one, which has no store.
+    All use their parts of one name first in the same order. A world of one has no store.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class StorePart:
 
     @property
     def is_fork(self) -> bool:
-        """True if this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
 
     def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
@@ -143,7 +140,6 @@ class StorePart:
             self._openings.last[self._prefix] = over
 
     def require_same_world(self) -> None:
-        """Check that the job's process group is the one for which this part was made."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         if self._group.store is None and dist.get_world_size() > 1:
@@ -169,10 +165,7 @@ class StorePart:
         )
 
     def close(self) -> None:
-        """Note that no rank calls anything here any more; the next opening removes the keys.
-
-        Another rank may be reading them still. May be called twice, and in a fork.
-        """
+        """Let the next opening remove the keys, which other ranks may still read."""
         if self._group.store is None or self.is_alone or self._closed or self.is_fork:
             return
         opening = self._opening
@@ -191,9 +184,12 @@ class StorePart:
                 before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
             self._part = self._agreed_name()
             # All ranks have come here, so none of them is in the last call on a part before.
+            rank = self._group.rank
             while self._closed_parts:
                 closed = PrefixStore(self._closed_parts.popleft(), self._shared)
-                _remove(closed, self._group.rank)
+                remove_rounds(closed, rank)
+                for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
+                    closed.delete_key(key)
             return PrefixStore(self._part, self._shared)
         finally:
             over.set()
@@ -294,10 +290,7 @@ class StorePart:
             self._closed_parts.extend(tried - {""})
 
     def _publish(self) -> None:
-        before = self._published()
         self._shared.set(_PUBLISHED, secrets.token_hex(8))
-        for rank in range(len(self._group.ranks) if before else 0):
-            _remove(PrefixStore(before, self._shared), rank)
 
     def _published(self) -> str:
         name = (if_there(self._shared, _PUBLISHED) or b"").decode(errors="replace")
@@ -333,18 +326,8 @@ def _came_key(rank: int) -> str:
     return f"came/{rank}"
 
 
-def _remove(part: Store, rank: int) -> None:
-    """Delete what a rank has written into a part; the first rank also what is for all."""
-    remove_rounds(part, rank)
-    for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
-        part.delete_key(key)
-
-
 def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
-    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time.
-
-    Whether the wait was stopped is looked at when a value is there, or once a day.
-    """
+    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time."""
     value = b""
     # torch's server ends the waits for a key that is not there when another client compares it, as
     # :func:`if_there` does. No value that is waited for is empty.
@@ -361,17 +344,14 @@ def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes
 
 @dataclass(slots=True)
 class _Openings:
-    """Openings of this process (``made_for``) in one store, for one membership of the job.
-
-    Attributes:
-        last: By prefix, set once the last opening that was begun there is over.
-        are_over: Set once the membership has changed.
-        closed: By prefix, parts with keys of this process that nobody uses any more.
-    """
+    """Openings of this process (``made_for``) in one store, for one membership of the job."""
 
     made_for: Standing | None
+    # By prefix, set once the last opening that was begun there is over.
     last: dict[str, Latch] = field(default_factory=dict)
+    # Set once the membership has changed.
     are_over: Latch = field(default_factory=Latch)
+    # By prefix, parts with keys of this process that nobody uses any more.
     closed: defaultdict[str, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
 

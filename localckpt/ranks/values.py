@@ -34,12 +34,21 @@ class Message:
 
 def put(store: Store, key: str, value: bytes) -> None:
     """Set a value: what does not fit into one follows under further keys."""
+    store.set(key, _put_all_but_the_head(store, key, value))  # type: ignore[arg-type]
+
+
+def put_first(store: Store, key: str, value: bytes) -> bytes:
+    """Set a value unless the key is there; return the one that holds."""
+    head = _put_all_but_the_head(store, key, value)
+    return whole(store, key, store.compare_set(key, "", head))  # type: ignore[arg-type]
+
+
+def _put_all_but_the_head(store: Store, key: str, value: bytes) -> bytes:
     parts = [value[i : i + _PART_NBYTES] for i in range(0, len(value), _PART_NBYTES)]
     for i, part in enumerate(parts[1:]):
         store.set(f"{key}.{i}", part)  # type: ignore[arg-type]
     # The number of further keys, and the first part.
-    head = len(parts[1:]).to_bytes(4, "little") + b"".join(parts[:1])
-    store.set(key, head)  # type: ignore[arg-type]
+    return len(parts[1:]).to_bytes(4, "little") + b"".join(parts[:1])
 
 
 def look(store: Store, key: str) -> bytes | None:
@@ -48,7 +57,7 @@ def look(store: Store, key: str) -> bytes | None:
     Raises ValueError if it is not whole: another rank may be deleting it.
     """
     head = if_there(store, key)
-    return None if head is None else _whole(store, key, head)
+    return None if head is None else whole(store, key, head)
 
 
 def look_all(store: Store, keys: Sequence[str]) -> list[bytes | None]:
@@ -59,7 +68,7 @@ def look_all(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     if not store.has_extended_api() or not store.check(list(keys)):  # type: ignore[attr-defined]
         return [look(store, key) for key in keys]
     heads = store.multi_get(list(keys))
-    return [_whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
+    return [whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
 
 
 def take(store: Store, key: str) -> bytes:
@@ -78,7 +87,6 @@ def drop(store: Store, key: str, nbytes: int) -> None:
 
 
 def delete(store: Store, key: str) -> None:
-    """Delete what :func:`put` has set, if it is there."""
     head = if_there(store, key)
     if head is not None:
         for i in range(min(int.from_bytes(head[:4], "little"), _MOST_PARTS)):
@@ -93,7 +101,8 @@ def if_there(store: Store, key: str) -> bytes | None:
     return None if value == _ABSENT.encode() else value
 
 
-def _whole(store: Store, key: str, head: bytes) -> bytes:
+def whole(store: Store, key: str, head: bytes) -> bytes:
+    """Return a value of which the first part is ``head``; raises ValueError as :func:`look`."""
     more = int.from_bytes(head[:4], "little")
     if len(head) < 4 or more > _MOST_PARTS:
         raise ValueError(f"{key} is said to have {more} further parts")

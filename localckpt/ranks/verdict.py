@@ -22,11 +22,7 @@ _LARGE_NBYTES, _MOST_NBYTES = 1 << 20, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A verdict that has a part for each rank, which no other rank reads.
-
-    ``parts`` are by rank in the group; ranks without one get ``None``. A part may be a
-    :class:`Message`.
-    """
+    """A verdict with a part, JSON or a :class:`Message`, for each rank of the group."""
 
     common: Any
     parts: Mapping[int, Any]
@@ -34,12 +30,10 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a round: a value, or a failure in its place, which late ranks raise as well.
+    """The end of a round: a value, or a failure in its place, which ``late`` ranks raise as well.
 
-    Attributes:
-        late: The ranks that were not waited for any longer.
-        parts: Parts of single ranks, packed, which are sent apart; ``None`` for a verdict without.
-        given_up: The call in which the others did not wait any longer; empty if they did.
+    ``given_up`` is the call in which the others did not wait any longer. ``parts`` are packed, and
+    sent apart.
     """
 
     value: Any = None
@@ -50,7 +44,6 @@ class Verdict:
 
     @classmethod
     def of(cls, judged: Any) -> Verdict:
-        """Make the verdict of what a judge has returned."""
         if not isinstance(judged, PerRank):
             return cls(_as_received(judged))
         parts = {rank: _packed_part(part) for rank, part in judged.parts.items()}
@@ -71,11 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's call of a round; see :meth:`Ranks.agree`.
-
-    ``order`` is the place of the call among those of its kind, which only grows: ranks at a later
-    one let this round pass.
-    """
+    """One rank's call of a round; see :meth:`Ranks.agree`."""
 
     what: str
     failure: Failure | None
@@ -88,7 +77,6 @@ class Call:
 
     @property
     def data(self) -> bytes | None:
-        """Bytes that go to the root beside the report."""
         return self.result.data if isinstance(self.result, Message) else None
 
     def report(self) -> list[Any]:
@@ -112,10 +100,10 @@ class Call:
 
 
 def shaped(shape: Any) -> Callable[[Any], Any]:
-    """Return what reads a verdict of a certain shape, and refuses others.
+    """Return what reads a verdict of one shape, and refuses others.
 
-    A shape is a class; a tuple of shapes, for a list of as many members; a list of one shape, for a
-    list of any number; or a dict of shapes, for a dict that has these keys.
+    A shape is a class, ``(shape, ...)`` for a list of as many members, ``[shape]`` for one of any
+    number, or ``{key: shape}`` for a dict with at least these keys.
     """
 
     def read(value: Any) -> Any:
@@ -144,7 +132,6 @@ def _require_shape(value: Any, shape: Any) -> None:
 def judge_reports(
     call: Call, reports: list[Any], data: Mapping[int, bytes], ranks: Sequence[int]
 ) -> tuple[Verdict, Exception | None]:
-    """Judge the reports of all ranks, on the root."""
     orders, kinds = [order for *_, order in reports], {kind for *_, kind, _ in reports}
     if REFUSED in kinds and (failure := joint_failure(call.what, reports, ranks)) is not None:
         return Verdict(failure=failure), None

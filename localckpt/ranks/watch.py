@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.deadline import Deadline, begin, store_is_silent
-from localckpt.ranks.failure import Attempt, CallEnd, Ending, Failure, failure_of
+from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
-from localckpt.threads import Latch, Task
+from localckpt.threads import Ending, Latch, Task
 
 _NEVER = sys.maxsize
 # So many polls may pass while the ranks fix the one in which they act, unless that is urgent.
@@ -37,17 +37,11 @@ _AGREE = "agree on the ends of async calls"
 _LEAVING_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Watched:
-    """A call whose end all ranks agree on.
+    """A call whose end all ranks agree on; its functions are those of an ``AsyncCall``.
 
-    Attributes:
-        report: Returns the call's result for ``judge``: anything that JSON can carry.
-        judge: A pure function of the reports of all ranks, called on the root.
-        is_urgent: Tells by what ``judge`` returned whether polls may wait for ranks that fix the
-            poll in which they act; ``None`` for no.
-        since: The poll since which it is watched.
-        may_stand: Whether other ranks may act on it without this one.
+    It is watched ``since`` a poll, and ``may_stand`` if other ranks may act on it without this one.
     """
 
     number: int
@@ -62,13 +56,11 @@ class Watched:
 
     @property
     def what(self) -> str:
-        """Name of the agreement on the call: ranks that are at another one let this one pass."""
         if self.iteration is None:
             return f"agree on async call {self.number} ({self.name})"
         return f"agree on the save of iteration {self.iteration}"
 
     def end(self, offset: int = 0) -> CallEnd:
-        """Return the end of the call on this rank, whose number is counted from ``offset``."""
         return CallEnd.of(
             *(self.number - offset, self.name, self.ending.error, self.report, self.iteration)
         )
@@ -76,24 +68,20 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class CallVerdict:
-    """Verdict of all ranks on one call; ``number`` is that of this rank.
-
-    Attributes:
-        due: The poll in which all ranks act on it.
-        is_ahead: The others are at an earlier call, which failed; this one is still to come.
-        is_lost: The ranks did not come together.
-        is_own: No other rank was asked, so nothing was judged.
-        is_mismatched: Ranks saved different iterations, or one by different numbers: some rank made
-            a call alone, and no call that any rank has made so far can be matched.
-    """
+    """Verdict of all ranks on one call, on which they act in the poll that is ``due``."""
 
     number: int
     due: int = 0
     failure: Failure | None = None
     value: Any = None
+    # The others are at an earlier call, which failed; this one is still to come.
     is_ahead: bool = False
+    # The ranks did not come together.
     is_lost: bool = False
+    # No other rank was asked, so nothing was judged.
     is_own: bool = False
+    # Ranks saved different iterations, or one by different numbers: some rank made a call alone,
+    # and no call that any rank has made so far can be matched.
     is_mismatched: bool = False
 
 
@@ -113,16 +101,9 @@ def judge_ends(
 class Watch:
     """The agreement of one rank with the others on its calls, one after another.
 
-    All ranks watch the same calls in the same order, and poll equally often. The trainer calls
-    everything here; whatever goes over the job's store does so in a thread that lives while a call
-    is watched. A rank that is alone, or that asks no other, judges by itself. A poll waits
-    ``timeout_s`` at most. ``ranks`` are used for nothing else.
-
-    Attributes:
-        has_lost_ranks: Whether some rank did not come.
-        step: Step of the training loop, the same on all ranks, for a loop that polls at most once
-            in each: ranks then act in the same step, whatever any of them polled alone. ``None`` to
-            count polls.
+    All ranks watch the same calls in the same order, and poll equally often, or at most once in a
+    ``step`` of the training loop, if that is counted. The trainer calls everything here; whatever
+    goes over the job's store does so in a thread that lives while a call is watched.
     """
 
     def __init__(
@@ -192,8 +173,7 @@ class Watch:
     ) -> CallVerdict | None:
         """The verdict on the oldest call; ``None`` while it is not one that all ranks act on.
 
-        With ``no_dist`` no other rank is asked. ``await_own`` waits for the work of this rank,
-        since a moment by the monotonic clock.
+        ``await_own`` waits for the work of this rank, since a moment by the monotonic clock.
         """
         start = time.monotonic()
         if no_dist or self._is_alone:
@@ -385,11 +365,9 @@ class Watch:
         return verdicts
 
     def _promise(self, margin: int = _MARGIN) -> int:
-        """Fix the poll that the trainer does not pass before the verdict, so many from now.
-
-        The trainer counts a poll and then looks at the limit. So if the count is below the limit
-        after the limit was set, the trainer has seen it, or will.
-        """
+        """Fix the poll that the trainer does not pass before the verdict, so many from now."""
+        # The trainer counts a poll and then looks at the limit. So if the count is below the limit
+        # after the limit was set, the trainer has seen it, or will.
         while True:
             limit = self._limit = self._polls + margin
             if self._polls <= limit:

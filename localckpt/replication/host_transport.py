@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
-from localckpt.pacing import Pacer
 from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import CHUNK_NBYTES, Progress, Receives, Sends, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
+from localckpt.waiting import Pacer
 
 # One chunk is sent while the next is read.
 _BOUNCES = 2
@@ -23,12 +23,9 @@ _BOUNCES = 2
 class HostTransport:
     """Sends and receives images at once; see :class:`Transport`.
 
-    Every chunk that is to come is asked for at the start, so a peer can send at any time; a source
-    that is slow to read holds up nobody but those it is sent to. A source with a true
-    ``views_last``, whose views stay valid after the next ``read``, is sent from where it lies.
-    Others are copied once.
-
-    ``chunk_nbytes`` is the largest single message, the same on all ranks. The deadline of an
+    Every chunk that is to come is asked for at the start, so a source that is slow to read holds up
+    nobody but those it is sent to. A source with a true ``views_last``, whose views stay valid
+    after the next ``read``, is sent from where it lies; others are copied once. The deadline of an
     exchange is later by what ``rate_limit``, in bytes a second, makes it take.
     """
 

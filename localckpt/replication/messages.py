@@ -16,9 +16,9 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from localckpt.pacing import Pacer
 from localckpt.replication.connections import NEVER, HostConnections, as_tensor, nothing
 from localckpt.replication.progress import Progress
+from localckpt.waiting import Pacer
 
 
 class Messages:
@@ -30,21 +30,14 @@ class Messages:
         self._pacer = pacer
 
     def ask(self, peer: int, number: int, memory: memoryview) -> Incoming:
-        """Ask for a peer's next message; it may come at any time from now on.
-
-        Messages of one ``number`` arrive in the order in which they are sent. ``memory`` is
-        writable, and as long as the message.
-        """
+        """Ask for a peer's next message of a ``number``; it may come at any time from now on."""
         with self._progress.blaming(peer):
             data = self._receive(as_tensor(memory), peer, number, _Kind.DATA)
             mark = self._receive(nothing(), peer, number, _Kind.MARK)
         return Incoming(peer, number, len(memory), data, mark)
 
     def take(self, message: Incoming) -> dist.Work:
-        """Wait for a message, and answer it.
-
-        Returns the answer, for :meth:`Progress.wait`: it is under way.
-        """
+        """Wait for a message, and begin to answer it; :meth:`Progress.wait` takes what returns."""
         peer = message.peer
         self._progress.wait(peer, message.mark)
         message.is_marked = True
@@ -54,9 +47,7 @@ class Messages:
             return self._send(nothing(), peer, message.number, _Kind.ANSWER)
 
     def send(self, peer: int, number: int, memory: memoryview) -> Outgoing:
-        """Start to send a message, once the pacer lets it; the memory must not change before
-        :meth:`await_taken`. Arguments as for :meth:`ask`.
-        """
+        """Start to send, once the pacer lets it; the memory must last until :meth:`await_taken`."""
         self._pacer.wait(len(memory))
         with self._progress.blaming(peer):
             answer = self._receive(nothing(), peer, number, _Kind.ANSWER)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
-from localckpt.pacing import Pacer
 from localckpt.ranks.deadline import interruptible
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
@@ -37,6 +36,7 @@ from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
 from localckpt.replication.progress import PeerFailed, Progress
 from localckpt.state_dict.source import ShardSource, views_last
+from localckpt.waiting import Pacer
 
 Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
 """Sources from which a rank reads what a member keeps."""
@@ -50,10 +50,7 @@ _MOST_ANSWERS = 64
 
 
 class Pipeline:
-    """Computes sums on their way over some connections, again and again with the same memory.
-
-    The connections stay the caller's.
-    """
+    """Computes sums over connections, the caller's, again and again with the same memory."""
 
     def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
         self.connections = connections
@@ -74,9 +71,7 @@ class Pipeline:
         """Carry out chains; the ranks of the connections call it together.
 
         When it raises, the connections are cut, and nothing is read from or written to the memory
-        any more. When it returns, this rank has done its part and all that it sent has arrived.
-
-        The deadline is later by what a limit of its rate makes it take.
+        any more. When it returns, all that this rank sent has arrived.
         """
         if self.broken:
             raise PeerLostError(
@@ -234,7 +229,6 @@ class _Job:
             self._send(ready)
 
     def _take(self, ready: _Ready) -> None:
-        """Wait for a task's message, and answer it."""
         assert ready.message is not None
         self._answers.append((ready.message.peer, self._messages.take(ready.message)))
         self._finish_answers(_MOST_ANSWERS)

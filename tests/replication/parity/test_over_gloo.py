@@ -11,7 +11,6 @@ import pytest
 
 from localckpt.errors import PeerLostError, StorageError
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.pacing import Pacer
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.connections import HostConnections
@@ -21,6 +20,7 @@ from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.planning import Left, plan_rebuild
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.waiting import Pacer
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.parity.groups import Kept, group
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource

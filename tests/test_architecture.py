@@ -96,8 +96,8 @@ _BUDGETS = {
     "managers": (5041, 3600, 17),
     "memory": (817, 700, 7),
     "ranks": (2535, 1600, 11),
-    "replication": (2928, 2900, 17),
-    "replication/parity": (1772, 1700, 12),
+    "replication": (2845, 2900, 17),
+    "replication/parity": (1738, 1700, 12),
     "state_dict": (7346, 5000, 30),
     "storage": (3337, 3100, 17),
 }

@@ -60,17 +60,11 @@ class ReplicationStrategy:
         self._everyone: Ranks | None = None
 
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
-        """Place the ranks in groups, before anything is protected; all ranks call it together.
-
-        ``domains`` has for each rank of the job the token of its store: what is lost together.
-        """
+        """Place the ranks in groups; all call it first, with the tokens of all ranks' stores."""
 
     @property
     def protection(self) -> Mapping[int, Group]:
-        """For each rank the group that protects its shard, on all ranks, once they are placed.
-
-        Without an entry a shard is only on its own node.
-        """
+        """For each rank the group that protects its shard, on all ranks, once they are placed."""
         return {}
 
     def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
@@ -81,10 +75,7 @@ class ReplicationStrategy:
         """Take back :meth:`give_up`, which was about the copies before these."""
 
     def step_s(self, timeout_s: float | None, *, of_save: bool = False) -> float:
-        """Return the deadline in seconds of each step that ranks take together, for a caller's.
-
-        Two steps ``of_save`` are to end before the caller's deadline.
-        """
+        """Deadline in seconds of each step of a caller's, of which two ``of_save`` fit into it."""
         if timeout_s is None:
             return self.timeout_s or _TIMEOUT_S
         share_s = timeout_s / _STEPS_IN_TIME if of_save else timeout_s

@@ -38,10 +38,7 @@ class HostConnections:
     """Connections of this rank to others, in no group that torch.distributed knows of.
 
     ``ways`` has for each peer a gloo group of torch's that both are in, and the peer's place there.
-
-    Attributes:
-        given_up: True if this rank has cut them because it does not wait for the others any more.
-        progress: Progress of the last exchange over them; ``None`` before the first.
+    ``progress`` is that of the last exchange.
     """
 
     def __init__(
@@ -70,10 +67,10 @@ class HostConnections:
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
-        """New connections among all of some ranks, so that their failure touches no other group.
+        """New connections among some ranks, so that their failure touches no other group.
 
-        Only these ranks call it, together. It works beside any default group. ``name`` was not used
-        before in this job. ``is_given_up`` is asked meanwhile, by another thread: whether to stop.
+        Only these ranks call it, together, with a ``name`` that was not used before in this job.
+        ``is_given_up`` is asked meanwhile, by another thread: whether to stop.
         """
         if list(ranks) == [rank]:
             # A process that is alone connects to nobody, and may be in no job that has a store.
@@ -167,7 +164,6 @@ class _Opening:
         self._making = begin(lambda: dist.ProcessGroupGloo(asking, place, count, deadline))
 
     def finish(self) -> Any:
-        """The group, once all ranks have made it."""
         making = self._making
         try:
             Patience(self._rank, "connect").until(
@@ -190,7 +186,6 @@ class _Opening:
             raise
 
     def give_up(self) -> None:
-        """Stop waiting for the other ranks, and let them know."""
         self.asking.close(given_up_by=self._rank)
 
 
@@ -220,10 +215,7 @@ class _AskingStore(Store):
         """Why a wait ended early, if another rank is the reason."""
 
     def close(self, given_up_by: int | None = None) -> None:
-        """Remove what was set here: ranks that are connected do not look for it again.
-
-        ``given_up_by`` is this rank of the job, if it does not connect; the others then stop, too.
-        """
+        """Remove what was set here; ``given_up_by`` is this rank if the others are to stop, too."""
         self._is_closed = True
         keys, self._keys = self._keys, []
 

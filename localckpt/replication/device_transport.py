@@ -25,14 +25,11 @@ _POLL_S = 5e-5
 
 
 class DeviceTransport:
-    """Images from device memory, over NCCL, through buckets on the device.
+    """Images from device memory, over NCCL, or a CPU device over gloo, through two buckets each.
 
-    Each image has two buckets on the device on either side: while one is sent, the other is filled
-    or copied to host memory. A source that has ``fill(bucket, start, stop)`` packs its bytes on the
-    device; of others the host bytes are copied up. Works with a CPU device over gloo, too.
-
-    ``bucket_nbytes`` is the same on all ranks. Unless it owns the group, operations that never end
-    stay in the group, as after any lost peer.
+    While one bucket is sent, the other is filled or copied to host memory. A source that has
+    ``fill(bucket, start, stop)`` packs its bytes on the device; of others the host bytes are copied
+    up. Unless it owns the group, operations that never end stay in it, as after any lost peer.
     """
 
     def __init__(

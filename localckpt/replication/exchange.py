@@ -67,9 +67,9 @@ def plan_among_nodes(
 ) -> ExchangePlan[IdT]:
     """Plan an exchange in which every rank of a node can read the node's shards.
 
-    What a node sends is dealt to its ranks in turn. Of the nodes that hold a shard the one is taken
-    whose next rank sends least so far; of equals the one that sends least as a whole, then that of
-    the lowest rank. The work for a shard depends on how many nodes hold it, not on all there are.
+    What a node sends is dealt to its ranks in turn; the node is taken whose next rank sends least
+    so far, then the one that sends least as a whole. The work for a shard depends on how many nodes
+    hold it, not on all there are.
     """
     node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
     sent = dict.fromkeys(ranks_on, 0)
@@ -137,10 +137,7 @@ def plan_shards(
 def missing_copies(
     checkpoint: Checkpoint, inventory: Inventory, keepers: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """Decide who is to get which shard, so that each is again on as many nodes as it is to be.
-
-    Returns for each owner of a shard that has too few copies the ranks that lack it.
-    """
+    """Decide which ranks are to get which shard, so that each has its copies again."""
     held_on = inventory.holders(checkpoint)
     missing = {}
     for owner, others in keepers.items():
@@ -156,11 +153,10 @@ def missing_copies(
 def missing_copies_of_others(
     checkpoint: Checkpoint, inventory: Inventory, copies: int
 ) -> dict[int, list[int]]:
-    """Decide who is to get which shard of a checkpoint that another number of ranks saved.
+    """Decide which ranks are to get which shard of a checkpoint of another number of ranks.
 
-    Returns for each owner of a shard that has too few copies the ranks that are to get one, each on
-    a node of its own that has none; nodes and their ranks take turns. A shard is to outlive all but
-    one of ``copies`` nodes.
+    Each gets it on a node of its own that has none; nodes and their ranks take turns. A shard is to
+    outlive all but one of ``copies`` nodes.
     """
     held_on, bears = inventory.holders(checkpoint), least_losses(checkpoint, inventory)
     taken = dict.fromkeys(inventory.ranks_on, 0)

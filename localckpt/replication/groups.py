@@ -208,10 +208,7 @@ def check_replication_params(replication_jump: int, replication_factor: int) -> 
 
 
 def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[str]) -> None:
-    """Refuse cliques that would lose a shard together with its replica.
-
-    The error names a ``replication_jump`` that works.
-    """
+    """Refuse cliques that would lose a shard with its replica, and name a jump that works."""
     clashes = [(clique, ranks) for clique in cliques for ranks in _clashes(clique, domains)]
     if not clashes:
         return

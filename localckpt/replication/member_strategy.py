@@ -47,12 +47,9 @@ FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message of a member before anything is sent.
+    """Message of a member before anything is sent: the connections it has, and a name for new ones.
 
-    Attributes:
-        connection: Name of the connections it still has from the last save.
-        offer: A name for new ones; the first member's is taken.
-        more: Fields of the strategy's own.
+    ``more`` are fields of the strategy's own.
     """
 
     rank: int
@@ -68,10 +65,7 @@ class Announcement:
 
 
 class MemberStrategy(ReplicationStrategy):
-    """A strategy in which each rank works together with some others, always the same: its clique.
-
-    A subclass sets the two numbers by which cliques are formed before it calls this constructor.
-    """
+    """A strategy in which each rank works together with the same others, its clique."""
 
     _jump: int | None = None
     """Distance between members; without it cliques are formed by failure domains."""

@@ -49,10 +49,9 @@ def exchange_parts(
     take: Callable[[PartT, memoryview], None],
     timeout_s: float,
 ) -> None:
-    """Send parts to ranks, and take those that ranks send here.
+    """Send parts that ``read`` reads to ranks, and ``take`` those that ranks send here.
 
-    ``read`` reads parts into memory; ``take`` takes the bytes of one that a rank has sent. When it
-    raises, the peers are to see this rank as lost.
+    When it raises, the peers are to see this rank as lost.
     """
     deadline = Deadline.after(timeout_s)
     sides = [

@@ -25,13 +25,10 @@ def place_cliques(
 ) -> list[list[int]]:
     """Cliques of ranks that keep each other's shards, in different failure domains.
 
-    Which node has which name does not matter, nor does where a job runs: ranks that are dealt to
-    nodes in the same way form the same cliques.
-
-    Returns every rank once, in sorted cliques of at least ``factor`` members, as even as can be. In
-    each are ranks of at least ``factor`` domains. No two are in one domain, unless so many ranks
-    are in it that the others cannot match them; :func:`keepers_in` tells who keeps what. ``outer``
-    are larger domains that nodes are lost with, such as racks.
+    Ranks that are dealt to nodes in the same way form the same cliques, whatever the nodes' names.
+    Returns every rank once, in sorted cliques of at least ``factor`` members, as even as can be, of
+    at least ``factor`` domains. No two are in one domain, unless so many ranks are in it that the
+    others cannot match them. ``outer`` are larger domains that nodes are lost with, such as racks.
     """
     domains = list(nodes if outer is None else outer)
     kind = "failure domain" if outer is None else "outer failure domain"
@@ -76,11 +73,7 @@ def place_cliques(
 
 
 def keepers_in(clique: Sequence[int], domains: Sequence[str]) -> dict[int, list[int]]:
-    """For each member of a clique the members that keep a copy of its shard.
-
-    One in each other domain: a second copy there, or one in the member's own, would be lost with
-    the first. Members that share a domain take turns.
-    """
+    """For each member of a clique those that keep its shard: one in each other domain, by turns."""
     members: dict[str, list[int]] = {}
     for rank in clique:
         members.setdefault(domains[rank], []).append(rank)

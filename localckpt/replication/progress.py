@@ -88,10 +88,7 @@ class Progress:
         ).advised("slow", SLOW)
 
     def raise_first(self, failures: Sequence[BaseException]) -> NoReturn:
-        """Raise the error that stopped an exchange, once no thread uses the exchange's memory.
-
-        A peer that failed may be the consequence of a thread's own error, which is raised first.
-        """
+        """Raise the error that stopped an exchange, a thread's own before the failure of a peer."""
         for failure in failures:
             # Threads' frames hold each other's failures, and the images.
             forget_frames(failure)
@@ -105,7 +102,6 @@ class Progress:
         return [peer for peer in list(self._received) if self._lacks(peer)]
 
     def of(self, peer: int) -> str:
-        """Describe a peer and its progress."""
         came, of_came = self._received.get(peer, (0, 0))
         went, of_went = self._sent.get(peer, (0, 0))
         return (

@@ -27,8 +27,6 @@ from localckpt.storage.store import Slot, Store
 
 
 class Lacking(NamedTuple):
-    """Protection that a checkpoint lacks."""
-
     copies: dict[int, list[int]]
     """For each owner of a shard with too few copies, the ranks that are to get one."""
     renewal: Renewal | None = None
@@ -45,11 +43,7 @@ class Renewal(Protocol):
         ...
 
     def make(self, keeper: Keeper) -> list[str]:
-        """Make the pieces; all ranks of the job call it together.
-
-        Returns what went wrong, on any rank; the pieces that were made are in the keeper's
-        inventory.
-        """
+        """Make the pieces, of all ranks together; return what went wrong, on any rank."""
         ...
 
     def abort(self) -> None:
@@ -60,10 +54,7 @@ class Renewal(Protocol):
 
 
 class Keeper:
-    """A rank's place in the making of pieces: where it reads shards, and keeps what comes.
-
-    ``slots`` are reserved for pieces; ``nbytes`` were committed.
-    """
+    """A rank's place in the making of pieces: where it reads shards, and keeps what comes."""
 
     def __init__(
         self,
@@ -107,14 +98,8 @@ class Keeper:
 class Lost:
     """Shards of a checkpoint that no node holds, and what they may be computed from.
 
-    Shards and members of groups are numbered by the ranks that saved the checkpoint. The job that
-    reads it may have other ranks, fewer or more of them; each shard is computed on one of those.
-
-    Attributes:
-        inventory: Pieces on the nodes of this job, each with the ranks of this job that read them.
-            Nothing is taken out of it.
-        wanted: The group that each shard is computed from.
-        computed_by: The rank of this job that computes each shard; a rank may compute several.
+    Shards and members of groups are numbered by the ranks that saved the checkpoint; ``inventory``
+    and ``computed_by`` have ranks of the job that reads it.
     """
 
     checkpoint: Checkpoint
@@ -137,12 +122,7 @@ class PieceProblem:
 class Recovered:
     """Outcome of an attempt to compute shards; the same on all ranks but for the slots.
 
-    Attributes:
-        is_done: Whether all were computed. If not, the problems tell why, and the ranks may plan
-            again.
-        problems: What was wrong with pieces that were read.
-        nbytes: Size of the image of each shard that was computed.
-        slots: The slot of each shard that was computed on this rank.
+    If not all were computed, the ``problems`` of pieces tell why, and the ranks may plan again.
     """
 
     is_done: bool = False
@@ -152,17 +132,13 @@ class Recovered:
 
 
 class RecoveryScheme(Code, Protocol):
-    """Scheme of the pieces of one kind: the shards that they make up for, and how.
-
-    The pure part, :class:`Code`, must not need torch: commands use it.
-    """
+    """Scheme of the pieces of one kind: the shards that they make up for, and how."""
 
     def recover(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> Recovered:
         """Compute shards, all of groups of this kind; all ranks of the job call it together.
 
         A shard is computed on the rank that :attr:`Lost.computed_by` names, into a slot of its
-        store, and verified as far as that can be; the caller verifies it again when it restores the
-        state. The caller releases the slots; there are none after an error, or if not all shards
-        were computed. An error is the same on all ranks.
+        store; the caller verifies it when it restores the state, and releases the slots. There are
+        none after an error, the same on all ranks, or if not all shards were computed.
         """
         ...

@@ -30,10 +30,7 @@ def connect_for(
     *,
     rate_limit: float | None = None,
 ) -> Transport | None:
-    """Connect a rank to its peers in a plan; ``None`` if it has none.
-
-    ``name`` was not used before in this job, and is the same on all ranks.
-    """
+    """Connect a rank to its peers in a plan by a new ``name``; ``None`` if it has none."""
     if not (peers := plan.peers(rank)):
         return None
     connections = HostConnections.connect_to(name, peers, rank, timeout_s)
@@ -48,10 +45,7 @@ def carry_out(
     timeout_s: float,
     transport: Transport | None = None,
 ) -> list[CkptID]:
-    """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`.
-
-    Connections that are given stay the caller's.
-    """
+    """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`."""
     if not plan.transfers:
         return []
     rank = everyone.rank
@@ -97,10 +91,7 @@ def carry_out(
 
 
 def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> PerRank:
-    """Judge a name for connections, and for each rank the sizes that it receives, in order.
-
-    Sizes are in the order in which a rank sends.
-    """
+    """Judge a name for connections, and for each rank the sizes that it receives, in order."""
     offered = {
         (entry.receiver, entry.id_): nbytes
         for sender, of_sender in enumerate(sizes)
@@ -124,16 +115,11 @@ def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
 
 
 def new_name() -> str:
-    """Make a name that no connections of this job have had."""
     return uuid.uuid4().hex
 
 
 class WatchedSource:
-    """Source of another source's bytes for peers, which closes that source.
-
-    Attributes:
-        refused: Error of the last read.
-    """
+    """Source of another source's bytes for peers, which closes it; ``refused`` its last error."""
 
     def __init__(
         self, source: ShardSource, on_read: Callable[[int], None] = lambda nbytes: None

@@ -57,10 +57,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One sum over one stripe, which is ``place`` of a member's image or parity.
-
-    Each hop is on another rank than the one before; the last keeps the sum.
-    """
+    """One sum over one stripe, ``place`` of a member's image or parity; the last hop keeps it."""
 
     hops: tuple[Hop, ...]
     place: Strip
@@ -148,11 +145,10 @@ def add_terms(
     *,
     first: bool,
 ) -> None:
-    """Do to part of a sum what a hop does.
+    """Do to part of a sum, from ``start`` in the stripe, what a hop does.
 
-    ``acc`` holds the sum of the hops before, unless this is the ``first``; it begins at ``start``
-    in the stripe. ``read`` returns the bytes of a strip between two places, fewer at its end, valid
-    until the next call.
+    ``acc`` holds the sum of the hops before. ``read`` returns the bytes of a strip between two
+    places, fewer at its end, valid until the next call.
     """
     plain = next((term for term in hop.terms[:1] if term.factor == 1), None)
     data = acc[:0] if plain is None else read(plain.strip, start, start + len(acc))

@@ -28,8 +28,7 @@ def encode(
 ) -> None:
     """Compute this member's parity; the members of the group call it together.
 
-    That it returned says that this member's part is done, not that every other's is. The image must
-    not change meanwhile. After an error ``parity`` is of no use.
+    That it returned says that this member's part is done, not that every other's is.
     """
     connections = pipeline.connections
     member = connections.ranks.index(connections.rank)

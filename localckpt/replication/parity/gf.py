@@ -49,10 +49,7 @@ def xtime_xor_into(acc: Bytes, data: Bytes, scratch: Scratch) -> None:
 
 
 def scale_xor_into(acc: Bytes, data: Bytes, factor: int, scratch: Scratch) -> None:
-    """``acc ^= factor * data`` for the bytes that ``data`` has.
-
-    By doubling, which measured as fast as looking products up in a table of pairs of bytes.
-    """
+    """``acc ^= factor * data`` by doubling, as fast as a table of products of pairs of bytes."""
     if factor == 0:
         return
     if factor == 1:

@@ -21,10 +21,7 @@ from localckpt.replication.redundancy import Lost, PieceProblem
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Remains of a group: the rank that can read each member's image, and its parity.
-
-    A member that is missing has lost it.
-    """
+    """Remains of a group: the rank that can read each member's image, and its parity."""
 
     images: Mapping[int, int]
     parities: Mapping[int, int]
@@ -37,9 +34,8 @@ class Left:
 def plan_rebuild(layout: ParityLayout, left: Left, wanted: Mapping[int, int]) -> list[Chain]:
     """The chains that bring the images of members to the ranks that want them.
 
-    A chain goes over the ranks whose bytes are needed, each adding its part, so each sends and
-    receives about what is wanted once, however many they are. Ranks take turns at being first, who
-    has nothing to receive.
+    A chain goes over the ranks whose bytes are needed, so each sends and receives about what is
+    wanted once, however many they are. Ranks take turns at being first, who receives nothing.
     """
     chains: list[Chain] = []
     for member, rank in wanted.items():
@@ -85,10 +81,7 @@ class _Symbols:
         )
 
     def express(self, wanted: Strip, lost: frozenset[Strip]) -> dict[Strip, int]:
-        """A chunk as a sum of what can be read, each with a factor that is not 0.
-
-        Strips that have only zeros are no part of it, whether they can be read or not.
-        """
+        """A chunk as a sum of what can be read, with factors; strips of zeros are no part of it."""
         if wanted not in lost:
             return {wanted: 1}
         unknown = [number for number, chunk in enumerate(self.chunks) if chunk in lost]
@@ -139,11 +132,7 @@ def _plain_first(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Shards that are computed in one group, whose members are ranks that saved the checkpoint.
-
-    ``images`` and ``parities`` have the rank of this job that reads those of each member, where
-    they are anywhere; ``wanted`` the one that computes the image.
-    """
+    """Shards that are computed in one group of ranks that saved; numbers are ranks of this job."""
 
     group: Group
     images: Mapping[int, int]
@@ -192,14 +181,7 @@ def longest_wait(repairs: Iterable[Repair]) -> int:
 
 
 class Seen(NamedTuple):
-    """Report of a rank that read an image or a parity; plain data.
-
-    Attributes:
-        kind, owner: What it read.
-        problem: Why it is of no use, if so.
-        of: What a parity is of, as its header says.
-        nbytes: The size of an image.
-    """
+    """Report of a rank that read an image or a parity, ``of`` what its header says; plain data."""
 
     kind: int
     owner: int

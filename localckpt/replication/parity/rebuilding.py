@@ -75,7 +75,6 @@ class Rebuilding:
             return not self._recovered.problems and self._carry_out(name, opened)
 
     def _release(self) -> None:
-        """Give back the slots of shards that were to be computed here."""
         mine = {
             self._identity(Kind.IMAGE, rank)
             for group in self._groups
@@ -246,5 +245,4 @@ class _Group:
         self.chains: Sequence[Chain] = ()
 
     def computed_by(self, rank: int) -> list[int]:
-        """Members whose images a rank of this job computes."""
         return [member for member, computing in self.repair.wanted.items() if computing == rank]

@@ -102,10 +102,7 @@ class ParityRenewal:
 
 
 def _judge_opened(groups: Sequence[Group], reports: Sequence[Any]) -> PerRank:
-    """Judge which ranks can encode: those that cannot, and for each member its group's sizes.
-
-    A report has a rank's error, and the size of its image.
-    """
+    """Judge which ranks can encode: those that cannot, and for each member its group's sizes."""
     unable = [[rank, text] for rank, (text, _) in enumerate(reports) if text]
     sizes = {group: [reports[member][1] for member in group.ranks] for group in groups}
     return PerRank(unable, {rank: sizes[group] for group in groups for rank in group.ranks})

@@ -38,10 +38,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Bytes that a member keeps of one stripe.
-
-    Byte ``p`` of the stripe is byte ``start + p`` of what it keeps; zeros follow after ``nbytes``.
-    """
+    """Bytes ``start`` to ``start + nbytes`` that a member keeps of one stripe; zeros follow."""
 
     kind: Kind
     member: int

@@ -124,10 +124,7 @@ class Event:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Event:
-        """Read what :meth:`to_json` gave, but for fields that are not known.
-
-        Raises CheckpointingException if it is no event, or of a newer schema.
-        """
+        """Read what :meth:`to_json` gave; CheckpointingException if it is none, or a newer one."""
         version = fields.get("v")
         if not isinstance(version, int):
             raise CheckpointingException("this is no event of localckpt: it has no version")

@@ -69,11 +69,7 @@ class JsonLines:
         self._pause_s = self._again_at = 0.0
 
     def write(self, event: Event) -> None:
-        """Append one event; while that fails, count the events that are lost, and try again.
-
-        Raises StorageError if the directory cannot be made, or another user can replace what is in
-        it.
-        """
+        """Append one event; while that fails, count the events that are lost, and try again."""
         if self._first is None:
             make_own_folders(self._named, *self._below, shares=True)
             self._first = event
@@ -144,7 +140,6 @@ class JsonLines:
         return os.open(path, flags, 0o600)
 
     def _remove_oldest(self, rank: str) -> None:
-        """Make room for one more file."""
         left = (self._files - 1) * self._file_nbytes
         newest_first = sorted(self._folder.glob(f"{rank}*{_ENDING}"), reverse=True)
         for number, path in enumerate(newest_first, 1):

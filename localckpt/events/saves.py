@@ -9,10 +9,7 @@ from localckpt.events.stream import EventStream
 
 
 class SaveRecord:
-    """Times of one save, by ``time.monotonic()``, which become its events.
-
-    ``waited_s`` is how long training waited for older saves; ``nbytes`` are those of this rank.
-    """
+    """Times of one save, by ``time.monotonic()``, and its bytes on this rank, for its events."""
 
     def __init__(
         self, events: EventStream, step: int, began: float, tier: Tier | None = None
@@ -27,7 +24,6 @@ class SaveRecord:
         self.nbytes = 0
 
     def note_blocking(self) -> None:
-        """Note that training goes on now."""
         self.went_on = time.monotonic()
         self._emit("blocking", self._began, self.went_on, nbytes=self.nbytes or None)
         self._emit("wait_prev", self._began, self._began + self.waited_s)

@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Somewhere that events go; its methods are called by one thread only.
-
-    A sink that raises is warned of once, closed, and given nothing more.
-    """
+    """Somewhere that one thread sends events; one that raises is warned of, and closed."""
 
     def write(self, event: Event) -> None:
         """Take one event; the first one opens what the sink needs."""
@@ -97,11 +94,7 @@ class EventStream:
         error: BaseException | None = None,
         details: dict[str, Any] | None = None,
     ) -> None:
-        """Add an event; from any thread, and without waiting for anything.
-
-        ``began`` and ``ended`` are by ``time.monotonic()``, ``None`` for now. Without an outcome it
-        is ``"failed"`` with an error, else ``"ok"``.
-        """
+        """Add an event, from any thread; ``began`` and ``ended`` are by ``time.monotonic()``."""
         if not self._is_open or self._process != os.getpid():
             return
         number = next(self._numbers)
@@ -157,10 +150,7 @@ class EventStream:
         return self._epoch + at
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Give the sinks what is waiting, and close them. May be called twice.
-
-        What they have not taken after ``timeout_s`` may be lost, which a warning says.
-        """
+        """Give the sinks what is waiting, and close them; a warning says what is lost by then."""
         is_open, self._is_open = self._is_open, False
         if not is_open or self._process != os.getpid():
             return
@@ -208,10 +198,7 @@ class EventStream:
 
 
 class AtEnd:
-    """Context that calls a function at its end, with the error that ends it.
-
-    A generator would keep the error's frames in a cycle, and what they refer to.
-    """
+    """Context that calls a function at its end; a generator would keep the error in a cycle."""
 
     def __init__(self, call: Callable[[BaseException | None], None]) -> None:
         self._call = call

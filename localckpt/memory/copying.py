@@ -39,20 +39,14 @@ def default_copy_threads() -> int:
 
 
 class Copier:
-    """Copier of host memory with a few threads, which end with each call.
-
-    Without ``threads`` there are :func:`default_copy_threads`.
-    """
-
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or default_copy_threads()
         self._shares: Sequence[Task[None]] = ()
         self._left: Iterator[Any] = iter(())
 
     def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
-        """Carry out copies and return when all are done.
+        """Carry out copies of ``(destination address, source address, nbytes)``, without overlaps.
 
-        A job is ``(destination address, source address, nbytes)``; destinations must not overlap.
         ``keep`` owns the memory on both sides, and is kept alive until no thread copies any more.
         """
         self.share([piece for job in jobs for piece in _pieces(job)], _copy_pieces, keep)
@@ -62,11 +56,8 @@ class Copier:
     ) -> None:
         """Call ``work`` in all threads at once, the caller's included, and wait for all of them.
 
-        When a thread raises, or the caller is interrupted, no thread begins another piece. The
-        exception is raised here once all threads have ended.
-
-        ``work`` takes pieces from its iterator until none is left. ``keep`` owns the memory that it
-        uses, and is kept alive until all threads have ended.
+        It takes pieces from its iterator until none is left, a thread raises, or the caller is
+        interrupted, which is raised once all threads have ended. Until then ``keep`` is alive.
         """
         self.stop()
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
@@ -89,10 +80,7 @@ class Copier:
             share.take_result()
 
     def stop(self) -> None:
-        """Let no thread begin another piece, and wait until all threads have ended.
-
-        An interrupt that came during the wait is raised once all threads have ended.
-        """
+        """Let no thread begin another piece, and wait for all; an interrupt is raised then."""
         deque(self._left, maxlen=0)
         end_all(self._shares)
         self._shares = ()
@@ -123,10 +111,7 @@ def _copy_pieces(pieces: Iterator[tuple[int, int, int]]) -> None:
 
 
 class BlockCopies:
-    """Copies of the same runs of host memory into the tensor data of an image, at each save.
-
-    A run is ``(offset, nbytes)`` in the tensor data; runs do not overlap.
-    """
+    """Copies of the same runs ``(offset, nbytes)`` of host memory into an image, at each save."""
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
         self._runs = tuple(runs)
@@ -143,11 +128,9 @@ class BlockCopies:
         hasher: BlockHasher | None,
         keep: Any = None,
     ) -> None:
-        """Copy all runs.
+        """Copy all runs from the addresses of ``sources``, whose memory ``keep`` owns.
 
-        With a hasher, everything but the runs must be in the image already; the digests follow the
-        bytes that they cover. ``sources`` are the addresses of the runs, and ``keep`` owns their
-        memory.
+        With a hasher, which follows the copies, all else must be in the image already.
         """
         cut = self._cut(data_start)
         count = digests_nbytes(covered_nbytes) // DIGEST_NBYTES

@@ -47,7 +47,6 @@ class BlockHasher:
         self._seed = xxhash.xxh3_64_intdigest(identity.seed.encode())
 
     def digest(self, index: int, block: memoryview | bytes) -> int:
-        """Compute the 64-bit digest of block ``index``."""
         return xxhash.xxh3_64_intdigest(block, self._seed_of(index))
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:
@@ -62,11 +61,7 @@ class BlockHasher:
         _DIGEST.pack_into(image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block))
 
     def check(self, start: int, parts: Iterable[memoryview], digests: memoryview) -> None:
-        """Verify whole blocks.
-
-        ``start`` is a multiple of the block size; only the image's last block may be short. The
-        error names the block.
-        """
+        """Verify whole blocks from ``start``, of which the image's last may be short."""
         for index, found in enumerate(self._digests_of(parts, start // BLOCK_NBYTES)):
             index += start // BLOCK_NBYTES
             (wanted,) = _DIGEST.unpack_from(digests, index * DIGEST_NBYTES)

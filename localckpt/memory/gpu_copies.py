@@ -77,15 +77,11 @@ class SideStreams:
         return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
 
     def synchronize(self) -> None:
-        """Wait until all queued copies have ended."""
         _await(self._streams.values(), self._timeout_s)
 
 
 class BounceBuffers:
-    """Host buffers through which bytes are copied to GPUs, after what training has queued by now.
-
-    Each thread has one buffer, page-locked if there is a GPU, and one stream for each GPU.
-    """
+    """Buffers of threads, page-locked, for copies to GPUs after what training has queued by now."""
 
     def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:
         self._nbytes = nbytes

@@ -44,11 +44,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask the kernel for 2 MiB pages where memory has not been touched yet.
-
-    The first touch of 1.5 GB then takes half as long. A refusal of the kernel is ignored: it costs
-    only that time.
-    """
+    """Ask for 2 MiB pages, with which the first touch of 1.5 GB takes half as long."""
     start = round_up(address, PAGE_NBYTES)
     stop = (address + nbytes) // PAGE_NBYTES * PAGE_NBYTES
     if stop - start >= HUGE_PAGE_NBYTES:
@@ -56,23 +52,18 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Allocate all pages of a mapping before they are used, without changing their contents.
-
-    Does nothing on a kernel older than 5.14, which allocates pages at the first touch.
-    """
+    """Allocate all pages of a mapping before their first touch, if the kernel can (5.14)."""
     _madvise(address // PAGE_NBYTES * PAGE_NBYTES, nbytes, _MADV_POPULATE_WRITE)
 
 
 def map_memory(nbytes: int, fd: int | None = None) -> memoryview:
-    """Map memory that forks of this process do not inherit; freed with the last view of it.
+    """Map memory, private without a file, that forks do not inherit; freed with its last view.
 
     A fork that inherited private memory would keep its old pages alive, and this process would copy
     each page at its next write. A fork that inherited shared memory would keep it from being freed.
 
     Python's ``mmap`` does not suit memory with MADV_DONTFORK: when a fork collects the object, it
     unmaps whatever now lies at that address in the fork. It also keeps the file open in all forks.
-
-    Without a file it is private memory.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
     address = _mmap(
@@ -94,5 +85,4 @@ def _unmap(process: int, address: int, nbytes: int) -> None:
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """Round ``nbytes`` up to a multiple of ``multiple``."""
     return -(-nbytes // multiple) * multiple

@@ -40,10 +40,7 @@ _THREADS_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit, and the bytes that the processes under it can still take together.
-
-    ``scope`` is a key that these have in common; empty for a limit of this process alone.
-    """
+    """One limit, and what those under it can still take; ``scope`` is "" for this process alone."""
 
     name: str
     scope: str
@@ -51,7 +48,6 @@ class MemoryLimit:
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Return the limits that apply to this process now."""
     boot = _boot()
     limits = [MemoryLimit("memory of the node", boot, psutil.virtual_memory().available)]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -77,10 +73,9 @@ def memory_limits() -> list[MemoryLimit]:
 
 
 def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
-    """Find the cgroups that limit the memory of a process, with the version of each.
+    """Find the cgroups that limit a process, its own and all above, by the version of each.
 
-    The arguments are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``. Returns for
-    each version the process's own cgroup and its parents, as far as they are mounted here.
+    The arguments are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
     """
     folders = []
     for line in cgroups.splitlines():
@@ -102,10 +97,7 @@ def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
 def parse_cgroup(
     files: Mapping[str, str], version: int, free_swap_nbytes: int
 ) -> tuple[int, int] | None:
-    """Compute the limit of a cgroup, and what its processes can still take; ``None`` for no limit.
-
-    ``files`` has the texts of the files of the cgroup that are there, by name.
-    """
+    """Compute a cgroup's limit and what is left of it from the texts of its ``files``, by name."""
     limit, taken, swap_limit, swap_taken = (_number(files.get(name)) for name in _FILES[version])
     if limit is None or limit >= _NO_LIMIT or taken is None:
         return None

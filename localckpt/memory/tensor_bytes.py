@@ -35,15 +35,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def integer_view(tensor: torch.Tensor, itemsize: int | None = None) -> torch.Tensor:
-    """View a tensor's values, whatever their dtype, or flat bytes, as integers of one size.
-
-    The integers have ``itemsize`` bytes, by default that of the tensor's items.
-    """
+    """View a tensor's values, or flat bytes, as integers of ``itemsize`` bytes."""
     return tensor.view(_INTEGERS.get(itemsize or tensor.itemsize, torch.complex128))
 
 
 def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """View a rectangle of a tensor."""
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, size)
@@ -51,10 +47,7 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) 
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Call ``target.copy_(source)`` for two tensors of one shape and one dtype, whichever it is.
-
-    Their memory does not overlap.
-    """
+    """Call ``target.copy_(source)`` for two tensors of one shape and any dtype, without overlap."""
     if is_host_run(target) and is_host_run(source):
         # torch would share the work among its threads, which wait for each other for milliseconds
         # when another process keeps a core busy.

@@ -156,10 +156,7 @@ def map_file(fd: int, nbytes: int) -> memoryview:
 
 
 class BufferPool:
-    """Pool of at most ``depth`` buffers for each purpose, or fewer where memory is short.
-
-    One thread takes the buffers of a purpose, and makes those that are missing.
-    """
+    """Pool of at most ``depth`` buffers for each purpose, which one thread takes and makes."""
 
     def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
         self._make = make
@@ -177,7 +174,6 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         with self._lock:
             return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
 
@@ -194,10 +190,7 @@ class BufferPool:
     def take(
         self, purpose: Hashable, nbytes: int, timeout_s: float, owner: Hashable = None
     ) -> Buffer:
-        """Take a free buffer, or wait for an older save when all buffers are busy.
-
-        Raises CheckpointingException at the deadline, and StorageError where there is no memory.
-        """
+        """Take a free buffer, or wait for an older save until the deadline; raises StorageError."""
         wait_until_free(lambda: not self.is_busy(purpose), timeout_s)
         with self._lock:
             buffers = self._buffers.get(purpose, [])
@@ -213,10 +206,7 @@ class BufferPool:
         return buffer
 
     def release(self, owner: Hashable) -> None:
-        """Close the buffers that an owner took and did not give back, and remove them.
-
-        The owner may not know its buffers, since an interrupt can come before :meth:`take` returns.
-        """
+        """Close and remove the buffers of an owner, which may not know them after an interrupt."""
         with self._lock:
             taken = [
                 buffer

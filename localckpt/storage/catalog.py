@@ -71,7 +71,6 @@ class Problem:
 
     @classmethod
     def of(cls, error: CheckpointingException) -> Problem:
-        """Make the problem of a file from the error of its read."""
         if isinstance(error, FormatVersionError):
             return cls("other version", str(error))
         if isinstance(error, CorruptShardError):
@@ -150,10 +149,7 @@ class SessionFolder:
     def verify(
         self, shard: ShardFile, on_read: Callable[[int], None]
     ) -> ShardFile | UncountedFile | None:
-        """Verify every block of a shard; calls ``on_read`` with the number of bytes of each read.
-
-        Returns ``None`` if the file was renamed or removed meanwhile.
-        """
+        """Verify every block of a shard; ``None`` if the file was renamed or removed meanwhile."""
 
         def examine(source: FileSource) -> ShardRecord:
             ImageBytes(source, shard.record.identity, on_read).verify()
@@ -167,11 +163,9 @@ class SessionFolder:
         return found
 
     def noted_lineages(self) -> list[Lineage]:
-        """Return the lineages in the notes of all ranks' folders."""
         return [notes.lineage for notes in self._notes() if notes.lineage is not None]
 
     def noted_trusts(self) -> Trusts:
-        """Read all ranks' notes on trust in checkpoints."""
         running = Running()
         return Trusts.of(notes.trusts(running) for notes in self._notes())
 
@@ -200,7 +194,6 @@ class SessionFolder:
         return found
 
     def quarantined(self) -> dict[Path, Problem]:
-        """Return the problems of the files in quarantine in the folders of all ranks."""
         folders = _folders(self.folder)
         return {f: why_quarantined(f) for folder in folders for f in _files(folder, CORRUPT)}
 
@@ -261,10 +254,7 @@ def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
 
 
 def quarantine(path: Path, problem: Problem) -> bool:
-    """Rename a bad file, so that it is never read again but kept for inspection.
-
-    Returns False if that failed; the log says why.
-    """
+    """Rename a bad file, so that it is never read again; False, and a log entry, if that fails."""
     # The new copy of a quarantined shard may be bad, too.
     again = f".{secrets.token_hex(4)}" if os.path.exists(f"{path}{CORRUPT}") else ""
     renamed = Path(f"{path}{again}{CORRUPT}")
@@ -288,7 +278,6 @@ def quarantine(path: Path, problem: Problem) -> bool:
 
 
 def why_quarantined(path: Path) -> Problem:
-    """Read the problem of a file in quarantine."""
     text = _attribute(path, _WHY) or "it was quarantined as damaged"
     kind: ProblemKind = "given up" if _attribute(path, _KIND) == "given up" else "damaged"
     return Problem(kind, text, _attribute(path, _SHARD))
@@ -302,10 +291,7 @@ def _attribute(path: Path, name: str) -> str:
 
 
 def put_back(path: Path) -> Path:
-    """Give a file in quarantine its old name, or a similar one if that is taken.
-
-    Returns the new path. Raises StorageError; the file then stays in quarantine.
-    """
+    """Give a file in quarantine its old name, or one like it; raises StorageError, and it stays."""
     name = _QUARANTINED_AGAIN.sub("", path.name.removesuffix(CORRUPT))
     back = path.with_name(name)
     with storage_errors("put back", path):

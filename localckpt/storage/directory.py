@@ -66,10 +66,6 @@ class DirectoryStore(Store):
     A root that is missing is made with access for this user alone. ``timeout_s`` is the deadline of
     a wait for another process that starts or ends here. Raises StorageError if the directory cannot
     be used, or a live process of another job owns the rank's folder.
-
-    Attributes:
-        num_buffers: Number of saves that can be under way at once, if there is memory for them.
-        on_quarantine: Called with the path and the problem of each file put in quarantine.
     """
 
     claim: SeenFolder
@@ -240,10 +236,7 @@ class DirectoryStore(Store):
 
     @one_at_a_time
     def list_stored(self) -> list[Stored]:
-        """List all ranks' pieces of the session on this node, and the files that cannot be used.
-
-        A damaged file is put in quarantine; files in quarantine are listed with their problem.
-        """
+        """List all ranks' pieces here, and files that cannot be used; quarantine damaged ones."""
         self._restore()
         with storage_errors("read", self._session):
             os.scandir(self._session).close()
@@ -288,10 +281,10 @@ class DirectoryStore(Store):
 
     @one_at_a_time
     def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> int:
-        """Turn shards that are no longer wanted into recycled files; return the number of all.
+        """Turn shards that are over into recycled files; return the number of all.
 
-        The shards of ``adopted_ranks``, whose folders nobody on this node writes any more, are
-        removed, and so are the recycled files there.
+        In the folders of ``adopted_ranks``, which nobody on this node writes any more, shards and
+        recycled files are removed.
         """
         old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
         for identity, path in old:
@@ -312,7 +305,6 @@ class DirectoryStore(Store):
 
     @one_at_a_time
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
-        """Rename a bad shard, so that it is never read again but kept for inspection."""
         path = self._shards.pop(identity, None)
         if path is not None:
             self._quarantine(path, problem)
@@ -376,11 +368,7 @@ class DirectoryStore(Store):
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
     def _claim_recycled(self, identity: ShardIdentity, nbytes: int) -> str | None:
-        """Rename a recycled file to a shard's dirty name; return its old name, ``None`` for none.
-
-        The file nearest in size is chosen, so that a shard and a much smaller piece do not exchange
-        files at every save.
-        """
+        """Rename the recycled file nearest in size to a shard's dirty name; return its old name."""
         sizes = {}
         for path in sorted(self.folder.glob(f"*{RECYCLED}")):
             with suppress(FileNotFoundError):
@@ -417,10 +405,9 @@ class DirectoryStore(Store):
 
 
 class ReadOnlyStore(DirectoryStore):
-    """Store for reading a session's pieces on this node; the directory may be missing.
+    """Store for reading a session's pieces on this node, which makes, renames and claims nothing.
 
-    It makes, renames and claims nothing there. A job may write the session at the same time; a read
-    of a file that the job retires meanwhile raises.
+    A job may write there at the same time: to read a file that it retires meanwhile raises.
     """
 
     def _take_folder(self, timeout_s: float) -> SeenFolder:

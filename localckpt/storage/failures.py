@@ -25,16 +25,12 @@ _ADVICE = {
 
 
 class storage_errors:
-    """Context that raises :class:`StorageError` for any OSError inside.
+    """Context that raises :class:`StorageError`, "could not <what> <path>", for any OSError inside.
 
     Not a generator with ``contextmanager``: since Python 3.12, an error that passes through one is
     part of a reference cycle, which keeps the variables of all frames in its traceback, and with
-    them memory of the store, until the garbage collector runs.
-
-    Args:
-        what: Verb for the message "could not <what> <path>".
-        path: File or directory for that message.
-        full: What to do if it is full.
+    them memory of the store, until the garbage collector runs. ``full`` is what to do if the
+    file system is full.
     """
 
     __slots__ = ("_full", "_path", "_what")

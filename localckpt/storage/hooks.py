@@ -47,10 +47,9 @@ class Hooks(ABC):
 
 
 class HookStore(Store):
-    """Store of one rank that keeps shards by its manager's hooks.
+    """Store of one rank that keeps shards by its manager's hooks, which know them by the ID alone.
 
-    Hooks have no generations, epochs or failure domains: the ID alone identifies a shard, and each
-    rank counts as a failure domain of its own. Hooks remove old and failed shards themselves.
+    Each rank counts as a failure domain of its own. Hooks remove old and failed shards themselves.
     """
 
     keeps_images = False

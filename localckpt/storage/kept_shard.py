@@ -30,11 +30,10 @@ class KeptShard:
     allowed: SafeGlobals
 
     def use(self, work: Callable[[ImageReader], T]) -> T:
-        """Call ``work`` with the image of the shard.
+        """Call ``work`` with the image of the shard, and again with another copy if it is damaged.
 
-        A copy that turns out damaged is put in quarantine, and ``work`` is called again with
-        another copy that this node has; without any, CorruptShardError is raised. RestoreError: a
-        copy is bad where it is read, and good when it is read by itself.
+        Raises CorruptShardError without another one on this node, and RestoreError if a copy is bad
+        where it is read, and good when it is read by itself.
         """
         damage: CorruptShardError | None = None
         while True:

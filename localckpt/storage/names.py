@@ -35,10 +35,7 @@ _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """Return ``given`` as an absolute path; raises StorageError for a URL.
-
-    The program may change its working directory later, and its next start would find nothing.
-    """
+    """Return an absolute path, for a later start of the program; raises StorageError for a URL."""
     path = Path(given)
     # Path() has merged the two slashes of a URL.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
@@ -52,7 +49,6 @@ def local_path(given: str | os.PathLike[str]) -> Path:
 
 
 def session_name(session_id: str) -> str:
-    """Return the name of a session's folder."""
     return f"{SESSION_PREFIX}{quote(session_id, safe='')}"
 
 
@@ -69,10 +65,7 @@ def shard_name(identity: ShardIdentity) -> str:
 
 
 def shard_named(name: str) -> tuple[int, int, Generation] | None:
-    """Parse iteration, rank and generation from the beginning of a file's name.
-
-    Only for messages about files without a readable header: no decision depends on file names.
-    """
+    """Parse iteration, rank and generation from a file's name, for messages alone."""
     match = _SHARD_NAME.match(name)
     if match is None:
         return None

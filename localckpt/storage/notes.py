@@ -36,8 +36,7 @@ _NO_TRUST = Trust()
 class Notes:
     """Notes of one rank's folder: its last epoch (0 for none), and trust in checkpoints.
 
-    ``noted`` does not count the ``starts``: the process of the last start of the job that resumed
-    from each checkpoint.
+    ``starts`` has the process of the last start that resumed from each checkpoint.
     """
 
     epoch: int = 0
@@ -67,7 +66,6 @@ class Notes:
         return self.with_each(lambda c, old: trust if c == checkpoint else old, [checkpoint])
 
     def without(self, checkpoint: Checkpoint) -> Notes:
-        """Return these notes without all on one checkpoint."""
         noted = Trusts({c: trust for c, trust in self.noted.items() if c != checkpoint})
         starts = {c: owner for c, owner in self.starts.items() if c != checkpoint}
         return replace(self, noted=noted, starts=starts)
@@ -137,7 +135,6 @@ class TrustNotes:
         """
 
     def note_trust(self, checkpoint: Checkpoint, **changes: Any) -> None:
-        """Note fields of the :class:`Trust` in a checkpoint."""
         self.change(lambda notes: notes.but(checkpoint, **changes))
 
     def keep_metrics(

@@ -19,10 +19,9 @@ _PROBES = 16
 
 
 def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
-    """Open a file as an object that closes its descriptor when it is garbage collected.
+    """Open a file as an object that closes its descriptor when it is collected; raises OSError.
 
-    An interrupt right after ``os.open`` would leak the descriptor, and with it the space of a file
-    that is removed later. Raises OSError, ``IsADirectoryError`` for a directory.
+    An interrupt right after ``os.open`` would leak the descriptor, and so the space of the file.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
@@ -34,10 +33,7 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
 
 
 class OpenFile:
-    """Regular file opened for reading; symbolic links are refused. Its methods raise OSError.
-
-    The constructor raises StorageError, and CorruptShardError for what is no regular file.
-    """
+    """Regular file opened for reading; StorageError, or CorruptShardError for another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +50,6 @@ class OpenFile:
 
     @property
     def fd(self) -> int:
-        """File descriptor of the open file."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -63,11 +58,7 @@ class OpenFile:
     def read_into(
         self, offset: int, view: memoryview, wanted: int | None = None, *, fd: int | None = None
     ) -> None:
-        """Read ``wanted`` bytes, by default ``len(view)``, or more into a view.
-
-        Raises CorruptShardError if the file ends before. ``fd`` is another descriptor of the file,
-        such as that of :meth:`open_direct`.
-        """
+        """Read ``wanted`` bytes, by default ``len(view)``; CorruptShardError if there are fewer."""
         wanted = len(view) if wanted is None else wanted
         done = 0
         while done < wanted:

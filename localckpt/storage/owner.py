@@ -45,7 +45,6 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        """Return the owner that is this process."""
         owner = cls.of(os.getpid())
         assert owner is not None
         return owner
@@ -65,11 +64,7 @@ class Owner:
 
 
 class Running:
-    """Set of the owners that run on this node, including those in containers.
-
-    Processes outside of this process's own container cannot be seen. Inner pid namespaces are read
-    once, and only when an owner is not found without them.
-    """
+    """Set of the owners that run on this node, in this process's container or one inside of it."""
 
     def __init__(self) -> None:
         self._contained: frozenset[Owner] | None = None

@@ -34,10 +34,7 @@ _SPARE_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory that one rank's saves take, and the limits on it.
-
-    ``nbytes`` is the size of a buffer; ``had_nbytes`` has the store already, for all it keeps.
-    """
+    """Memory that one rank's saves take, ``had_nbytes`` of it already, and the limits on it."""
 
     nbytes: int
     buffers: int
@@ -57,8 +54,8 @@ class MemoryNeeds:
 def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) -> tuple[int, str]:
     """Choose the number of staging buffers for each image, as many as there is memory for.
 
-    Returns the number, and what the saves take and what there is of the scarcest memory. Raises
-    StorageError if there is no memory for one buffer, so that the kernel would end a process.
+    Returns also what the saves take and what there is of the scarcest memory. Raises StorageError
+    if there is none for one buffer, so that the kernel would end a process.
     """
     images = [of.nbytes for of in needs]
     for owner, group in protection.items():
@@ -101,10 +98,9 @@ def _plan(
 
 
 def try_out(folder: Path, suffix: str) -> bool:
-    """Write and remove a probe file by the functions of a save; raises StorageError.
+    """Write and remove a probe file as a save does; return whether O_DIRECT works there.
 
-    Returns whether files there can be written with O_DIRECT. By the suffix the probe is removed
-    later if this process is killed.
+    By its suffix the file is removed later if this process is killed. Raises StorageError.
     """
     path, renamed = folder / f"probe{suffix}", folder / f"probed{suffix}"
     with storage_errors("write to", folder):
@@ -148,9 +144,8 @@ def check_space(
 ) -> None:
     """Check that a file system has room for a rank's checkpoints; raises StorageError if not.
 
-    ``there`` has the bytes by inode of the image files of all ranks of the session, which later
-    saves reuse or remove; ``status`` was taken before. If there is no room for the checkpoints of
-    that many ``ranks``, a warning is logged.
+    ``there`` has the bytes of all image files, which later saves reuse or remove; ``status`` was
+    taken before. No room for those of that many ``ranks`` is a warning.
     """
     needed, files = checkpoints * sum(images), checkpoints * len(images)
     free = status.f_bavail * status.f_frsize

@@ -39,10 +39,7 @@ _LEAVING_S = 10.0
 
 
 class SeenFolder(Claim):
-    """Read-only view of a rank's folder, which makes, claims and notes nothing.
-
-    ``session`` is the directory of all ranks' folders; ``token`` names this node for all of them.
-    """
+    """Read-only view of a rank's folder, below the ``session``; ``token`` names this node."""
 
     def __init__(self, root: Path, session_id: str, rank: int) -> None:
         self._root = root
@@ -68,7 +65,6 @@ class SeenFolder(Claim):
         """Release the folder for others."""
 
     def ranks(self) -> set[int]:
-        """Return the ranks that have a folder in this session."""
         if not self.session.is_dir():
             return set()
         with storage_errors("read", self.session):
@@ -104,9 +100,8 @@ class SeenFolder(Claim):
 class RankFolder(SeenFolder):
     """A rank's folder on this node, claimed by this process; made if it is missing.
 
-    The constructor also removes the unfinished files of dead processes. It raises StorageError if
-    the directory cannot be used, or a live process of another job owns the folder until the
-    deadline.
+    Removes the unfinished files of dead processes. Raises StorageError if the directory cannot be
+    used, or a live process of another job owns the folder until the deadline.
     """
 
     def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
@@ -124,10 +119,7 @@ class RankFolder(SeenFolder):
         (self.path / OWNER_NAME).unlink()
 
     def restore(self) -> None:
-        """Make the folder again, which holds nothing then, if it was removed under this process.
-
-        Raises StorageError if that fails, or another node's store is in the place of this one.
-        """
+        """Make the folder again if it was removed; StorageError if another store is there now."""
         # What each claim, and each epoch, leaves in the folder as long as it is there.
         mark = self.path / (NOTES_NAME if self._noted else OWNER_NAME)
         with storage_errors("make again", self.path):

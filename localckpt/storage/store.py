@@ -57,8 +57,7 @@ class Claim(TrustNotes):
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
         """Note that an epoch has begun, so that its number is known without any of its shards.
 
-        ``owners`` are those of the job's ranks that share this store. Raises StorageError if
-        another job is alive here until the deadline, or the epoch cannot be noted.
+        Raises StorageError if a job of other ``owners`` is alive here until the deadline.
         """
 
     def noted_lineages(self) -> list[Lineage]:
@@ -69,15 +68,13 @@ class Claim(TrustNotes):
         """Note an epoch's lineage, before it saves for the first time; raises StorageError."""
 
     def noted_trusts(self) -> Trusts:
-        """Return the notes here on trust in checkpoints."""
         return Trusts()
 
 
 class Store(ABC):
-    """One rank's access to the pieces of its node.
+    """One rank's access to the pieces of its node, which ranks of one failure ``domain`` share.
 
-    Ranks with the same ``domain``, the failure domain, share a store. One thread saves and loads,
-    another one receives the pieces of other ranks.
+    One thread saves and loads, another one receives the pieces of other ranks.
     """
 
     keeps_images = True
@@ -124,10 +121,7 @@ class Store(ABC):
         """
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Release slots whose pieces are committed, or will not be, and that nobody writes.
-
-        Unfinished files are removed; committed pieces stay.
-        """
+        """Release slots that nobody writes: committed pieces stay, and unfinished files do not."""
         with ExitStack() as steps:
             # An ExitStack, so that an error in one release does not prevent the others.
             for slot in slots:
@@ -218,14 +212,8 @@ class Slot:
     """Memory reserved in a store for one piece.
 
     The writer gives the memory back as soon as it has written the image, for the next save to
-    reuse. Every other reader of the image holds the slot: see :meth:`hold` and :meth:`reading`.
-
-    A slot that is not kept is a bounce buffer, whose image is only read into a state, and is never
-    committed.
-
-    Attributes:
-        covered_nbytes: Bytes of the image that the digests cover, once the slot is filled.
-        reserved_at: Time when the slot got its memory, by ``time.monotonic()``.
+    reuse; other readers :meth:`hold` the slot. One that is not kept is a bounce buffer, whose image
+    is only read into a state. ``covered_nbytes`` are those that the digests cover.
     """
 
     def __init__(self, identity: ShardIdentity, nbytes: int, *, is_kept: bool = True) -> None:
@@ -246,7 +234,6 @@ class Slot:
     # Reserved.
 
     def take(self, buffer: Buffer) -> None:
-        """Record the memory that the store gives to the slot."""
         self._buffer = buffer
         self.reserved_at = time.monotonic()
 
@@ -258,10 +245,7 @@ class Slot:
 
     @property
     def image(self) -> memoryview:
-        """Writable bytes of the image, until it is written; :meth:`reading` is for readers.
-
-        Raises StorageError once the memory was given back, and no reader holds it.
-        """
+        """Writable bytes of the image, while somebody has them; :meth:`reading` is for readers."""
         buffer = self.required()
         if not (buffer.in_use or buffer.readers):
             raise StorageError(
@@ -277,10 +261,7 @@ class Slot:
             self.required().pin(gpu)
 
     def begin_filling(self, stop: Callable[[], None]) -> None:
-        """Note that writes into the memory begin, which ``stop`` ends and waits for.
-
-        If it raises CheckpointingException, they go on, and the memory is neither freed nor reused.
-        """
+        """Note that writes begin, which ``stop`` ends and awaits, or the memory is never reused."""
         self._stop_filling = stop
 
     # Filled.
@@ -294,19 +275,15 @@ class Slot:
         copies: CopiesUnderWay | None = None,
         computing: Task[None] | None = None,
     ) -> None:
-        """Note that the image is complete, but for copies and digests that are still under way.
-
-        A writer that does not wait for the task of ``computing`` computes the digests again.
-        """
+        """Note that the image is complete, but for copies and digests that are still under way."""
         self.covered_nbytes, self.source = covered_nbytes, source
         self._copies, self._computing = copies, computing
         self._digests = "done" if is_complete else "compute"
 
     def arrived(self) -> None:
-        """Note that the image is complete, sent by a peer or computed here from peers' data.
+        """Note that the image has come from a peer or was computed; MismatchError for another one.
 
-        The writer verifies a shard's digests, and computes those of any other piece. Raises
-        MismatchError for another shard's image.
+        The writer verifies a shard's digests, and computes those of any other piece.
         """
         header = read_header(MemorySource(self.image))
         if header.identity != self.identity:

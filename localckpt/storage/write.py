@@ -38,11 +38,8 @@ _CANNOT_RESERVE = frozenset({errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP})
 class ShardWrite:
     """Image that is to be committed as a piece of this node.
 
-    Attributes:
-        covered_nbytes: Bytes of the image that the digests cover.
-        dirty: Path of the file until it is complete.
-        recycled: True if ``dirty`` is a recycled file to overwrite; False for a new file.
-        in_place: True if the buffer is a mapping of the file ``dirty``, which needs no write.
+    ``dirty`` is the file until it is complete: a new one, a recycled one to overwrite, or, with
+    ``in_place``, the one that the buffer is a mapping of. The digests cover ``covered_nbytes``.
     """
 
     buffer: Buffer
@@ -93,9 +90,8 @@ def sync_folder(folder: Path) -> None:
 def reserve(fd: int, nbytes: int) -> None:
     """Reserve disk space for a file, if the file system supports it.
 
-    ext2 and ext3 do not. The C library then reads and writes a byte of each block, which fails for
-    a file that is open with O_DIRECT or for writing only. This error is ignored; a full disk is
-    then an error of the write itself.
+    On ext2 and ext3 the C library reads and writes a byte of each block, which fails with O_DIRECT.
+    That is ignored; a full disk is then an error of the write itself.
     """
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -107,11 +103,7 @@ def reserve(fd: int, nbytes: int) -> None:
 def write_range(
     fd: int, view: memoryview, start: int, stop: int, *, direct: bool, base: int = 0
 ) -> None:
-    """Write ``view[start:stop]`` to offset ``base + start`` of a file.
-
-    With O_DIRECT (``direct``), ``view`` must begin at a page boundary, and contain all of its last
-    page.
-    """
+    """Write ``view[start:stop]``, for O_DIRECT of whole pages, to ``base + start`` of a file."""
     end = round_up(stop, PAGE_NBYTES) if direct else stop
     fruitless = 0
     while start < end:

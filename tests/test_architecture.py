@@ -88,7 +88,7 @@ _BUDGETS = {
     "async_save": (1611, 1400, 7),
     "availability": (2703, 2000, 10),
     "checkpointer": (4191, 1800, 12),
-    "cli": (3062, 3000, 16),
+    "cli": (3020, 3000, 16),
     "events": (629, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (6415, 4900, 21),

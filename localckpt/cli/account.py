@@ -39,13 +39,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class SaveCounts:
-    """Saves of one start to one kind of storage.
-
-    Attributes:
-        cut_off: Number that have no known end: the start ended before, or is not over.
-        blocking_s: Time that training waited for them.
-        nbytes: Bytes of all ranks in those that were complete.
-    """
+    """Saves of one start to one kind of storage; the ``cut_off`` ones have no known end."""
 
     ok: int
     failed: int
@@ -110,7 +104,6 @@ class Account:
 
     @property
     def seconds(self) -> dict[Kind, float]:
-        """Time of each kind."""
         sums: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
         for stretch in self.stretches:
             sums[stretch.kind] += stretch.seconds
@@ -209,7 +202,6 @@ class _Trained:
     pauses: Sequence[Stretch]
 
     def stretches(self, kind: Kind) -> list[Stretch]:
-        """Return the stretches between the pauses."""
         found, at = [], self.began
         for pause in self.pauses:
             if pause.ended > at and pause.began < self.ended:

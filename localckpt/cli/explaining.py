@@ -93,7 +93,6 @@ class _Session:
 
     @property
     def can_be_loaded(self) -> bool:
-        """True if a restart finds anything."""
         return self.on_nodes.loads is not None or self.newest_shared is not None
 
     @property
@@ -108,7 +107,6 @@ class _Session:
         return {**fields, "saved_at": self.saved_at, "shared": shared}
 
     def say(self) -> None:
-        """Print both, and which of them a job resumes from."""
         if self.on_nodes.nodes:
             say(*str(self.on_nodes).splitlines())
         if self.saved_at is not None and self.on_nodes.loads is not None:
@@ -155,10 +153,7 @@ _Nodes = dict[str, dict[str, list[_Found]]]
 def _read_all(
     directories: Sequence[Path],
 ) -> tuple[dict[Path, list[tuple[str, _Found]]], dict[Path, list[SharedListing]]]:
-    """Read the stores of nodes, and the roots on shared storage.
-
-    Directories that cannot be used are left out, with a warning.
-    """
+    """Read stores of nodes, and roots on shared storage, but for those that cannot be used."""
     read, shared = {}, {}
     for directory in directories:
         try:
@@ -206,7 +201,6 @@ def _read(session: SessionFolder) -> _Found:
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
-    """Take the directories of one node together."""
     nodes: _Nodes = {}
     labels: dict[str, str] = {}
     for directory, sessions in read.items():

@@ -260,7 +260,6 @@ class SharedListing:
         }
 
     def say(self) -> None:
-        """Print the checkpoints as a table, and what is not counted."""
         # Only where some rule says more than that all are kept.
         says_why = any(
             set(reasons) - {"newest", "resumed from", "all"} for reasons in self.kept.values()
@@ -301,7 +300,6 @@ class SharedListing:
         return Retention() if newest is None else newest.retention
 
     def _why_kept(self, folder: Folder, record: CommitRecord) -> str:
-        """Why a checkpoint stays, in words."""
         rules = self._retention
         words: dict[Reason, str] = {
             "all": "",

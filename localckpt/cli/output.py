@@ -37,7 +37,6 @@ StoreArgument = Annotated[
 
 
 def stores_argument(what: str) -> Any:
-    """Argument of a command that takes the stores of several nodes."""
     return typer.Argument(
         metavar="DIR",
         readable=False,
@@ -71,10 +70,7 @@ def table_lines(
     right: Sequence[str],
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table, with the columns of figures to the ``right``.
-
-    The columns beyond ``width`` stand on a line of their own, below.
-    """
+    """Lay out a table, figures to the ``right``, and columns beyond the width on further lines."""
     table = [names, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     folds, used = [0], 0
@@ -98,7 +94,6 @@ def table_lines(
 
 
 def say_json(value: Any) -> None:
-    """Print plain data."""
     typer.echo(json.dumps(value, indent=2))
 
 
@@ -128,10 +123,7 @@ def size(nbytes: int) -> str:
 
 
 def age(saved_at: float) -> str:
-    """Age of a checkpoint for people: ``3 min``.
-
-    Two clocks are compared, so it may be off; nothing is decided by it.
-    """
+    """Age of a checkpoint for people: ``3 min``. Two clocks are compared, so it may be off."""
     seconds = max(0.0, time.time() - saved_at)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -41,7 +41,6 @@ class Start:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks of the job."""
         sizes = [e.details.get("world_size") for e in self.named("run_began")]
         return max((size for size in sizes if isinstance(size, int)), default=len(self.ranks))
 
@@ -80,7 +79,6 @@ class Start:
 
     @cached_property
     def ending(self) -> Ending:
-        """Ending of the start."""
         if self.silent_ranks:
             return "open" if self.is_last else "killed"
         outcomes = {event.outcome for event in self.named("run_ended")}
@@ -101,7 +99,6 @@ class Start:
         return tuple(marks)
 
     def named(self, *names: str) -> list[Event]:
-        """Events of some kinds."""
         return [event for event in self.events if event.name in names]
 
 
@@ -112,9 +109,8 @@ _DONE = ("steps", "blocking", "preempted", "run_ended")
 def starts_of(events: Iterable[Event]) -> dict[str, list[Start]]:
     """Put the events of a record together to starts of jobs, by session, in their order.
 
-    Ranks belong together that resumed together, which they note; ranks that never came so far do if
-    they ran at the same time. What no Checkpointer has begun is left out: nothing tells whose it
-    is.
+    Ranks belong together that resumed together, or ran at the same time and never came so far.
+    What no Checkpointer has begun is left out: nothing tells whose it is.
     """
     runs: dict[str, list[Event]] = {}
     for event in events:
@@ -166,14 +162,10 @@ SaveOutcome: TypeAlias = Literal["ok", "failed", "skipped", "unfinished"]
 
 @dataclass(frozen=True, slots=True)
 class JobSave:
-    """One save of all ranks.
+    """One save of all ranks, from when the first began it until it was durable on the last.
 
-    Attributes:
-        outcome: How it ended; ``"ok"`` on one rank is so on all.
-        began: When the first rank began it, in seconds since 1970.
-        ended: When it was durable on the last rank, or failed; ``None`` while it is unfinished.
-        blocking_s: How long training waited for it, on the slowest rank.
-        nbytes: Bytes of all ranks.
+    An outcome of ``"ok"`` on one rank is so on all; ``ended`` is ``None`` while it is unfinished.
+    ``blocking_s`` is how long training waited for it, on the slowest rank.
     """
 
     step: int

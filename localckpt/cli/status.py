@@ -20,14 +20,10 @@ _RECENT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of the last start of a job.
+    """Status of the last start of a job, and when each rank was last heard of.
 
-    Attributes:
-        number: Number of the start, from 1.
-        on_other_nodes: The newest save of which the nodes have copies on others.
-        steps_per_s: Speed of training in its last minute; ``None`` if it is not known.
-        last_heard: When each rank was last heard of, in seconds since 1970.
-        degraded_since: Since when the newest checkpoint has fewer copies than asked for.
+    ``on_other_nodes`` is the newest save of which the nodes have copies on others; from
+    ``degraded_since`` on the newest checkpoint has fewer copies than asked for.
     """
 
     number: int
@@ -42,7 +38,6 @@ class Status:
 
     @property
     def failed(self) -> tuple[JobSave, ...]:
-        """Saves that failed."""
         return tuple(save for save in self.saves if save.outcome == "failed")
 
     def to_json(self) -> dict[str, Any]:

@@ -240,7 +240,6 @@ def _chances(
 
 
 def _product(a: Sequence[int], b: Sequence[int], degree: int) -> list[int]:
-    """Multiply two polynomials, without the terms beyond a degree."""
     product = [0] * min(len(a) + len(b) - 1, degree + 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b[: len(product) - i]):

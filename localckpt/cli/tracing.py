@@ -23,10 +23,7 @@ _SIDE_BY_SIDE = frozenset(("save", "background", "reprotected", "drain"))
 
 
 def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Write events in the trace event format, which Perfetto and Chrome read; raises StorageError.
-
-    Above the tracks of the ranks is one for each session: what the time of the job was.
-    """
+    """Write events for Perfetto and Chrome, with a track for each session; raises StorageError."""
     ranks = {event.rank: event for event in events}
     entries = [entry for _, event in sorted(ranks.items()) for entry in _track_entries(event)]
     entries += [entry for event in events for entry in _trace_entries(event)]

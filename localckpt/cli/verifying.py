@@ -80,7 +80,6 @@ class _Verified:
         return BAD if self.bad else REFUSED if self.unreadable else 0
 
     def take(self, found: _Result) -> None:
-        """Count a file, and say so if it is not good."""
         if found is None:
             self.vanished += 1
         elif isinstance(found, int):

@@ -39,11 +39,9 @@ class SharedCheckpoint:
     """One directory that was committed.
 
     Attributes:
-        folder: Its place, iteration and epoch, by its name.
         record: Its commit record; ``None`` if that cannot be read, or speaks of another directory.
         problem: Why it cannot be loaded; ``None`` if it can, as far as its record says.
         saved_at: When it was committed, in seconds since 1970 by the file system's clock.
-        is_pinned: Whether no job may remove it.
     """
 
     folder: Folder
@@ -54,7 +52,6 @@ class SharedCheckpoint:
 
     @property
     def is_whole(self) -> bool:
-        """True if it can be loaded, as far as its record says."""
         return self.problem is None
 
     @property
@@ -95,10 +92,7 @@ class SharedSession:
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
     def find(self, folder: Folder, *, asked_for: bool = False) -> CommitFound | None:
-        """The checkpoint in a directory whose files are all there.
-
-        Unless it is ``asked_for``, damage is logged, and it is none.
-        """
+        """The checkpoint in a directory whose files are all there; damage is logged, or raised."""
         known = self.look(folder)
         if known is None:
             return None
@@ -112,7 +106,6 @@ class SharedSession:
         return None
 
     def noted_trusts(self) -> Trusts:
-        """Everything noted of starts of the job in vain."""
         return NotesFile(self.root).trusts()
 
     def leftovers(self) -> list[Path]:
@@ -145,19 +138,16 @@ def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Rea
 
     Those that are not in it go at that job's next save.
     """
-    records = {
-        known.folder.version: known.record
-        for known in checkpoints
-        if known.is_whole and known.record is not None
-    }
+    records: dict[Version, CommitRecord] = {}
+    candidates = []
+    for known in checkpoints:
+        if known.is_whole and known.record is not None:
+            version = known.folder.version
+            records[version] = known.record
+            candidates.append(Candidate(version, known.record.metrics, known.is_pinned))
     if not records:
         return {}
     saved = max(records)
-    candidates = [
-        Candidate(known.folder.version, records[known.folder.version].metrics, known.is_pinned)
-        for known in checkpoints
-        if known.folder.version in records
-    ]
     return reasons_to_keep(records[saved].retention, candidates, saved, records[saved].resumed_from)
 
 

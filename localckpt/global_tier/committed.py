@@ -27,11 +27,7 @@ _SHOWN = 10
 class Committed:
     """The committed checkpoints of one session. All ranks make the same calls.
 
-    ``check`` raises StorageError if others can write to the directory, or it is gone; it does
-    nothing for a manager that only reads.
-
-    Attributes:
-        resuming: Counts starts of the job in vain; on the first rank.
+    ``check`` raises StorageError if others can write to the directory, or it is gone.
     """
 
     def __init__(
@@ -51,11 +47,7 @@ class Committed:
     def find(
         self, iteration: int | None = None, left_by: Lineage | None = None
     ) -> CommitFound | None:
-        """The newest checkpoint there is.
-
-        ``iteration`` is the only one that will do; ``left_by`` a lineage whose beginning the job
-        went back to, from checkpoints that are left out.
-        """
+        """The newest checkpoint, or that of an iteration; none that a lineage has left behind."""
         return self._find(iteration, lambda: self._newest(iteration, left_by=left_by))
 
     def load_newest(
@@ -164,7 +156,6 @@ class Committed:
     def _next(
         self, iteration: int | None, tried: Sequence[Version], deadline: Deadline
     ) -> CommitFound | None:
-        """The newest checkpoint that was not tried yet."""
         found = self._newest(iteration, tried)
         # A job goes on there, and pruned what was being read.
         is_newer = found is not None and found.folder.version > max(tried, default=(0, 0))
@@ -198,7 +189,7 @@ class Committed:
                     return found
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
-        """The directories that the job was not resumed from in vain too often."""
+        """The directories that the job has not resumed from in vain too often."""
         trusts = self.resuming.trusts = self._notes.trusts()
         by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
         choice = choose([*by_checkpoint], trusts, self.resuming.max_attempts)

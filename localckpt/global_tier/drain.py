@@ -44,6 +44,7 @@ from localckpt.global_tier.drain_plan import (
     fingerprint,
     merge_plans,
 )
+from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -280,7 +281,8 @@ class Drain(BackgroundSave):
         if is_there:
             return
         if not self._ranks.is_root:
-            self._begun = self._root.begun(self.iteration, epoch, save_id, is_drain=True)
+            folder = Folder(self._root.path, self.iteration, epoch)
+            self._begun = BegunSave(folder, save_id, is_drain=True)
         plans = {} if part is None else unpack(part.data, dict, self._allowed)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit

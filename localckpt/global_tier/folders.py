@@ -1,10 +1,8 @@
 """The directories of a root on shared storage: checkpoints with their records and pins, and others.
 
 ``root/iteration_<number>.<epoch>/`` is a checkpoint if it holds its record, which is written last.
-The epoch counts the starts of the job that saved: a job that went back to iteration 90 and saved 95
-is newer than the 100 that it abandoned. A pin is a file in the directory of its checkpoint, seen by
-every job and tool. It may be set while a job prunes: a checkpoint is then either put back, or was
-never pinned.
+The epoch counts the starts of the job that saved. A pin is a file in the directory of its
+checkpoint. One that is set while a job prunes has the checkpoint put back, or fails.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        """Directory of the complete checkpoint."""
         return self.root / self._name
 
     def unfinished(self, save_id: str, *, is_drain: bool) -> Path:
@@ -84,14 +81,16 @@ class Folder:
     @property
     def has_record(self) -> bool:
         """True once the checkpoint is committed; raises StorageError if that cannot be seen."""
-        with storage_errors("look at", self.path):
-            return _is_there(self.path / RECORD_NAME)
+        return self._holds(RECORD_NAME)
 
     @property
     def is_pinned(self) -> bool:
         """True if no job may remove it; raises StorageError if that cannot be seen."""
+        return self._holds(PIN_NAME)
+
+    def _holds(self, name: str) -> bool:
         with storage_errors("look at", self.path):
-            return _is_there(self.path / PIN_NAME)
+            return _is_there(self.path / name)
 
     @property
     def _name(self) -> str:
@@ -105,8 +104,6 @@ class CommitRecord:
     Attributes:
         save_id: Stands in the trailer of each of its files.
         files: The bytes of each data file.
-        lineage: Lineage of the epoch that saved it; ``None`` if its manager had none.
-        retention: Rules by which the job that saved it keeps checkpoints.
         resumed_from: Version of the checkpoint here that the job goes back to if newer ones fail.
         unequal: Names of values that differed between ranks; the files have the first rank's.
     """
@@ -126,7 +123,6 @@ class CommitRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data files."""
         return sum(self.files.values())
 
     def is_left_by(self, lineage: Lineage | None) -> bool:
@@ -178,35 +174,30 @@ class CommitRecord:
                 epoch, iteration = map(int, fields["resumed_from"])
                 fields["resumed_from"] = epoch, iteration
             record = cls(**fields)
+            if record._is_plain():
+                return record
         except (CheckpointingException, KeyError, TypeError, ValueError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
-        if not record._is_plain():
-            raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
-        return record
+        raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
 
     def _is_plain(self) -> bool:
         """Return whether each field has its type, and no file name leads to another directory."""
+        if type(self.files) is not dict:
+            return False
+        texts = [self.session_id, self.save_id, *self.unequal]
         numbers = [self.iteration, self.epoch, self.world_size, self.metadata_digest]
-        if type(self.files) is not dict or type(self.session_id) is not str:
-            return False
-        if type(self.save_id) is not str or _SAVE_ID.fullmatch(self.save_id) is None:
-            return False
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            return False
-        named = all(
-            name not in ("", ".", "..") and "/" not in name and "\0" not in name
-            for name in self.files
+        numbers += self.files.values()
+        return (
+            all(type(text) is str for text in texts)
+            and all(type(number) is int and number >= 0 for number in numbers)
+            and not any(name in ("", ".", "..") or {*name} & {"/", "\0"} for name in self.files)
+            and _SAVE_ID.fullmatch(self.save_id) is not None
         )
-        named = named and all(type(name) is str for name in self.unequal)
-        return named and all(type(nbytes) is int and nbytes >= 0 for nbytes in self.files.values())
 
     def check_identity(self, folder: Folder, session_id: str) -> None:
         """Check that the record is of this directory; raises CorruptShardError if it is not."""
-        if (self.session_id, self.iteration, self.epoch) != (
-            session_id,
-            folder.iteration,
-            folder.epoch,
-        ):
+        of_folder = session_id, folder.iteration, folder.epoch
+        if (self.session_id, self.iteration, self.epoch) != of_folder:
             raise CorruptShardError(
                 f"{folder.path} was saved as iteration {self.iteration}, epoch {self.epoch} of "
                 f"session {self.session_id!r}: give it its name again"
@@ -226,10 +217,7 @@ class CommitRecord:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether a file is there.
-
-    ``Path.exists`` of some versions of Python takes an error for no.
-    """
+    # ``Path.exists`` of some versions of Python takes an error for no.
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -238,7 +226,6 @@ def _is_there(path: Path) -> bool:
 
 
 def session_root(root: Path, session_id: str) -> Path:
-    """Directory of a session's checkpoints."""
     return root / session_name(session_id) if session_id else root
 
 
@@ -276,14 +263,8 @@ def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
     return sorted(folders, key=lambda folder: folder.version, reverse=True), leftovers
 
 
-# Removing.
-
-
 def remove(folder: Folder) -> bool:
-    """Remove a checkpoint, unless it is pinned; what is half removed is never found.
-
-    Returns whether it is gone: it may have been pinned since it was decided on.
-    """
+    """Remove a checkpoint unless it is pinned, which it may be since; return whether it is gone."""
     with storage_errors("remove", folder.path):
         if folder.is_pinned:
             return False
@@ -295,10 +276,7 @@ def remove(folder: Folder) -> bool:
 
 
 def put_back_if_pinned(folder: Folder) -> bool:
-    """Give a checkpoint its name again that was pinned while it was on its way out.
-
-    Returns whether it is a checkpoint again.
-    """
+    """Give a half-removed checkpoint its name again if it is pinned; return whether it was."""
     removed = folder.removed
     if not (_is_there(removed / PIN_NAME) and _is_there(removed / RECORD_NAME)):
         return False
@@ -315,11 +293,9 @@ def try_to_remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a directory, its record first: without that it is no checkpoint.
-
-    Of a link in its place the link is removed, and nothing of what it leads to.
-    """
+    """Remove a directory, its record first: without that it is no checkpoint."""
     if path.is_symlink():
+        # Nothing of what it leads to.
         path.unlink()
         return
     (path / RECORD_NAME).unlink(missing_ok=True)

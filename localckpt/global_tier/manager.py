@@ -30,9 +30,10 @@ from localckpt.failure_texts import shown
 from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
+from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.load import OpenCheckpoint
-from localckpt.global_tier.root import CheckpointRoot
+from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
@@ -222,7 +223,12 @@ class GlobalCheckpointManager:
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
             save = self._save = SharedSave(
-                self._root.begun(iteration, epoch, save_id, metrics=plain),
+                BegunSave(
+                    Folder(self.root, iteration, epoch),
+                    save_id,
+                    lineage=self._root.lineage,
+                    metrics=plain,
+                ),
                 planned,
                 number,
                 ranks=self._saving,

@@ -1,7 +1,6 @@
 """Root of checkpoints on shared storage, where the first rank begins, commits and prunes them.
 
-One rank sees the root for all, so that ranks whose clients cache directories differently agree. One
-job saves there at a time, as long as its first rank lives.
+One rank sees the root for all, so that ranks whose clients cache directories differently agree.
 """
 
 from __future__ import annotations
@@ -59,26 +58,25 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class BegunSave:
-    """A save as all ranks know it.
-
-    Attributes:
-        lineage: Of the epoch of the job that saves; only the first rank knows it.
-        metrics: Values that were given with it; those of the first rank are recorded.
-    """
+    """Save or drain that the first rank has begun, whose lineage and metrics are recorded."""
 
     folder: Folder
-    path: Path
     save_id: str
+    is_drain: bool = False
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def path(self) -> Path:
+        """Directory in which it is written until it is committed."""
+        return self.folder.unfinished(self.save_id, is_drain=self.is_drain)
+
 
 class CheckpointRoot:
-    """The checkpoints of one session.
+    """Directory of one session's checkpoints.
 
     Attributes:
-        session: The checkpoints that are there.
-        lock: Keeps other jobs from saving there.
+        lineage: Lineage of this start's saves, from the first of them on.
     """
 
     def __init__(
@@ -92,9 +90,9 @@ class CheckpointRoot:
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
         self._draining: set[Path] = set()
-        # Of this start's saves: the epoch from the first of them on, and what it resumed from.
+        # Of this start's saves, from the first of them on.
         self._epoch: int | None = None
-        self._lineage: Lineage | None = None
+        self.lineage: Lineage | None = None
         self._resumed = Resumed()
         self._loaded: tuple[int, int] | None = None
 
@@ -103,7 +101,7 @@ class CheckpointRoot:
         with self._beginning:
             self.lock.take(self._timeout_s)
             epoch = self._epoch or _next_epoch(*folders_in(self.path))
-            begun = self.begun(iteration, epoch, uuid.uuid4().hex)
+            begun = BegunSave(Folder(self.path, iteration, epoch), uuid.uuid4().hex)
             with storage_errors("make", begun.path):
                 begun.path.mkdir(folder_mode(self.path))
                 try:
@@ -111,25 +109,11 @@ class CheckpointRoot:
                 except BaseException:
                     begun.path.rmdir()
                     raise
-            self._epoch, self._lineage = epoch, lineage or self._lineage
-            if self._lineage is None:
+            self._epoch, self.lineage = epoch, lineage or self.lineage
+            if self.lineage is None:
                 started = EpochId(epoch, secrets.randbelow(2**32))
-                self._lineage = begin_lineage(started, self._resumed, [], {})
+                self.lineage = begin_lineage(started, self._resumed, [], {})
             return begun
-
-    def begun(
-        self,
-        iteration: int,
-        epoch: int,
-        save_id: str,
-        *,
-        is_drain: bool = False,
-        metrics: Mapping[str, float] | None = None,
-    ) -> BegunSave:
-        """The save or drain that the first rank has begun, which alone knows its lineage."""
-        folder = Folder(self.path, iteration, epoch)
-        path = folder.unfinished(save_id, is_drain=is_drain)
-        return BegunSave(folder, path, save_id, None if is_drain else self._lineage, metrics or {})
 
     def begin_drain(
         self,
@@ -140,8 +124,7 @@ class CheckpointRoot:
     ) -> tuple[BegunSave, bool]:
         """Make the directory of a drain on the first rank, or go on in that of an attempt before.
 
-        ``save_id`` is the same for all attempts to drain it. Returns the drain, which :meth:`end`
-        ends, and whether the checkpoint is there already.
+        ``save_id`` is the same for all attempts. Returns also whether the checkpoint is there.
         """
         with self._beginning:
             self.lock.take(self._timeout_s)
@@ -149,10 +132,10 @@ class CheckpointRoot:
             for folder in (folder for folder in folders if folder.iteration == iteration):
                 found = self.session.find(folder)
                 if found is not None and found.record.save_id == save_id:
-                    return BegunSave(folder, folder.path, save_id), True
+                    return BegunSave(folder, save_id), True
             epoch = self._epoch or _next_epoch(folders, [x for x in leftovers if not x.is_drain])
-            begun = self.begun(iteration, epoch, save_id, is_drain=True, metrics=metrics)
-            begun = replace(begun, lineage=lineage)
+            folder = Folder(self.path, iteration, epoch)
+            begun = BegunSave(folder, save_id, True, lineage, metrics)
             self._require_newest(begun, folders)
             # Before it is there: the sweep of a save spares what is drained.
             self._draining.add(begun.path)
@@ -167,7 +150,7 @@ class CheckpointRoot:
     def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
         mine: Path | None = None
         for path, folder in before:
-            if mine is None and path == folder.unfinished(drain.save_id, is_drain=True):
+            if mine is None and path == replace(drain, folder=folder).path:
                 mine = path
             elif path not in self._draining:
                 try_to_remove(path)
@@ -241,10 +224,9 @@ class CheckpointRoot:
         self._draining.discard(save.path)
 
     def sweep(self, save: BegunSave | None) -> None:
-        """Remove what other saves than this one have left that were never committed.
+        """Remove what other saves have left that were never committed, and put back what is pinned.
 
-        Checkpoints that were pinned while a job removed them get their names again. What a drain
-        has left stays until something newer is there: the next attempt goes on from it.
+        What a drain has left stays until something newer is there: the next attempt goes on there.
         """
         try:
             folders, leftovers = folders_in(self.path)
@@ -269,16 +251,16 @@ class CheckpointRoot:
         lineage = loaded.record.lineage
         origin: Origin = "elsewhere" if lineage is None else "shared"
         self._resumed = Resumed(origin, loaded.folder.iteration, lineage)
-        self._epoch = self._lineage = None
+        self._epoch = self.lineage = None
         self._loaded = loaded.folder.version
 
     def go_back(self, iteration: int) -> list[Point]:
-        """Begin a new epoch at the next save, after going back to what another tier has.
+        """Begin a new epoch at the next save; return what the job goes back from, as far as known.
 
-        Returns what the job goes back from, as far as its lineage is known.
+        It goes on from what another tier has.
         """
         there = self.session.whole()
-        self._epoch = self._lineage = None
+        self._epoch = self.lineage = None
         older = (c.folder.version for c in there if c.folder.iteration <= iteration)
         self._loaded = max(older, default=None)
         newer = (c.record for c in there if c.folder.iteration > iteration)
@@ -303,10 +285,8 @@ class CheckpointRoot:
         return removed
 
     def close(self, *, is_alone: bool = False) -> None:
-        """Remove what was never committed, and let other jobs save here. May be called twice.
-
-        If it ``is_alone``, other ranks may still write: what they leave goes with the next save.
-        """
+        """Remove what was never committed, and let other jobs save here. May be called twice."""
+        # Alone, other ranks may still write: what they leave goes with the next save.
         if self.lock.is_held and not is_alone:
             self.sweep(None)
         self.lock.release()
@@ -327,10 +307,9 @@ def _is_put_back(leftover: Leftover) -> bool:
 
 
 class RootLock:
-    """A lock that the operating system gives back when its process ends, however it ends.
+    """Lock of the last of the directories ``below`` a named one, which ends with its process.
 
-    The last of the directories ``below`` the named one is locked; all are made when the lock is
-    taken.
+    All are made when the lock is taken.
     """
 
     def __init__(self, named: Path, *below: str) -> None:
@@ -410,17 +389,12 @@ class RootLock:
     def require_own(self) -> None:
         """Make the directories, and check that only this user and its groups can write there."""
         with storage_errors("use", self._root):
-            make_own_folders(
-                self._named,
-                *self._below,
-                shares=True,
-                may_be_sticky=bool(self._below),
-            )
+            is_below = bool(self._below)
+            make_own_folders(self._named, *self._below, shares=True, may_be_sticky=is_below)
             require_own_file(self._root / LOCK_NAME)
 
     @property
     def is_held(self) -> bool:
-        """True while this process may write to the root."""
         return self._lock is not None
 
     def release(self) -> None:

@@ -226,6 +226,7 @@ def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:
         {"retention": 3},
         {"retention": {"last": 0, "every": None, "best": None}},
         {"retention": {"last": 1, "every": None, "best": {"name": "loss"}}},
+        {"unequal": 5},
         {"more": 1},
     ],
     ids=str,

@@ -23,7 +23,7 @@ from localckpt.cli.output import (
     store_or_default,
 )
 from localckpt.errors import StorageError
-from localckpt.global_tier.catalog import find_shared_sessions
+from localckpt.global_tier.folders import find_shared_sessions
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.own_folders import open_below
 from localckpt.storage.catalog import (

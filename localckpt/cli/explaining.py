@@ -27,7 +27,7 @@ from localckpt.cli.output import (
     warn,
 )
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
+from localckpt.global_tier.folders import SharedCheckpoint, find_shared_sessions
 from localckpt.lineage import Lineage
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token

@@ -25,13 +25,14 @@ from localckpt.cli.output import (
     store_or_default,
 )
 from localckpt.failure_texts import ranges
-from localckpt.global_tier.catalog import (
+from localckpt.global_tier.folders import (
+    CommitRecord,
+    Folder,
     SharedCheckpoint,
     SharedSession,
     find_shared_sessions,
     why_kept,
 )
-from localckpt.global_tier.folders import CommitRecord, Folder
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (

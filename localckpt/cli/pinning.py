@@ -10,8 +10,7 @@ import typer
 
 from localckpt.cli.output import JsonOption, counted, one_line_errors, say, say_json
 from localckpt.errors import StorageError
-from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
-from localckpt.global_tier.folders import Folder
+from localckpt.global_tier.folders import Folder, SharedCheckpoint, find_shared_sessions
 from localckpt.global_tier.folders import pin as pin_folder
 from localckpt.global_tier.folders import unpin as unpin_folder
 from localckpt.storage.names import local_path

@@ -29,7 +29,7 @@ from localckpt.cli.output import (
     store_or_default,
 )
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.catalog import (
+from localckpt.global_tier.folders import (
     SharedCheckpoint,
     SharedSession,
     find_shared_sessions,

@@ -9,8 +9,15 @@ from typing import Any
 
 from localckpt.availability.retention import Version
 from localckpt.errors import CorruptShardError, NoReplicasAvailableError, StorageError
-from localckpt.global_tier.catalog import CommitFound, SharedSession
-from localckpt.global_tier.folders import CommitRecord, Folder, folders_in, pin, unpin
+from localckpt.global_tier.folders import (
+    CommitFound,
+    CommitRecord,
+    Folder,
+    SharedSession,
+    folders_in,
+    pin,
+    unpin,
+)
 from localckpt.global_tier.save_plan import require_same
 from localckpt.lineage import Lineage
 from localckpt.ranks.deadline import Deadline

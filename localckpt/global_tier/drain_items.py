@@ -260,10 +260,10 @@ class ImageItems:
         }
         results: list[WriteResult] = []
         for file in lay_out_in_order(plan, starts, f"__{self._saved_by}_"):
-            others = [self._object(plan.items[number]) for number in file.others]
-            nbytes = None if others else file_nbytes(file.nbytes)
-            write(file.name, nbytes, partial(self._content, image, plan, file, others))
-            results += file.results(plan, others)
+            contents = {number: self._object(plan.items[number]) for number in file.others}
+            nbytes = None if contents else file_nbytes(file.nbytes)
+            write(file.name, nbytes, partial(self._content, image, plan, file, contents))
+            results += file.results(plan, contents)
         own = {item.index for item in plan.items}
         there = {
             index: place
@@ -276,7 +276,11 @@ class ImageItems:
         return results, nbytes
 
     def _content(
-        self, image: ImageReader, plan: SavePlan, file: FileLayout, others: Sequence[memoryview]
+        self,
+        image: ImageReader,
+        plan: SavePlan,
+        file: FileLayout,
+        contents: Mapping[int, memoryview],
     ) -> Iterator[bytes | memoryview]:
         at = 0
         for slot in file.slots:
@@ -285,7 +289,7 @@ class ImageItems:
             yield from _values(image, self.places[plan.items[slot.number].index])
             yield slot.frame.tail
             at = slot.end
-        yield from others
+        yield from contents.values()
 
     def _object(self, item: WriteItem) -> memoryview:
         """Bytes of an object, as a save of the state would write them."""

@@ -26,8 +26,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.data_files import data_bytes
+from localckpt.global_tier.folders import CommitFound
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from localckpt.errors import MismatchError
-from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.drain_items import why_misdescribed
+from localckpt.global_tier.folders import CommitFound
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.write_items import load_object
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
@@ -170,128 +170,113 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
             _make_meta_tensors(value)
 
 
-# A state with the states of its ``Stateful`` values, and what one rank reads for it.
-_Planned = tuple[dict[str, Any], ReshardingLoadPlanner, LoadPlan]
+def fill(
+    state_dict: dict[str, Any],
+    found: CommitFound,
+    reader: CachedMetadataFileSystemReader,
+    ranks: Ranks,
+    *,
+    is_partial: bool,
+    allow_dtype_change: bool,
+) -> None:
+    """Fill a state in place; all ranks call it.
 
-
-class OpenCheckpoint:
-    """Checkpoint whose metadata all ranks have read.
-
-    ``is_partial``: values may be in it or in the state only; they are logged, and stay as they are.
-    ``allow_dtype_change``: tensors may have other dtypes; their values are converted.
+    After a MismatchError nothing is changed; after another error the state may be partly filled.
+    Every error is raised on every rank.
     """
+    began = time.monotonic()
+    iteration = found.folder.iteration
+    # While all are here, since they share it.
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    saved = metadata.state_dict_metadata
+    names = sorted(saved)
+    new_planner = partial(
+        ReshardingLoadPlanner,
+        allow_partial_load=is_partial,
+        allow_dtype_change=allow_dtype_change,
+        safe_globals=reader.safe_globals,
+    )
+    planner = new_planner()
+    plans: list[LoadPlan] = []
 
-    def __init__(
-        self,
-        found: CommitFound,
-        reader: CachedMetadataFileSystemReader,
-        ranks: Ranks,
-        *,
-        is_partial: bool,
-        allow_dtype_change: bool,
-    ) -> None:
-        self.found = found
-        self._is_partial, self._allow_dtype_change = is_partial, allow_dtype_change
-        self._reader = reader
-        self._ranks = ranks
-        # While all are here, since they share it.
-        self.saved = reader.read_metadata().state_dict_metadata
+    def read_apart(values: dict[str, Any]) -> None:
+        apart = new_planner()
+        apart.set_up_planner(values, metadata)
+        reader.read_data(apart.create_local_plan(), apart).wait()
 
-    def fill(self, state_dict: dict[str, Any]) -> None:
-        """Fill a state in place; all ranks call it.
-
-        After a MismatchError nothing is changed; after another error the state may be partly
-        filled. Every error is raised on every rank.
-        """
-        began = time.monotonic()
-        iteration = self.found.folder.iteration
-        names = sorted(self.saved)
-        planned: list[_Planned] = []
-
-        def plan() -> str | None:
-            planned.append(self._plan(state_dict))
-            given = planned[0][1].state_dict
-            self._require_of_all_ranks(given)
-            self._require_apart(given)
-            return _packed_bits([name in given for name in names])
-
-        judge = partial(_judge_given, names, self._is_partial)
-        unwanted = self._ranks.decide(
-            f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
-        )
-        self._log_partial(unwanted, planned[0][1].state_dict)
-
-        def read() -> None:
-            with record_function("localckpt.global.load"):
-                self._read(planned[0])
-
-        self._ranks.commit(f"load iteration {iteration}", read, lambda _: None)
-        _give(state_dict, planned[0][0])
-        nbytes, seconds = self._reader.nbytes_read / 1e9, time.monotonic() - began
-        logger.info(
-            "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
-            *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
-        )
-
-    def _plan(self, state_dict: dict[str, Any]) -> _Planned:
-        """Plan what ``dcp.load`` reads on one rank."""
-        planner = ReshardingLoadPlanner(
-            allow_partial_load=self._is_partial,
-            allow_dtype_change=self._allow_dtype_change,
-            safe_globals=self._reader.safe_globals,
-        )
+    def compare() -> str | None:
         # In the same order on all ranks.
         state = {
             name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
             for name in sorted(state_dict, key=str)
         }
-        planner.set_up_planner(state, self._reader.read_metadata())
-        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
-        return state, planner, planner.create_local_plan()
+        planner.set_up_planner(state, metadata)
+        plans.append(planner.create_local_plan())
+        if not is_partial:
+            _require_of_all_ranks(planner.state_dict, found)
+        _require_apart({n: v for n, v in planner.state_dict.items() if n in saved}, read_apart)
+        return _packed_bits([name in planner.state_dict for name in names])
 
-    def _read(self, planned: _Planned) -> None:
-        _, planner, plan = planned
-        self._reader.read_data(plan, planner).wait()
+    judge = partial(_judge_given, names, is_partial)
+    what = f"compare the state with iteration {iteration}"
+    unwanted = ranks.decide(what, compare, judge, read=shaped([str]))
+    absent = sorted(planner.state_dict.keys() - saved.keys())
+    if ranks.is_root and (unwanted or absent):
+        logger.warning(
+            "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
+            *(iteration, _listed(unwanted), _listed(absent)),
+        )
+    if first_ranks := _first_ranks(planner.state_dict, found):
+        # Of what this rank gives, which other ranks may not.
+        logger.warning(
+            "rank %d has loaded what the first rank of those that saved iteration %d had of %s",
+            *(ranks.rank, iteration, _listed(first_ranks)),
+        )
 
-    def _require_of_all_ranks(self, given: Mapping[str, Any]) -> None:
-        """Refuse to give every rank the first rank's values, unless the load is partial."""
-        first_ranks = [name for name in self.found.record.unequal if name in given]
-        if first_ranks and not self._is_partial:
+    def read() -> None:
+        with record_function("localckpt.global.load"):
+            reader.read_data(plans[0], planner).wait()
+
+    ranks.commit(f"load iteration {iteration}", read, lambda _: None)
+    # ``Stateful`` values take theirs, maybe by collectives.
+    for name, value in planner.original_state_dict.items():
+        if isinstance(owner := state_dict[name], Stateful):
+            owner.load_state_dict(value)
+        else:
+            state_dict[name] = value
+    nbytes, seconds = reader.nbytes_read / 1e9, time.monotonic() - began
+    logger.info(
+        "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
+        *(found.folder.path, nbytes, seconds, nbytes / seconds),
+    )
+
+
+def _first_ranks(given: Mapping[str, Any], found: CommitFound) -> list[str]:
+    """Names of given values that differed between ranks: the data files have the first rank's."""
+    return [name for name in found.record.unequal if name in given]
+
+
+def _require_of_all_ranks(given: Mapping[str, Any], found: CommitFound) -> None:
+    if first_ranks := _first_ranks(given, found):
+        raise MismatchError(
+            f"the ranks that saved {found.folder.path} had different values of "
+            f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
+            f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
+            f"partial=True gives every rank the first rank's"
+        )
+
+
+def _require_apart(given: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
+    """Refuse tensors that share memory, unless it can hold what was saved of both."""
+    for one, other in _sharing_memory(given):
+        values = {name: _empty_like(given[name]) for name in (one, other)}
+        read(values)
+        if not _hold_both(*((_local(given[name]), _local(values[name])) for name in values)):
             raise MismatchError(
-                f"the ranks that saved {self.found.folder.path} had different values of "
-                f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
-                f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
-                f"partial=True gives every rank the first rank's"
-            )
-
-    def _require_apart(self, given: Mapping[str, Any]) -> None:
-        """Refuse tensors that share memory, unless it can hold what was saved of both."""
-        for one, other in _sharing_memory(given):
-            if one not in self.saved or other not in self.saved:
-                continue
-            values = {name: _empty_like(given[name]) for name in (one, other)}
-            self._read(self._plan(values))
-            pairs = [(_local(given[name]), _local(values[name])) for name in (one, other)]
-            if not _hold_both(*pairs):
-                raise MismatchError(
-                    f"{one} and {other} share memory now, as tied weights do, and were saved with "
-                    f"different values, of which one would overwrite the other. Nothing was "
-                    f"changed: make the state as it was when it was saved"
-                )
-
-    def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
-        absent = sorted(given.keys() - self.saved.keys())
-        iteration = self.found.folder.iteration
-        if self._ranks.is_root and (unwanted or absent):
-            logger.warning(
-                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
-                *(iteration, _listed(unwanted), _listed(absent)),
-            )
-        if first_ranks := [name for name in self.found.record.unequal if name in given]:
-            # Of what this rank gives, which other ranks may not.
-            logger.warning(
-                "rank %d has loaded what the first rank of those that saved iteration %d had of %s",
-                *(self._ranks.rank, iteration, _listed(first_ranks)),
+                f"{one} and {other} share memory now, as tied weights do, and were saved with "
+                f"different values, of which one would overwrite the other. Nothing was "
+                f"changed: make the state as it was when it was saved"
             )
 
 
@@ -386,12 +371,3 @@ def _empty_like(value: torch.Tensor) -> torch.Tensor:
         shape=value.shape,
         stride=value.stride(),
     )
-
-
-def _give(state_dict: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Put what was loaded into the state. ``Stateful`` values take it, maybe by collectives."""
-    for name, value in loaded.items():
-        if isinstance(owner := state_dict[name], Stateful):
-            owner.load_state_dict(value)
-        else:
-            state_dict[name] = value

@@ -27,12 +27,11 @@ from localckpt.availability.retention import plain_metrics
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
-from localckpt.global_tier.catalog import CommitFound
 from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
-from localckpt.global_tier.folders import Folder
+from localckpt.global_tier.folders import CommitFound, Folder
 from localckpt.global_tier.images import SharedImages
-from localckpt.global_tier.load import OpenCheckpoint
+from localckpt.global_tier.load import fill
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
@@ -433,11 +432,11 @@ class GlobalCheckpointManager:
         with self._events.timed("read"):
             found = self._committed.load_newest(
                 iteration,
-                lambda found: OpenCheckpoint(
-                    *(found, self._reader_of(found), self._ranks),
+                lambda found: fill(
+                    *(given, found, self._reader_of(found), self._ranks),
                     is_partial=partial,
                     allow_dtype_change=allow_dtype_change,
-                ).fill(given),
+                ),
                 # With a partial load, values of both would be left.
                 tries_others=iteration is None and not partial,
             )

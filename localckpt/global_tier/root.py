@@ -20,14 +20,15 @@ from filelock import FileLock, Timeout
 
 from localckpt.availability.retention import Candidate, Retention, reasons_to_keep
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.global_tier.catalog import CommitFound, SharedSession
 from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
+    CommitFound,
     CommitRecord,
     Folder,
     Leftover,
+    SharedSession,
     folders_in,
     put_back_if_pinned,
     remove,

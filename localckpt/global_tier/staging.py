@@ -1,8 +1,4 @@
-"""Layout of a rank's data files, and the buffers in which they are staged.
-
-The layout is a pure function of the plan. Buffers are made once and used again. Training waits for
-one copy of its tensors into a buffer, and for nothing else.
-"""
+"""Layout of a rank's data files, a pure function of its plan, and the buffers to stage them in."""
 
 from __future__ import annotations
 
@@ -63,13 +59,13 @@ class FileLayout:
     others: tuple[int, ...]
     nbytes: int
 
-    def results(self, plan: SavePlan, others: Sequence[memoryview]) -> Iterator[WriteResult]:
+    def results(self, plan: SavePlan, contents: Mapping[int, memoryview]) -> Iterator[WriteResult]:
         """Yield the place of each item, given the bytes of the others."""
         places = [(slot.number, slot.offset, slot.end - slot.offset) for slot in self.slots]
         end = self.nbytes
-        for number, content in zip(self.others, others, strict=True):
-            places.append((number, end, len(content)))
-            end += len(content)
+        for number in self.others:
+            places.append((number, end, len(contents[number])))
+            end += len(contents[number])
         for number, offset, nbytes in places:
             info = StorageInfo(self.name, offset, nbytes)
             yield WriteResult(plan.items[number].index, nbytes, info)
@@ -83,21 +79,18 @@ def lay_out_files(
     bins: int,
     separation_hint: str | None = None,
 ) -> tuple[FileLayout, ...]:
-    """Divide a rank's items among files, and place them there.
-
-    ``others`` are the numbers of items that are saved as a run of bytes. Items whose names begin
-    with ``separation_hint`` go to as many files of their own.
-    """
+    """Divide a rank's items among files; ``others`` are those that are saved as a run of bytes."""
     if separation_hint is not None and (not separation_hint or "/" in separation_hint):
         raise CheckpointingException(
             f"separation_hint is {separation_hint!r}; it begins the names of files, so it must "
             f"be neither empty nor hold a '/'"
         )
     numbers = {id(item): number for number, item in enumerate(plan.items)}
+    hint = separation_hint or ""
     groups: dict[str, list[WriteItem]] = {"": []}
     for item in plan.items:
-        apart = separation_hint is not None and item.index.fqn.startswith(separation_hint)
-        groups.setdefault(separation_hint if apart and separation_hint else "", []).append(item)
+        group = hint if item.index.fqn.startswith(hint) else ""
+        groups.setdefault(group, []).append(item)
     files: list[FileLayout] = []
     for group, items in groups.items():
         for bucket in split_by_size_and_type(bins, items):
@@ -108,9 +101,7 @@ def lay_out_files(
 
 
 def split_by_size_and_type(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide items into bins of about the same number of bytes: the largest first, each to the
-    bin that has least; what is no tensor goes to one bin after the other.
-    """
+    """Divide items into bins of about equal bytes, as torch does, by the sizes of their parts."""
     buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
     others = [item for item in items if item.type == WriteItemType.BYTE_IO]
     for i, item in enumerate(others):
@@ -128,8 +119,7 @@ def split_by_size_and_type(bins: int, items: Sequence[WriteItem]) -> list[list[W
 def lay_out_in_order(plan: SavePlan, starts: Mapping[int, int], prefix: str) -> list[FileLayout]:
     """Divide a rank's items among files, in the order in which their values lie in its image.
 
-    ``starts`` has the first byte in the image of each item that is a tensor; the others follow in a
-    file of their own, since only writing tells their sizes.
+    ``starts`` has the first byte in the image of each tensor. The others have a file of their own.
     """
     buckets: list[list[int]] = []
     nbytes = 0
@@ -149,7 +139,7 @@ def lay_out_in_order(plan: SavePlan, starts: Mapping[int, int], prefix: str) -> 
 
 
 def item_nbytes(item: WriteItem) -> int:
-    """Bytes of the part of a tensor that an item is, not of the whole tensor."""
+    """Bytes of the part of a tensor that an item is."""
     data = item.tensor_data
     assert data is not None, "only tensors have a size before they are saved"
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
@@ -175,40 +165,35 @@ def _placed(name: str, plan: SavePlan, bucket: Sequence[int], others: Set[int]) 
 
 @dataclass
 class WriteData:
-    """Data that one rank writes in one save, between planning and its end.
+    """Items that one rank writes in one save, between planning and its end.
 
     Attributes:
-        files: Where each of them lies.
         tensors: Those that are tensors, by number; none once they are staged.
-        others: For each file the bytes of those whose sizes are not part of its layout.
+        contents: The bytes of the others, by number.
     """
 
     plan: SavePlan
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
-    others: list[list[memoryview]]
+    contents: dict[int, memoryview]
     owner: object = field(default_factory=object)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Where each file's content lies in a buffer, from a page on."""
         ranges, start = [], 0
-        for file, others in zip(self.files, self.others, strict=True):
-            stop = start + covered_nbytes(file.nbytes + sum(map(len, others)))
+        for file in self.files:
+            others = sum(len(self.contents[number]) for number in file.others)
+            stop = start + covered_nbytes(file.nbytes + others)
             ranges.append((start, stop))
             start = round_up(stop, PAGE_NBYTES)
         return ranges
 
-    def results(self) -> list[list[WriteResult]]:
-        """The places of all items, by file."""
-        files = zip(self.files, self.others, strict=True)
-        return [[*file.results(self.plan, others)] for file, others in files]
+    def results(self) -> list[WriteResult]:
+        return [place for file in self.files for place in file.results(self.plan, self.contents)]
 
 
 class Staging:
-    """Staging buffers of one writer, and the threads that copy.
-
-    ``timeout_s`` is the longest that a save waits for the one before to be written.
-    """
+    """Staging buffer of one writer, and the threads that copy."""
 
     def __init__(self, threads: int | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -219,10 +204,7 @@ class Staging:
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
 
     def stage(self, data: WriteData) -> Buffer:
-        """Copy everything to its place in a buffer; returns when all values are there.
-
-        Its owner gives the buffer back, or :meth:`release` does.
-        """
+        """Copy all values to their places in a buffer, which :meth:`release` may take back."""
         ranges = data.ranges()
         buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, data.owner)
         try:
@@ -235,17 +217,16 @@ class Staging:
         return buffer
 
     def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
-        files, tensors = data.files, data.tensors
         view, base = buffer.view, address_of(buffer.view)
         jobs: list[tuple[int, int, int]] = []
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
-        for file, (first, stop), others in zip(files, ranges, data.others, strict=True):
+        for file, (first, stop) in zip(data.files, ranges, strict=True):
             for slot in file.slots:
                 begin = first + slot.data
                 end = begin + slot.nbytes
                 view[begin - len(slot.frame.head) : begin] = slot.frame.head
                 view[end : end + len(slot.frame.tail)] = slot.frame.tail
-                tensor = tensors[slot.number]
+                tensor = data.tensors[slot.number]
                 if not slot.nbytes:
                     continue
                 if not tensor.is_cpu:
@@ -255,7 +236,7 @@ class Staging:
                 else:
                     copy_to_host(view[begin:end], tensor)
             at = first + file.nbytes
-            for content in others:
+            for content in (data.contents[number] for number in file.others):
                 view[at : at + len(content)] = content
                 at += len(content)
             view[at:stop] = bytes(stop - at)
@@ -263,7 +244,7 @@ class Staging:
             buffer.pin(from_gpus[0][1].device)
         under_way = self._streams.queue(from_gpus)
         try:
-            self._copier.copy(jobs, (view, tensors))
+            self._copier.copy(jobs, (view, data.tensors))
         finally:
             try:
                 under_way.wait()

@@ -189,17 +189,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             UnsafeGlobalError: The state holds an object that could not be loaded again.
         """
         tensors: dict[int, torch.Tensor] = {}
-        others: dict[int, memoryview] = {}
+        contents: dict[int, memoryview] = {}
         for number, item in enumerate(plan.items):
             value = self._items.read(item, planner)
             if isinstance(value, torch.Tensor):
                 tensors[number] = value
             else:
-                others[number] = value
-        files = self._lay_out(plan, frozenset(others))
-        self._prepared = WriteData(
-            plan, files, tensors, [[others[number] for number in file.others] for file in files]
-        )
+                contents[number] = value
+        files = self._lay_out(plan, frozenset(contents))
+        self._prepared = WriteData(plan, files, tensors, contents)
 
     def get_save_function_and_args(
         self,
@@ -276,11 +274,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if (error := writing.await_error()) is not None:
             raise SaveFailedError(f"this rank's part of {self.path} was not written: {error}")
-        return self.planned_results()
+        return prepared.results()
 
     def planned_results(self) -> list[WriteResult]:
         """Return where each item of this rank is once everything is written, as prepared."""
-        return [*chain.from_iterable(self._require_prepared().results())]
+        return self._require_prepared().results()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.

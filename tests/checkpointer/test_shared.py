@@ -20,7 +20,7 @@ from localckpt import (
     Retention,
 )
 from localckpt.checkpointer import tiers
-from localckpt.global_tier.catalog import find_shared_sessions, why_kept
+from localckpt.global_tier.folders import find_shared_sessions, why_kept
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
 from tests.ranks import run_ranks

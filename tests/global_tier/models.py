@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from localckpt.global_tier.catalog import CommitFound
-from localckpt.global_tier.folders import CommitRecord, Folder
+from localckpt.global_tier.folders import CommitFound, CommitRecord, Folder
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import METADATA_NAME, read_metadata

@@ -17,14 +17,15 @@ from localckpt import (
     Retention,
     StorageError,
 )
-from localckpt.global_tier.catalog import SharedSession, why_kept
 from localckpt.global_tier.folders import (
     PIN_NAME,
     CommitRecord,
     Folder,
+    SharedSession,
     folders_in,
     pin,
     remove,
+    why_kept,
 )
 from tests.global_tier.models import at_each_rename, leftovers_in, manager_on, state_of
 from tests.managers.jobs import error_of

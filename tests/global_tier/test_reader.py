@@ -27,8 +27,11 @@ from localckpt import (
 )
 from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.metadata import StorageInfo, read_metadata
-from localckpt.global_tier.read_items import FileReads, ItemRead
-from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_reader import (
+    CachedMetadataFileSystemReader,
+    FileReads,
+    ItemRead,
+)
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.boxes import Rectangle
 from localckpt.state_dict.part_reads import Part

@@ -2,10 +2,9 @@
 
     chosen -> planned -> written -> committed | failed
 
-All of it is done behind training, from the images on the nodes, by a thread of each rank. Each rank
-drains its own shard. One that its node lacks, or whose copy there is damaged, is drained by a rank
-whose node has a copy. The methods of :class:`Drain` stand in this order. What a drain that was cut
-off has written is not written again by the next attempt.
+Each rank drains its own shard behind training. One that its node lacks, or whose copy there is
+damaged, is drained by a rank whose node has a copy. What a drain that was cut off has written is
+not written again by the next attempt.
 """
 
 from __future__ import annotations
@@ -80,12 +79,7 @@ _PIECE_NBYTES = 8 << 20
 
 
 class Drain(BackgroundSave):
-    """One drain. ``ranks`` are used by one drain after another, and by nobody else.
-
-    Attributes:
-        unequal: Keys whose values differ between ranks; known on the first rank.
-        kept_nbytes: Bytes of files that an attempt before had written.
-    """
+    """One drain. ``ranks`` are used by one drain after another, and by nobody else."""
 
     def __init__(
         self,
@@ -99,8 +93,8 @@ class Drain(BackgroundSave):
         events: EventStream,
     ) -> None:
         super().__init__(shard.identity.iteration, None, ranks, root, events)
-        self.unequal: list[str] = []
-        self.written_nbytes = self.kept_nbytes = 0
+        self._not_done = f"iteration {self.iteration} was not drained"
+        self._written_nbytes = self._kept_nbytes = 0
         self._shard, self._identity = shard, shard.identity
         self._objects, self._allowed = ItemReader(safe_globals), SafeGlobals(safe_globals)
         # Those that this rank drains, by the ranks that saved them.
@@ -111,11 +105,10 @@ class Drain(BackgroundSave):
         self._is_hurried = False
         self._stopped = Latch()
         self._began = time.monotonic()
-        # On the first rank: why nodes cannot give the shards of their ranks, and which ranks read
-        # whose shards.
+        # On the first rank: why nodes cannot give the shards of their ranks.
         self._lacking: dict[int, str] = {}
-        self._owners: list[list[int]] = []
         self._merged: Merged | None = None
+        self._unequal: list[str] = []
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is over, or raise its error. A TimeoutError leaves it going on."""
@@ -139,19 +132,15 @@ class Drain(BackgroundSave):
 
     # In the thread.
 
-    @property
-    def _not_done(self) -> str:
-        return f"iteration {self.iteration} was not drained"
-
     def _note_end(self) -> None:
         # The plans of all ranks, and the objects of this rank's images.
         self._merged = None
         self._items.clear()
-        details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
+        details: dict[str, Any] = {"kept_bytes": self._kept_nbytes}
         if self._rate_limit is not None:
             details["rate_limit"] = self._rate_limit
-        if self.unequal:
-            details["unequal"] = self.unequal[:10]
+        if self._unequal:
+            details["unequal"] = self._unequal[:10]
         outcome: Outcome | None = None
         if isinstance(self.error, PeerLostError) and not self.committed:
             outcome = "stopped" if self._stopped.is_set() else "unknown"
@@ -159,7 +148,7 @@ class Drain(BackgroundSave):
             "drain",
             began=self._began,
             step=self.iteration,
-            nbytes=self.written_nbytes,
+            nbytes=self._written_nbytes,
             tier="shared",
             outcome=outcome,
             error=self.error,
@@ -311,13 +300,12 @@ class Drain(BackgroundSave):
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: divide what is to be written, and begin or go on."""
         told = [unpack(report.data, dict, self._allowed) for report in reports]
-        self._owners = [list(plans) for plans in told]
         by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
         merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
         lineages = (report.record for report in reports if report.record is not None)
         lineage = next(map(Lineage.from_json, lineages), None)
         if merged.unequal:
-            self.unequal = merged.unequal
+            self._unequal = merged.unequal
             logger.info(
                 "iteration %d: values that differ between ranks are drained in the image of each "
                 "rank, and as the first rank has them: %s",
@@ -329,16 +317,16 @@ class Drain(BackgroundSave):
             sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
             for plan in merged.plans
         ]
-        most = max(sum(sizes[owner] for owner in owners) for owners in self._owners)
+        most = max(sum(sizes[owner] for owner in plans) for plans in told)
         common = [begun.folder.epoch, save_id, is_there, most, merged.unequal]
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
         self._begun, self._merged = begun, merged
         parts = {
-            rank: Message(None, pack({owner: merged.plans[owner] for owner in owners}))
-            for rank, owners in enumerate(self._owners)
-            if owners
+            rank: Message(None, pack({owner: merged.plans[owner] for owner in plans}))
+            for rank, plans in enumerate(told)
+            if plans
         }
         return PerRank(common, parts)
 
@@ -347,7 +335,7 @@ class Drain(BackgroundSave):
     def _write(self, plans: dict[int, SavePlan], unequal: Sequence[str]) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.path
-        self.written_nbytes = self.kept_nbytes = 0
+        self._written_nbytes = self._kept_nbytes = 0
         results: list[WriteResult] = []
         envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
@@ -363,7 +351,7 @@ class Drain(BackgroundSave):
         seconds = time.monotonic() - began
         logger.info(
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
-            *(path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
+            *(path, self._written_nbytes / 1e9, seconds, self._kept_nbytes / 1e9),
         )
         return Message(envelopes, pack(results))
 
@@ -380,9 +368,9 @@ class Drain(BackgroundSave):
         if nbytes is not None and path.exists():
             with suppress(CorruptShardError):
                 verify_data_file(path, save_id, nbytes, lambda _: self._before_write(0))
-                self.kept_nbytes += nbytes
+                self._kept_nbytes += nbytes
                 return
-        self.written_nbytes += write_data_file(
+        self._written_nbytes += write_data_file(
             *(path, save_id, lambda: gathered(content(), memory)), before_write=self._before_write
         )
 
@@ -481,10 +469,7 @@ class Drains:
             drain.hurry()
 
     def close(self, *, is_in_step: bool) -> None:
-        """End what is under way, and free everything. May be called twice.
-
-        With ``is_in_step`` the other ranks close theirs, too.
-        """
+        """End what is under way, and free everything; ``is_in_step`` with the other ranks."""
         for drain in self._under_way:
             if not drain.task.done():
                 logger.error("the drain of iteration %d is ended by close()", drain.iteration)

@@ -2,9 +2,8 @@
 
     begun -> written -> committed | failed
 
-:class:`BackgroundSave` is the life cycle. Its subclasses are the sources of what is written:
-:class:`SharedSave` a state of which training waits for the copy, and a drain the images that the
-nodes keep.
+:class:`BackgroundSave` is the life cycle. Its subclasses write a state of which training waits for
+the copy, or drain the images that the nodes keep.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class BackgroundSave(ABC):
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.
-        error: What it failed with, once it is over.
         over: Set once it is over, well or badly.
-        task: The work, for the thread that carries it out.
     """
 
     def __init__(
@@ -58,6 +55,8 @@ class BackgroundSave(ABC):
         self.error: CheckpointingException | None = None
         self.over = Latch()
         self.task: Task[None] = Task(self._run)
+        # For an error that is none of ours.
+        self._not_done = f"iteration {iteration} was not saved"
         self._begun = begun
         self._ranks, self._root, self._events = ranks, root, events
         self._on_over = on_over
@@ -66,11 +65,6 @@ class BackgroundSave(ABC):
     def waits_for(self) -> str:
         """Return in words whom or what it waits for, in any thread."""
         return self._ranks.awaits() or str(self._root.path)
-
-    @property
-    @abstractmethod
-    def _not_done(self) -> str:
-        """Sentence that it was not saved, for an error that is none of ours."""
 
     @abstractmethod
     def _save(self) -> str:
@@ -131,8 +125,7 @@ class BackgroundSave(ABC):
 class SharedSave(BackgroundSave):
     """Save of a state, which all ranks have planned.
 
-    ``began`` and ``called`` are times by ``time.monotonic()``: when the trainer asked for it, and
-    when the save before was over.
+    Training asked for it when it ``began``, and the save before was over when it was ``called``.
     """
 
     _begun: BegunSave
@@ -153,6 +146,7 @@ class SharedSave(BackgroundSave):
         events: EventStream,
     ) -> None:
         super().__init__(begun.folder.iteration, begun, ranks, root, events, on_over)
+        self._not_done = f"{begun.folder.path} was not saved"
         self.record = SaveRecord(events, self.iteration, began, "shared")
         self.record.waited_s = called - began
         self._planned = planned
@@ -218,10 +212,6 @@ class SharedSave(BackgroundSave):
 
     # In the thread.
 
-    @property
-    def _not_done(self) -> str:
-        return f"{self._begun.folder.path} was not saved"
-
     def _note_end(self) -> None:
         # Another rank may know more than one that has lost it.
         is_unknown = not self.committed and isinstance(self.error, PeerLostError)
@@ -270,10 +260,7 @@ class SharedSave(BackgroundSave):
         )
 
     def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
-        """On the first rank: make it a checkpoint, unless values under one name differ.
-
-        Returns what went wrong after the commit, and the sets of ranks whose values differ.
-        """
+        """On the first rank: commit, unless values under one name differ; say on which ranks."""
         if groups := differing([message.record for message in reports]):
             return "", groups
         assert self._planned.metadata is not None, "the first rank has planned"

@@ -36,16 +36,16 @@ from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranks_named, said_by
 from localckpt.global_tier.data_files import gathered, verify_data_file, write_data_file
 from localckpt.global_tier.drain_items import ImageItems
-from localckpt.global_tier.drain_plan import (
+from localckpt.global_tier.folders import Folder
+from localckpt.global_tier.images import envelope_name
+from localckpt.global_tier.metadata import pickled_metadata
+from localckpt.global_tier.replicas import (
     Merged,
     RankPlan,
     choose_readers,
     fingerprint,
     merge_plans,
 )
-from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.images import envelope_name
-from localckpt.global_tier.metadata import pickled_metadata
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import BackgroundSave
 from localckpt.global_tier.save_plan import pack, require_same, unpack

@@ -1,14 +1,16 @@
-"""Comparison of values that several ranks save under one name: shared storage keeps one for all.
+"""Values that several ranks have under one name: compared, since shared storage keeps one for all.
 
-Each rank hashes what it has in common with other ranks while it stages its part, and reports one
-digest for each set of ranks with the outcome of the save. Only if digests differ do ranks send
-those of single values. Parts of global tensors (DTensor, ShardedTensor) are compared where the
-ranks are not all of one mesh or group, which keeps its own replicas equal.
+In a save each rank hashes what it has in common with other ranks while it stages its part, and
+reports one digest for each set of ranks. Only if these differ do ranks send those of single values.
+In a drain the digests of single values are part of the plan, and where they differ the first rank's
+value is written; the image of each rank has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,8 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError
@@ -36,10 +38,9 @@ class CommonItems(NamedTuple):
 
 
 def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
-    """Group the items of each rank's plan that other ranks plan, too.
+    """Group the items of each rank's plan that other ranks plan, too, by the number of their set.
 
-    Returns for each rank, by the number of a set of ranks, the items that these ranks have in
-    common. Sets have the same numbers on all ranks.
+    Sets of ranks have the same numbers on all ranks.
     """
     owners: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -63,10 +64,7 @@ def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
 
 
 class CommonValues:
-    """Digests of the values that this rank saves and other ranks save, too.
-
-    ``plan`` is this rank's, before others were told to write some of its items.
-    """
+    """Digests of the values that this rank saves and other ranks save, too, by its own plan."""
 
     def __init__(
         self,
@@ -104,10 +102,7 @@ class CommonValues:
 
 
 def differing(reports: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[int]]]:
-    """Find the sets of ranks whose values differ.
-
-    Returns by the number of a set the ranks whose values are equal, in several lists.
-    """
+    """Find the sets of ranks whose values differ, each as lists of ranks whose values are equal."""
     by_digest: dict[int, dict[str, list[int]]] = {}
     for rank, pairs in enumerate(reports):
         for set_id, digest in pairs:
@@ -126,8 +121,7 @@ def judge_differing(
 ) -> None:
     """Raise MismatchError that names the values that differ, and the ranks.
 
-    ``told_by`` has what :meth:`CommonValues.told` returned where the first rank of each group was
-    asked.
+    ``told_by`` has what :meth:`CommonValues.told` returned on the first rank of each group.
     """
     texts = []
     for set_id, equal in groups.items():
@@ -184,3 +178,127 @@ def _device_digest(tensor: torch.Tensor) -> list[int]:
         totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
     rest = content[whole:].tolist()
     return [*(int(total) for total in totals), *rest]
+
+
+# In a drain.
+
+
+@dataclass
+class RankPlan:
+    """Items that one rank's image has.
+
+    Attributes:
+        digests: Digests of the values that other ranks may have under the same name.
+        ranks: Ranks on which the image says that a part of a global tensor is equal.
+    """
+
+    plan: SavePlan
+    digests: dict[MetadataIndex, str] = field(default_factory=dict)
+    ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
+
+
+class Merged(NamedTuple):
+    """Plans of all ranks, in which each value is written once; ``unequal`` keys differ on ranks."""
+
+    plans: list[SavePlan]
+    metadata: Metadata
+    unequal: list[str]
+
+
+def choose_readers(
+    lacking: Sequence[int], readable: Sequence[Collection[int]]
+) -> dict[int, list[int]]:
+    """Choose ranks to read the shards that the nodes of their own ranks lack, where any can."""
+    # The others have a shard of their own to read.
+    loads = [int(rank not in lacking) for rank in range(len(readable))]
+    chosen: dict[int, list[int]] = {}
+    for owner in lacking:
+        able = [rank for rank, shards in enumerate(readable) if owner in shards]
+        if able:
+            reader = min(able, key=lambda rank: (loads[rank], rank))
+            loads[reader] += 1
+            chosen.setdefault(reader, []).append(owner)
+    return chosen
+
+
+def merge_plans(parts: Sequence[RankPlan]) -> Merged:
+    """Merge the plans of all ranks, in rank order; a pure function."""
+    firsts, diverged = _firsts_of_unequal(parts), _diverged(parts)
+    plans = [
+        replace(
+            part.plan,
+            items=[
+                item
+                for item in part.plan.items
+                if item.type == WriteItemType.SHARD or firsts.get(item.index.fqn, rank) == rank
+            ],
+        )
+        for rank, part in enumerate(parts)
+    ]
+    try:
+        finals, metadata = DefaultSavePlanner().create_global_plan(plans)
+    except ValueError as error:
+        raise MismatchError(
+            f"the parts that ranks have of a tensor overlap, or do not make it up: {error}. "
+            f"Nothing was drained"
+        ) from error
+    return Merged(finals, metadata, sorted({*firsts, *diverged}))
+
+
+def _firsts_of_unequal(parts: Sequence[RankPlan]) -> dict[str, int | None]:
+    """Find keys whose values differ, and the first rank that has each of them.
+
+    No rank is the first to have a value that is under the key of a global tensor of others.
+    """
+    found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
+    sharded: set[str] = set()
+    for rank, part in enumerate(parts):
+        for item in part.plan.items:
+            if item.type == WriteItemType.SHARD:
+                sharded.add(item.index.fqn)
+            else:
+                found[item.index.fqn][rank] = (part.digests.get(item.index), item.type)
+    return {
+        key: None if key in sharded else min(values)
+        for key, values in found.items()
+        if len(set(values.values())) > 1 or key in sharded
+    }
+
+
+def _diverged(parts: Sequence[RankPlan]) -> set[str]:
+    """Find keys of global tensors of which ranks differ that the image says are equal.
+
+    If parts of one name differ that are on meshes of their own, they are of two tensors, which is a
+    MismatchError.
+    """
+    sets: dict[MetadataIndex, list[tuple[int, RankSet]]] = {}
+    diverged: set[str] = set()
+    for rank, part in enumerate(parts):
+        for index, ranks in part.ranks.items():
+            digest = part.digests.get(index)
+            known = sets.setdefault(index, [])
+            first = next((first for first, owners in known if rank in owners), None)
+            if first is not None:
+                if digest != parts[first].digests.get(index):
+                    diverged.add(index.fqn)
+                continue
+            known.append((rank, ranks))
+            first = known[0][0]
+            if first != rank and (digest is None or digest != parts[first].digests.get(index)):
+                raise MismatchError(
+                    f"{index.fqn} at {list(index.offset or ())} is on ranks {first} and {rank}, "
+                    f"and their values differ: two global tensors have one name. Give one of them "
+                    f"another key. Nothing was drained"
+                )
+    return diverged
+
+
+def fingerprint(merged: Merged) -> str:
+    """Digest of what is written where, the same for the same images."""
+
+    def row(item: WriteItem) -> tuple[Any, ...]:
+        name, data = (item.index.fqn, item.index.offset, item.type.name), item.tensor_data
+        return name if data is None else (*name, data.chunk.sizes, data.properties.dtype)
+
+    rows = [[row(item) for item in plan.items] for plan in merged.plans]
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())

@@ -1,9 +1,8 @@
 """Plan of a save, made once, and not again while no rank's structure changes.
 
-torch has a cache of plans of its own (``enable_plan_caching``). It is kept by the name of the
-planner's class for the whole process, so two managers mix theirs up; it does not look at dtypes, so
-a model that was converted is described as it was before; and after a plan that was refused the
-coordinator goes on from it, and the others do not. So the plans are torch's, and the cache is ours.
+torch's own cache of plans (``enable_plan_caching``) is kept by the name of the planner's class, so
+two managers mix theirs up; it does not look at dtypes, so a model that was converted is described
+as before; and after a plan that was refused only the coordinator goes on from it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.drain_plan import RankPlan
 from localckpt.global_tier.metadata import (
     Fields,
     StorageInfo,
@@ -47,7 +45,7 @@ from localckpt.global_tier.metadata import (
     read_pickled,
     require_fields,
 )
-from localckpt.global_tier.replicas import CommonItems, common_items
+from localckpt.global_tier.replicas import CommonItems, RankPlan, common_items
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.boxes import RankSet
@@ -64,7 +62,6 @@ class PlanCache:
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
-        metadata: What the last checkpoint holds; on the coordinator.
         common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
@@ -75,7 +72,6 @@ class PlanCache:
         self.final: SavePlan | None = None
         self.metadata: Metadata | None = None
         self.common: dict[int, CommonItems] = {}
-
         # The metadata of the last checkpoint, its pickle, and its files.
         self._pickled: tuple[Metadata, bytes, dict[str, int]] | None = None
         self._last_report: list[WriteResult] | None = None
@@ -97,13 +93,10 @@ class PlanCache:
 
     def report_written(self, results: list[WriteResult], record: Any = None) -> Message:
         """Report of this rank to the coordinator: a record, and what it wrote unless as before."""
-        if results == self._last_report:
-            return Message(record)
-        self._last_report = results
-        return Message(record, pack(results))
+        before, self._last_report = self._last_report, results
+        return Message(record, b"" if results == before else pack(results))
 
     def merge_written(self, reports: list[Message]) -> list[list[WriteResult]]:
-        """Merge the reports on the coordinator."""
         parts = [message.data for message in reports]
         self.bytes_gathered += sum(map(len, parts))
         if any(parts):
@@ -122,7 +115,6 @@ class PlanCache:
         return self._last_reports
 
     def pickled(self, metadata: Metadata, reports: list[Message]) -> tuple[bytes, dict[str, int]]:
-        """As :func:`pickled_metadata`, unless it is the same as that of the save before."""
         written = self.merge_written(reports)
         if self._pickled is None or self._pickled[0] is not metadata:
             pickled = pickled_metadata(metadata, chain.from_iterable(written))
@@ -137,7 +129,6 @@ class PlannedSave:
     Attributes:
         plan: What this rank writes; for the planner's ``finish_plan``.
         metadata: What the checkpoint will hold; ``None`` but on the coordinator.
-        begun: What ``begin`` gave on the coordinator.
     """
 
     plan: SavePlan
@@ -159,13 +150,11 @@ def plan_save(
     begun: Any = object,
     prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
 ) -> PlannedSave:
-    """Agree on who writes what; all ranks call it.
+    """Agree on who writes what; all ranks call it, with the same ``tag``.
 
     A rank whose structure is that of its last save sends none; if that holds for all, nobody plans.
-
-    ``tag`` must be the same on all ranks. ``prepare`` makes each rank's own preparations, with its
-    plan; ``begin`` is called on the coordinator when all have planned. What they raise is raised on
-    all ranks, and what ``begin`` gives, of the shape ``begun``, all ranks return.
+    Each rank calls ``prepare`` with its plan, and the coordinator ``begin`` when all have planned;
+    all ranks raise what they raise, and return what ``begin`` gives, of the shape ``begun``.
     """
     local: SavePlan | None = None
     metadata: Metadata | None = None
@@ -236,7 +225,7 @@ def plan_save(
 
 
 def _require_described(planner: SavePlanner) -> None:
-    """Refuse DTensors whose parts would be described as other ones, and what has no description."""
+    """Refuse DTensors whose parts would be described as other ones, and nested tensors."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     for key, value in state.items():
         # A ShardedTensor refuses to be asked.
@@ -302,10 +291,8 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
-    """Read what another rank has packed; plans have items, and files in their own directory.
-
-    ``allowed`` are classes that planners of the user's may name.
-    """
+    """Read what another rank has packed; plans have items, and files in their own directory."""
+    cause: Exception | None = None
     try:
         value = read_pickled(data, allowed, _FIELDS)
         require_fields((value,), _FIELDS)
@@ -313,9 +300,12 @@ def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
             return value  # type: ignore[no-any-return]
     except UnsafeGlobalError:
         raise
-    except Exception as error:
-        raise _foreign(f"{type(error).__name__}: {error}") from error
-    raise _foreign(why)
+    except Exception as error:  # noqa: BLE001 - raised below
+        why, cause = f"{type(error).__name__}: {error}", error
+    raise MismatchError(
+        f"a plan that came by the job's store is none that a rank sends ({why}). Does another "
+        f"program write to that store? Nothing was saved, and what was saved before stands"
+    ) from cause
 
 
 def _why_foreign(value: Any, kind: type) -> str | None:
@@ -338,10 +328,3 @@ def _why_foreign(value: Any, kind: type) -> str | None:
         if "/" in prefix or "\0" in prefix:
             return f"files named {prefix!r:.100}"
     return None
-
-
-def _foreign(why: str) -> MismatchError:
-    return MismatchError(
-        f"a plan that came by the job's store is none that a rank sends ({why}). Does another "
-        f"program write to that store? Nothing was saved, and what was saved before stands"
-    )

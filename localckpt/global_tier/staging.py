@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -102,17 +101,14 @@ def lay_out_files(
 
 def split_by_size_and_type(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     """Divide items into bins of about equal bytes, as torch does, by the sizes of their parts."""
-    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
     others = [item for item in items if item.type == WriteItemType.BYTE_IO]
-    for i, item in enumerate(others):
-        buckets[i % bins].append(item)
+    buckets = [others[i::bins] for i in range(bins)]
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    tensors.sort(key=item_nbytes, reverse=True)
-    sizes = [(0, i) for i in range(bins)]
-    for item in tensors:
-        size, i = sizes[0]
-        buckets[i].append(item)
-        heapq.heapreplace(sizes, (size + item_nbytes(item), i))
+    sizes = [0] * bins
+    for item in sorted(tensors, key=item_nbytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        buckets[smallest].append(item)
+        sizes[smallest] += item_nbytes(item)
     return buckets
 
 
@@ -124,12 +120,11 @@ def lay_out_in_order(plan: SavePlan, starts: Mapping[int, int], prefix: str) -> 
     buckets: list[list[int]] = []
     nbytes = 0
     for number in sorted(starts, key=lambda number: (starts[number], number)):
-        wanted = item_nbytes(plan.items[number])
-        if not buckets or nbytes + wanted > FILE_NBYTES:
+        nbytes += item_nbytes(plan.items[number])
+        if not buckets or nbytes > FILE_NBYTES:
             buckets.append([])
-            nbytes = 0
+            nbytes = item_nbytes(plan.items[number])
         buckets[-1].append(number)
-        nbytes += wanted
     others = [number for number in range(len(plan.items)) if number not in starts]
     buckets += [others] if others else []
     return [

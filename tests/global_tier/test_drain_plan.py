@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 
 from localckpt import MismatchError
 from localckpt.global_tier.drain_items import _chunks
-from localckpt.global_tier.drain_plan import (
+from localckpt.global_tier.replicas import (
     RankPlan,
     fingerprint,
     merge_plans,

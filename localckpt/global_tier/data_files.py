@@ -45,7 +45,6 @@ class FileIdentity:
 
     name: str
     save_id: str
-    """32 hexadecimal digits, drawn for each save."""
 
     @property
     def seed(self) -> str:
@@ -58,21 +57,13 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """The digests of a file, and what they cover."""
+    """The digests of a file, and what they cover; a footer follows them."""
 
     save_id: str
     covered_nbytes: int
     digests: bytes
 
-    def content(
-        self, file: ShardSource, name: str, on_read: Callable[[int], None]
-    ) -> VerifiedBytes:
-        """The content of the file of this trailer."""
-        identity, digests = FileIdentity(name, self.save_id), memoryview(self.digests)
-        return VerifiedBytes(file, identity, self.covered_nbytes, digests, on_read)
-
     def footer(self) -> bytes:
-        """Footer of the file, which follows the digests."""
         save_id = bytes.fromhex(self.save_id)
         head = _FOOTER.pack(_MAGIC, self.covered_nbytes, save_id, 0)[:-8]
         return head + xxhash.xxh3_64_intdigest(self.digests + head).to_bytes(8, "little")
@@ -114,26 +105,29 @@ def read_trailer(file: ShardSource, name: str) -> Trailer | None:
 def data_bytes(
     file: ShardSource,
     path: Path,
-    save_id: str,
+    save_id: str | None,
     on_read: Callable[[int], None] = lambda nbytes: None,
     what: str = "",
 ) -> VerifiedBytes:
-    """The verified content of a file of a save; errors are about ``what``, by default the path."""
+    """The verified content of a file of a save; errors are about ``what``, by default the path.
+
+    Without ``save_id`` it may be of any save, or of another writer, whose files are not verified.
+    """
     trailer = read_trailer(file, path.name)
+    if save_id is None and trailer is None:
+        return VerifiedBytes(file, FileIdentity(path.name, ""), file.nbytes, None, on_read)
     if trailer is None:
         raise CorruptShardError(
             f"{what or path} is cut short or damaged: it does not end as it was written"
         )
-    if trailer.save_id != save_id:
+    if save_id not in (None, trailer.save_id):
         raise CorruptShardError(f"{what or path} belongs to another save than its checkpoint")
-    return trailer.content(file, path.name, on_read)
+    identity, digests = FileIdentity(path.name, trailer.save_id), memoryview(trailer.digests)
+    return VerifiedBytes(file, identity, trailer.covered_nbytes, digests, on_read)
 
 
 def verify_data_file(path: Path, save_id: str, nbytes: int, on_read: Callable[[int], None]) -> None:
-    """Check that a save has written all of a file of some size, and every block of it.
-
-    ``on_read`` is called with the bytes of each piece, and may raise what ends it.
-    """
+    """Check that a save has written all of a file of some size, and every block of it."""
     with closing(FileSource(path)) as file:
         if file.nbytes != nbytes:
             raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
@@ -157,8 +151,6 @@ def write_data_file(
 
     Each of the ``pieces`` begins on a page of memory, which is not needed any more when the next is
     asked for. All but the last are whole blocks, and that is a multiple of 8 bytes.
-
-    ``before_write`` is called with a number of bytes before so many are written.
     """
     with storage_errors("write", path):
         try:
@@ -190,9 +182,8 @@ def _write(
             for piece in pieces:
                 # What is hashed is still in the cache, or on its way out of it, when it is written.
                 for start in range(0, len(piece), BLOCK_NBYTES):
-                    digest = hasher.digest(
-                        len(digests) // DIGEST_NBYTES, piece[start : start + BLOCK_NBYTES]
-                    )
+                    block = piece[start : start + BLOCK_NBYTES]
+                    digest = hasher.digest(len(digests) // DIGEST_NBYTES, block)
                     digests += digest.to_bytes(DIGEST_NBYTES, "little")
                 whole = len(piece) // PAGE_NBYTES * PAGE_NBYTES
                 before_write(whole)
@@ -255,13 +246,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """One data file that is staged, for a thread of the trainer.
-
-    Attributes:
-        path: The file; what is there is replaced.
-        start: Where the content begins in the buffer, on a page.
-        stop: Where it ends.
-    """
+    """One data file that is staged, from a page of the buffer on, for a thread of the trainer."""
 
     path: Path
     save_id: str
@@ -272,11 +257,9 @@ class FileWrite:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
         return file_nbytes(self.stop - self.start)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the content in pieces."""
         # This view keeps the memory mapped if the save is given up meanwhile.
         view = self.buffer.view[self.start : self.stop]
         if len(view) < self.stop - self.start:

@@ -1,7 +1,6 @@
 """Items of a checkpoint on shared storage that one rank's image has, and the files they go to.
 
-The keys are those that DCP's planner gives the same state, and the chunks are those of the image's
-table of boxes.
+The keys are those that DCP's planner gives the same state.
 """
 
 from __future__ import annotations
@@ -59,11 +58,9 @@ class ImageItems:
     """Items of one rank's image, and their values, which each method reads from it anew.
 
     Attributes:
-        lineage: Lineage of the epoch that saved the image.
         planner: Planner that knows the objects of the state by their keys; its tensors have no
             data.
-        places: Places of the tensors in the image; other items are objects, whose values are in
-            memory.
+        places: Places of the tensors in the image; other items are objects.
     """
 
     @collection_paused()
@@ -87,10 +84,7 @@ class ImageItems:
         self.plan = SavePlan(self._items, planner_data=self.planner.mappings)
 
     def rank_plan(self, image: ImageReader, before_read: Callable[[], None]) -> RankPlan:
-        """The items with the digests of their values, read from the image.
-
-        ``before_read`` is called before each piece is read, and may raise what ends the drain.
-        """
+        """The items with the digests of their values; ``before_read`` may raise what ends it."""
         own = {}
         if self._world_size > 1:
             own = {index: self._digest(index, image, before_read) for index in self._own}
@@ -249,8 +243,8 @@ class ImageItems:
     ) -> tuple[list[WriteResult], int]:
         """Write items and the envelope of the image; return their places and its size.
 
-        ``unequal`` has the keys of values that other ranks have otherwise. ``write`` gets the size
-        of a file that need not be written again; pickles of equal objects may differ.
+        ``write`` gets the size of a file that need not be written again; pickles of equal objects
+        may differ.
         """
         # By its owner, so that an attempt on another rank goes on with the same files.
         starts = {
@@ -265,11 +259,8 @@ class ImageItems:
             write(file.name, nbytes, partial(self._content, image, plan, file, contents))
             results += file.results(plan, contents)
         own = {item.index for item in plan.items}
-        there = {
-            index: place
-            for index, place in self.places.items()
-            if index in own or index.fqn not in unequal
-        }
+        places = self.places.items()
+        there = {i: place for i, place in places if i in own or i.fqn not in unequal}
         envelope = Envelope(image, there)
         nbytes = file_nbytes(envelope.nbytes)
         write(envelope_name(self._saved_by), nbytes, envelope.content)
@@ -292,7 +283,6 @@ class ImageItems:
         yield from contents.values()
 
     def _object(self, item: WriteItem) -> memoryview:
-        """Bytes of an object, as a save of the state would write them."""
         value = self._reader.read(item, self.planner)
         if isinstance(value, torch.Tensor):
             head, tail = frame_of(value.dtype, value.shape)
@@ -316,9 +306,8 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
     """Return what other programs load of a state that a training loop saved.
 
-    That is its modules, and its optimizers with the names of the parameters in place of their
-    numbers: those in the optimizer's module, as torch's ``get_optimizer_state_dict`` has them, or
-    with the module before them where there are several.
+    That is its modules, and its optimizers with the names of parameters in place of their numbers:
+    those in the optimizer's module, or with the module before them where there are several.
     """
     modules = {key: state[key] for key, names in about.items() if MODULE in names[CLASS]}
     optimizers = {}
@@ -343,17 +332,13 @@ def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str,
 def _chunks(
     box: Box,
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...] | None]]:
-    """Yield the parts of a box that are one range along each dimension.
-
-    Yields:
-        Offsets in the global tensor, sizes, and the place in the local tensor. A part without
-        items begins where the tensor ends, as torch has it, and so where no other part does.
-    """
+    """Yield offsets, sizes, and the place in the local tensor of each part that has no gaps."""
     is_whole = all(len(runs) == 1 for runs in box.runs)
     placed = []
     for runs, size in zip(box.runs, box.shape, strict=True):
         begin, along = 0, []
         for start, count in runs:
+            # A part without items begins where the tensor ends, as torch has it.
             along.append((start if count else size, count, (begin, begin + count)))
             begin += count
         placed.append(along)
@@ -365,14 +350,8 @@ def _chunks(
         )
 
 
-# On one rank, for all.
-
-
 def why_misdescribed(value: DTensor) -> str | None:
-    """Say why the part that a rank has of a DTensor is not the one that would be described.
-
-    The reason is a clause about the tensor; ``None`` if there is none.
-    """
+    """Say why the part that a rank has of a DTensor is not the one that would be described."""
     if any(placement.is_partial() for placement in value.placements):
         return "it has a Partial placement: each rank has terms of a sum"
     if has_other_order(value):

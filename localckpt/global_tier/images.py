@@ -1,9 +1,8 @@
 """Images of ranks on shared storage: what a drain keeps of each beside the data files.
 
-A drained checkpoint has the values of an image's tensors in its data files, where any program that
-uses torch.distributed.checkpoint finds them. The envelope of an image is the rest of its bytes, and
-the places of its tensors. With both a rank reads the image as it was on its node, each block
-verified by the image's own digests.
+A drained checkpoint has the values of an image's tensors in its data files. The envelope of an
+image is the rest of its bytes, and the places of its tensors, so that a rank can read the image as
+it was on its node.
 
 The content of an envelope is the length of a JSON text in 8 bytes, the text, and the rest of the
 image's bytes in order. The text has the size of the image, and ``[start, stop, name, offsets,
@@ -60,7 +59,6 @@ class ItemPlace(NamedTuple):
 
 
 def envelope_name(rank: int) -> str:
-    """Name of the file with the envelope of a rank's image."""
     return f"__{rank}.envelope"
 
 
@@ -85,7 +83,6 @@ class Envelope:
         self.nbytes = len(self._head) + sum(stop - start for start, stop in self._rest)
 
     def content(self) -> Iterator[bytes | memoryview]:
-        """Yield the content; raises as the reader of the image."""
         yield self._head
         digests_start = self._image.header.digests_start
         for start, stop in self._rest:
@@ -119,10 +116,7 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
 
 
 class SharedImages(Store):
-    """Images of the ranks that have saved one checkpoint on shared storage, to read.
-
-    ``places`` has the places of the items in the data files.
-    """
+    """Images of the ranks that have saved one checkpoint on shared storage, to read."""
 
     def __init__(self, found: CommitFound, places: Mapping[MetadataIndex, StorageInfo]) -> None:
         super().__init__(str(found.folder.path), Claim())

@@ -1,7 +1,6 @@
 """Metadata of a checkpoint as torch.distributed.checkpoint has it: what it may hold, and mean.
 
-The format of a checkpoint and the way of its planners are made of names that torch has not made
-public; a release of torch that renames one of them is met here.
+A release of torch that renames what it has not made public is met here.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ FORMAT_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 def pickled_metadata(
     metadata: Metadata, results: Iterable[WriteResult]
 ) -> tuple[bytes, dict[str, int]]:
-    """Pickle what planning made of a checkpoint, with the places of all items in its files.
-
-    Returns with it the bytes of each file, which its last item tells.
-    """
+    """Pickle what was planned with the places of all items; return also the bytes of each file."""
     metadata.version = FORMAT_VERSION
     metadata.storage_data = {result.index: result.storage_data for result in results}
     ends: dict[str, int] = {}
@@ -111,11 +107,7 @@ class _Properties(TensorProperties):
 
 @collection_paused()
 def read_pickled(data: bytes, allowed: SafeGlobals, kinds: Iterable[type] = ()) -> Any:
-    """Read a pickle of descriptions of a checkpoint; the fields of these are not checked yet.
-
-    Classes that the user allows beside torch's are called as any unpickler calls them, and so are
-    ``kinds``.
-    """
+    """Read a pickle of descriptions of a checkpoint, or of ``kinds``; no fields are checked yet."""
     names = allowed.also((*_FIELDS, TensorProperties, MemoryFormat, Metadata, *kinds))
     check_skeleton(data, names, tensors=0)
 

@@ -30,7 +30,7 @@ from localckpt.errors import (
     MismatchError,
     PeerLostError,
 )
-from localckpt.global_tier.data_files import FileIdentity, data_bytes, read_trailer
+from localckpt.global_tier.data_files import data_bytes
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
 from localckpt.memory.copying import Copier
@@ -246,17 +246,10 @@ class FileReads:
         def work(files: Iterator[tuple[str, list[ItemRead]]]) -> None:
             for name, of_file in files:
                 with closing(FileSource(self._folder / name)) as source:
-                    self._read_items(self._content(source), of_file)
+                    content = data_bytes(source, source.path, self._save_id, self._count)
+                    self._read_items(content, of_file)
 
         interruptible(lambda: copier.share([*by_file.items()], work), self._stop)
-
-    def _content(self, source: FileSource) -> VerifiedBytes:
-        path = source.path
-        if self._save_id is not None:
-            return data_bytes(source, path, self._save_id, self._count)
-        if (trailer := read_trailer(source, path.name)) is not None:
-            return trailer.content(source, path.name, self._count)
-        return VerifiedBytes(source, FileIdentity(path.name, ""), source.nbytes, None, self._count)
 
     def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
         waiting: list[ItemRead] = []

@@ -169,21 +169,12 @@ class FileSystemWriterAsync(FileSystemWriter):
     # One save.
 
     def require_loadable(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Check that what a rank plans to save could be loaded again; copies nothing.
-
-        Raises:
-            UnsafeGlobalError: The state holds an object that could not be loaded again.
-            CheckpointingException: It could not be loaded again for another reason.
-        """
+        """Raise CheckpointingException if what a rank plans to save could not be loaded again."""
         for item in plan.items:
             self._items.read(item, planner)
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Find what this rank is to write, and where. Tensors are not copied yet.
-
-        Args:
-            plan: This rank's final plan.
-            planner: Knows the state.
 
         Raises:
             UnsafeGlobalError: The state holds an object that could not be loaded again.
@@ -211,19 +202,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             its second argument; and the function's arguments. ``(None, None, [])`` when there is
             nothing to write on this rank, or something went wrong, which finalizing raises.
         """
-        if self._failed is not None:
-            return None, None, []
-        prepared = self._require_prepared()
-        if not prepared.files:
+        if self._failed is not None or not (prepared := self._require_prepared()).files:
             return None, None, []
         return wait_for, _Begin(self), [int(prepared.plan.storage_data.prefix.strip("_")), None]
 
     def preload_tensors(self) -> list[FileWrite]:
-        """Copy this rank's tensors to a buffer; returns when all values are there.
-
-        Returns:
-            The files to write.
-        """
+        """Copy this rank's tensors to a buffer; return the files to write."""
         prepared = self._require_prepared()
         if not prepared.files:
             return []
@@ -308,8 +292,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def give_up(self, error: BaseException) -> None:
         """Forget a save that failed, and take its buffer back, which nobody may use any more.
 
-        One of the ``failure_fns`` that an :class:`AsyncCall` can have: the process that was writing
-        may be dead.
+        It is made for the ``failure_fns`` of an :class:`AsyncCall`.
         """
         self._failed, prepared = error, self._prepared
         if prepared is None:
@@ -348,8 +331,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if last is not None and last[0] is plan and last[1] == others:
             return last[2]
         files = lay_out_files(
-            plan,
-            others,
+            *(plan, others),
             prefix=plan.storage_data.prefix,
             bins=self.thread_count,
             separation_hint=self.separation_hint,
@@ -371,9 +353,8 @@ def _close(staging: Staging, thread: SerialThread, timeout_s: float, process: in
 class _Begin:
     """Stages the tensors of a writer and begins to write; returns what waits for the end.
 
-    NVRx's persistent queue, and Megatron-Core's, pickle this function to have their worker call it,
-    while training waits. The worker does not have the tensors, so it is begun when the function is
-    pickled, and the worker is given what waits.
+    Queues with a worker process pickle this function to have it called there. The worker does not
+    have the tensors, so the function is called when it is pickled, and the worker waits.
     """
 
     def __init__(self, writer: FileSystemWriterAsync) -> None:

@@ -1,8 +1,7 @@
 """Write items: tensors in the frame that ``torch.save`` gives them, and objects as it writes them.
 
-A checkpoint of torch.distributed.checkpoint holds each tensor as ``torch.save`` writes it. With the
-frame known, saving one is a copy of its values between two short runs of bytes. Objects are loaded
-without running other code, and what could not be loaded so is not saved.
+With the frame known, saving a tensor is a copy of its values between two short runs of bytes.
+Objects are loaded without running other code, and what could not be loaded so is not saved.
 """
 
 from __future__ import annotations
@@ -82,11 +81,9 @@ class ItemReader:
             type(value) is int and value.bit_length() > _INTEGER_BITS
         ):
             text = f"{type(value).__name__} {value!r}"
-            known, data = self._simple.get(name, ("", memoryview(b"")))
-            if text != known:
-                data = _content(_made(item, planner))
-                self._simple[name] = (text, data)
-            return data
+            if self._simple.get(name, ("",))[0] != text:
+                self._simple[name] = text, _content(_made(item, planner))
+            return self._simple[name][1]
         stream = _made(item, planner)
         data = _content(stream)
         digest = xxhash.xxh3_64_intdigest(data)
@@ -103,11 +100,7 @@ def _made(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
 
 
 def _content(stream: io.BytesIO) -> memoryview:
-    """The bytes of a stream, which are not copied.
-
-    With ``getbuffer`` the stream could not be closed while they are referred to, which Python 3.13
-    complains of on stderr when it collects both.
-    """
+    # Python 3.13 complains on stderr of a stream that is collected with its ``getbuffer``.
     return memoryview(stream.getvalue())
 
 
@@ -187,10 +180,7 @@ class _Recorder(io.RawIOBase):
 
 
 def load_object(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> Any:
-    """Load what ``torch.save`` wrote.
-
-    The error for a class that is not allowed says how to allow it.
-    """
+    """Load what ``torch.save`` wrote."""
     try:
         stream.seek(0)
         with _allowing(safe_globals):
@@ -212,10 +202,7 @@ def load_object(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> A
 
 
 def require_loadable(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> None:
-    """Refuse to save what :func:`load_object` refuses to load; by loading it.
-
-    The error says what to save instead.
-    """
+    """Refuse to save what :func:`load_object` refuses to load; by loading it."""
     try:
         load_object(name, stream, safe_globals)
     except UnsafeGlobalError:

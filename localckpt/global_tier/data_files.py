@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from struct import Struct
 
@@ -241,46 +242,39 @@ def write_durably(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
-# Files that are staged, written behind training.
-
-
 @dataclass(frozen=True, slots=True)
-class FileWrite:
-    """One data file that is staged, from a page of the buffer on, for a thread of the trainer."""
+class StagedFiles:
+    """Data files of one rank in one save, staged in a buffer, each from a page on."""
 
-    path: Path
+    folder: Path
     save_id: str
     buffer: Buffer
-    start: int
-    stop: int
+    ranges: Mapping[str, tuple[int, int]]
     sync: bool = True
 
     @property
     def nbytes(self) -> int:
-        return file_nbytes(self.stop - self.start)
+        return sum(file_nbytes(stop - start) for start, stop in self.ranges.values())
 
-    def pieces(self) -> Iterator[memoryview]:
+    def write(self) -> None:
+        """Write all files side by side, in place of what is there, and give the buffer back."""
+        try:
+            Copier(len(self.ranges)).share(self.ranges, self._write)
+            if self.sync:
+                with storage_errors("make durable", self.folder):
+                    sync_folder(self.folder)
+        finally:
+            self.buffer.give_back()
+
+    def _write(self, names: Iterator[str]) -> None:
+        for name in names:
+            pieces = partial(self._pieces, self.folder / name, *self.ranges[name])
+            write_data_file(self.folder / name, self.save_id, pieces, sync=self.sync)
+
+    def _pieces(self, path: Path, start: int, stop: int) -> Iterator[memoryview]:
         # This view keeps the memory mapped if the save is given up meanwhile.
-        view = self.buffer.view[self.start : self.stop]
-        if len(view) < self.stop - self.start:
-            raise StorageError(f"{self.path} is not written: its save was given up")
-        for start in range(0, len(view), _PIECE_NBYTES):
-            yield view[start : start + _PIECE_NBYTES]
-
-
-def write_files(writes: Sequence[FileWrite]) -> None:
-    """Write all files of a rank, in one folder, side by side, and give their buffer back."""
-
-    def work(left: Iterator[FileWrite]) -> None:
-        for write in left:
-            write_data_file(write.path, write.save_id, write.pieces, sync=write.sync)
-
-    try:
-        Copier(len(writes)).share(writes, work)
-        if any(write.sync for write in writes):
-            folder = writes[0].path.parent
-            with storage_errors("make durable", folder):
-                sync_folder(folder)
-    finally:
-        for write in writes:
-            write.buffer.give_back()
+        view = self.buffer.view[start:stop]
+        if len(view) < stop - start:
+            raise StorageError(f"{path} is not written: its save was given up")
+        for at in range(0, len(view), _PIECE_NBYTES):
+            yield view[at : at + _PIECE_NBYTES]

@@ -163,7 +163,6 @@ class GlobalCheckpointManager:
 
     @property
     def plans(self) -> PlanCache:
-        """Plans of the saves before; they tell what the last save sent."""
         return self._writer.plans
 
     # Saving.
@@ -271,16 +270,8 @@ class GlobalCheckpointManager:
     ) -> Drain:
         """Begin to make a checkpoint of what the ranks keep on their nodes; all ranks call it.
 
-        The managers of the nodes call it in their ``promote``, and finalize the drain. It is
-        carried out behind training, beside saves.
-
-        Args:
-            shard: This rank's shard, which stays until the drain is over.
-            rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
-            metrics: Numbers that are recorded with it, as for :meth:`save`.
-
-        Raises:
-            CheckpointingException: This manager is closed, or the shard is another rank's.
+        The managers of the nodes call it in their ``promote``, and finalize the drain. ``shard``
+        stays until it is over, and ``rate_limit`` is in bytes a second.
         """
         self._require_writable()
         self._require_open()
@@ -370,10 +361,6 @@ class GlobalCheckpointManager:
         """Give up all that is newer: the job goes on from an older one, here or on the nodes.
 
         All ranks call it.
-
-        Raises:
-            StorageError: The root cannot be read; the same on every rank.
-            PeerLostError: Some rank did not come in time.
         """
         self._require_writable()
         self._require_usable()
@@ -447,14 +434,8 @@ class GlobalCheckpointManager:
     def images(self, iteration: int) -> Iterator[tuple[SharedImages, ShardIdentity]]:
         """Context in which all ranks load the images of a checkpoint that was drained.
 
-        What is saved after it goes on from the checkpoint, unless an error leaves the context.
-
-        Yields:
-            The images, and the identity of the first one.
-
-        Raises:
-            MismatchError: The checkpoint was saved by other means, and has no images.
-            NoReplicasAvailableError, CorruptShardError, StorageError: As for :meth:`load`.
+        It has the images, and the identity of the first one. What is saved after it goes on from
+        the checkpoint, unless an error leaves the context.
         """
         self._prepare_load()
         with self._events.timed("read"):

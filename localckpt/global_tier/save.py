@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.data_files import FileWrite, write_files
+from localckpt.global_tier.data_files import StagedFiles
 from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import PlannedSave
@@ -154,7 +154,7 @@ class SharedSave(BackgroundSave):
         self._writer = writer
         self._on_commit = on_commit
         self._common: CommonValues | None = None
-        self._writes: list[FileWrite] = []
+        self._staged: StagedFiles | None = None
         self._staging_error: Exception | None = None
         self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
 
@@ -195,12 +195,12 @@ class SharedSave(BackgroundSave):
         self._common = CommonValues(
             *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
         )
-        self._writes = writer.preload_tensors()
+        self._staged = writer.preload_tensors()
 
     def _start(self) -> None:
         self._staged_at = self.record.went_on = time.monotonic()
         self.record.copied = self._planned_at, self._staged_at
-        self.record.nbytes = sum(write.nbytes for write in self._writes)
+        self.record.nbytes = 0 if self._staged is None else self._staged.nbytes
         if self._staging_error is not None:
             self._writer.give_up(self._staging_error)
         try:
@@ -241,8 +241,9 @@ class SharedSave(BackgroundSave):
             raise self._staging_error
         if self._ranks.is_root:
             self._root.sweep(self._begun)
-        with record_function("localckpt.global.write"):
-            write_files(self._writes)
+        if self._staged is not None:
+            with record_function("localckpt.global.write"):
+                self._staged.write()
         self._log_written()
         assert self._common is not None, "everything is staged"
         writer = self._writer

@@ -31,7 +31,7 @@ from localckpt.async_save.foreign import HandedOver, given, wait_for
 from localckpt.async_save.request import do_nothing
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
 from localckpt.failure_texts import with_class
-from localckpt.global_tier.data_files import FileWrite, write_durably, write_files
+from localckpt.global_tier.data_files import StagedFiles, write_durably
 from localckpt.global_tier.metadata import (
     DATA_SUFFIX,
     METADATA_NAME,
@@ -155,11 +155,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{rank}_"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> NoReturn:
-        """Refuse: this writer writes behind training only.
-
-        Raises:
-            CheckpointingException: Always; it names what to use.
-        """
+        """Refuse, with a CheckpointingException: this writer writes behind training only."""
         raise CheckpointingException(
             "FileSystemWriterAsync does not write in the trainer: use save_state_dict_async_plan() "
             "and get_save_function_and_args(), or GlobalCheckpointManager; for dcp.save, torch's "
@@ -206,28 +202,24 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, []
         return wait_for, _Begin(self), [int(prepared.plan.storage_data.prefix.strip("_")), None]
 
-    def preload_tensors(self) -> list[FileWrite]:
-        """Copy this rank's tensors to a buffer; return the files to write."""
+    def preload_tensors(self) -> StagedFiles | None:
+        """Copy this rank's tensors to a buffer; return the files to write, if there are any."""
         prepared = self._require_prepared()
         if not prepared.files:
-            return []
+            return None
         buffer = self._staging.stage(prepared)
-        return [
-            FileWrite(
-                Path(self.path) / self._name(file.name),
-                *(self.save_id, buffer, start, stop),
-                sync=self.sync_files,
-            )
-            for file, (start, stop) in zip(prepared.files, prepared.ranges(), strict=True)
-        ]
+        names = [self._name(file.name) for file in prepared.files]
+        ranges = dict(zip(names, prepared.ranges(), strict=True))
+        return StagedFiles(Path(self.path), self.save_id, buffer, ranges, self.sync_files)
 
     def begin(self) -> Callable[[], None]:
         """Stage, and have a thread write; return what waits for it, in any process."""
-        writes = self.preload_tensors()
+        staged = self.preload_tensors()
 
         def write() -> str | None:
             try:
-                write_files(writes)
+                if staged is not None:
+                    staged.write()
             except Exception as error:  # noqa: BLE001 - raised when the save is finalized
                 return with_class(error)
             return None
@@ -268,13 +260,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.
 
         Data files that are not part of it, of saves before or of some that failed, are removed.
-
-        Args:
-            metadata: What planning made.
-            results: Results of all ranks.
-
-        Raises:
-            StorageError: The file system refused.
         """
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)

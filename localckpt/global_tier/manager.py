@@ -34,7 +34,7 @@ from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.load import fill
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import SharedSave
-from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
+from localckpt.global_tier.save_plan import PlanCache, plan_save
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID, Generation, ShardIdentity
@@ -216,10 +216,10 @@ class GlobalCheckpointManager:
             self._require_usable()
             called = time.monotonic()
             lineage = None if self._local is None else self._local.lineage_of_save(iteration)
-            planner, planned = self._plan(state_dict, iteration, lineage)
+            planner, begun = self._plan(state_dict, iteration, lineage)
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
-            epoch, save_id, number = planned.begun
+            epoch, save_id, number = begun
             save = self._save = SharedSave(
                 BegunSave(
                     Folder(self.root, iteration, epoch),
@@ -227,7 +227,6 @@ class GlobalCheckpointManager:
                     lineage=self._root.lineage,
                     metrics=plain,
                 ),
-                planned,
                 number,
                 ranks=self._saving,
                 root=self._root,
@@ -564,7 +563,7 @@ class GlobalCheckpointManager:
 
     def _plan(
         self, state_dict: dict[str, Any], iteration: int, lineage: Lineage | None
-    ) -> tuple[SavePlanner, PlannedSave]:
+    ) -> tuple[SavePlanner, list[Any]]:
         planner = DefaultSavePlanner()
 
         def prepare(plan: SavePlan) -> SavePlan:
@@ -582,7 +581,7 @@ class GlobalCheckpointManager:
 
         self._hint = f" Was save({iteration}) called on every rank?"
         with record_function("localckpt.global.plan"):
-            planned = plan_save(
+            begun = plan_save(
                 self._ranks,
                 without_markers(state_dict),
                 planner,
@@ -595,7 +594,7 @@ class GlobalCheckpointManager:
                 prepare=prepare,
             )
         self._hint = ""
-        return planner, planned
+        return planner, begun
 
     def _change_pin(self, what: str, iteration: int) -> None:
         self._require_writable()

@@ -24,7 +24,6 @@ from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import StagedFiles
 from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
@@ -133,7 +132,6 @@ class SharedSave(BackgroundSave):
     def __init__(
         self,
         begun: BegunSave,
-        planned: PlannedSave,
         number: int,
         *,
         ranks: Ranks,
@@ -149,7 +147,6 @@ class SharedSave(BackgroundSave):
         self._not_done = f"{begun.folder.path} was not saved"
         self.record = SaveRecord(events, self.iteration, began, "shared")
         self.record.waited_s = called - began
-        self._planned = planned
         self._number = number
         self._writer = writer
         self._on_commit = on_commit
@@ -191,7 +188,7 @@ class SharedSave(BackgroundSave):
         writer = self._writer
         writer.reset(self._begun.path)
         writer.save_id = self._begun.save_id
-        writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
+        writer.prepare_write_data(planner.finish_plan(writer.plans.plan), planner)
         self._common = CommonValues(
             *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
         )
@@ -264,8 +261,7 @@ class SharedSave(BackgroundSave):
         """On the first rank: commit, unless values under one name differ; say on which ranks."""
         if groups := differing([message.record for message in reports]):
             return "", groups
-        assert self._planned.metadata is not None, "the first rank has planned"
-        self._commit_files(*self._writer.plans.pickled(self._planned.metadata, reports))
+        self._commit_files(*self._writer.plans.pickled(reports))
         try:
             if self._on_commit is not None:
                 self._on_commit()

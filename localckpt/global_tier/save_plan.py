@@ -11,7 +11,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -77,6 +76,12 @@ class PlanCache:
         self._last_report: list[WriteResult] | None = None
         self._last_reports: list[list[WriteResult]] | None = None
 
+    @property
+    def plan(self) -> SavePlan:
+        """What this rank writes; for the planner's ``finish_plan``."""
+        assert self.final is not None, "the save is planned"
+        return self.final
+
     def clear(self) -> None:
         """Plan anew at the next save. All ranks do it after a save that failed on any."""
         self.local = self.final = self.metadata = self._pickled = None
@@ -114,26 +119,14 @@ class PlanCache:
         ]
         return self._last_reports
 
-    def pickled(self, metadata: Metadata, reports: list[Message]) -> tuple[bytes, dict[str, int]]:
-        written = self.merge_written(reports)
+    def pickled(self, reports: list[Message]) -> tuple[bytes, dict[str, int]]:
+        """Pickle the metadata on the coordinator, unless it is that of the save before."""
+        written, metadata = self.merge_written(reports), self.metadata
+        assert metadata is not None, "the coordinator has planned"
         if self._pickled is None or self._pickled[0] is not metadata:
             pickled = pickled_metadata(metadata, chain.from_iterable(written))
             self._pickled = metadata, *pickled
         return self._pickled[1:]
-
-
-@dataclass(frozen=True)
-class PlannedSave:
-    """One save as all ranks have agreed on it.
-
-    Attributes:
-        plan: What this rank writes; for the planner's ``finish_plan``.
-        metadata: What the checkpoint will hold; ``None`` but on the coordinator.
-    """
-
-    plan: SavePlan
-    metadata: Metadata | None
-    begun: Any
 
 
 def plan_save(
@@ -149,7 +142,7 @@ def plan_save(
     begin: Callable[[], Any],
     begun: Any = object,
     prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
-) -> PlannedSave:
+) -> Any:
     """Agree on who writes what; all ranks call it, with the same ``tag``.
 
     A rank whose structure is that of its last save sends none; if that holds for all, nobody plans.
@@ -221,7 +214,7 @@ def plan_save(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
             f"one. Does another program write to that store? Nothing was saved"
         )
-    return PlannedSave(cache.final, metadata, told)
+    return told
 
 
 def _require_described(planner: SavePlanner) -> None:

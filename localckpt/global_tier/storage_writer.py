@@ -396,7 +396,7 @@ def save_state_dict_async_plan(
     planner = planner or DefaultSavePlanner()
     ranks = Ranks("global save", process_group, timeout_s, root=coordinator_rank)
     try:
-        save = plan_save(
+        begun = plan_save(
             ranks,
             state_dict,
             planner,
@@ -409,12 +409,13 @@ def save_state_dict_async_plan(
     except BaseException:
         ranks.close()
         raise
-    storage_writer.save_id = save.begun
+    storage_writer.save_id = begun
+    plans = storage_writer.plans
     try:
-        storage_writer.prepare_write_data(planner.finish_plan(save.plan), planner)
+        storage_writer.prepare_write_data(planner.finish_plan(plans.plan), planner)
     except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
         storage_writer.give_up(error)
-    return storage_writer, save.metadata, ranks
+    return storage_writer, plans.metadata, ranks
 
 
 def save_state_dict_async_finalize(

@@ -100,7 +100,13 @@ class ImageItems:
             # An object looks at the values of tensors while it is made.
             filled = set(range(len(image.entries)))
             self._take(*image.rebuild(filled))
-        needed = {n for value in self._objects() for n in self._tensors_in(value)}
+        needed = {
+            self._numbers[id(tensor)]
+            for value in self.planner.state_dict.values()
+            if self._tensors_of(value) is None and type(value) not in _LEAVES
+            for tensor in take_tensors(value).tensors
+            if id(tensor) in self._numbers
+        }
         if not needed <= filled:
             self._take(*image.rebuild(filled | needed))
 
@@ -125,16 +131,6 @@ class ImageItems:
                 f"torch.distributed.checkpoint has one key for two values of the state ({error}): "
                 f"give one of them another key. Nothing was drained"
             ) from error
-
-    def _objects(self) -> Iterator[Any]:
-        for value in self.planner.state_dict.values():
-            if self._tensors_of(value) is None and type(value) not in _LEAVES:
-                yield value
-
-    def _tensors_in(self, value: Any) -> Iterator[int]:
-        for tensor in take_tensors(value).tensors:
-            if (number := self._numbers.get(id(tensor))) is not None:
-                yield number
 
     def _tensors_of(self, value: Any) -> list[int] | None:
         """Numbers of the plain tensors that hold a tensor's values; ``None`` for an object."""

@@ -67,16 +67,14 @@ class Envelope:
 
     def __init__(self, image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> None:
         self._image = image
-        self._rest: list[tuple[int, int]] = []
-        ranges, end = [], 0
+        ranges: list[list[Any]] = []
         for found in sorted(_ranges(image, places), key=lambda found: found[:2]):
-            start, stop, *_ = found
             # Tensors may share bytes: the first that has them is enough.
-            if start >= end:
-                self._add_rest(end, start)
+            if not ranges or found[0] >= ranges[-1][1]:
                 ranges.append(found)
-                end = stop
-        self._add_rest(end, image.header.nbytes)
+        ends = [0, *(stop for _, stop, *_ in ranges)]
+        begins = [*(start for start, *_ in ranges), image.header.nbytes]
+        self._rest = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
         about = [image.header.nbytes, ranges]
         text = json.dumps(about, separators=(",", ":")).encode()
         self._head = len(text).to_bytes(8, "little") + text
@@ -89,10 +87,6 @@ class Envelope:
             yield from self._image.pieces(start, min(stop, digests_start))
             first, last = (max(at - digests_start, 0) for at in (start, stop))
             yield self._image.digest_bytes[first:last]
-
-    def _add_rest(self, start: int, stop: int) -> None:
-        if start < stop:
-            self._rest.append((start, stop))
 
 
 def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[list[Any]]:

@@ -32,7 +32,7 @@ from localckpt.global_tier.write_items import load_object
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.resharded import is_expanded
-from localckpt.state_dict.targets import overlapping_spans
+from localckpt.state_dict.targets import listed, overlapping_spans
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,8 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
             elif not self.allow_partial_load:
                 wrong.append(f"{name} is not in the checkpoint")
         if wrong:
-            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
             raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read"
+                f"the state does not fit the checkpoint: {listed(wrong)}. Nothing was read"
             ).advised("fit", FIT)
         return create_default_local_load_plan(
             self.state_dict, self.metadata, strict=not self.allow_partial_load
@@ -312,10 +311,9 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of tensors that share memory, in pairs that connect all of them."""
     spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, value in state.items():
-        tensor = _local(value) if isinstance(value, torch.Tensor) else None
+        tensor = _local(value)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             continue
-        assert tensor is not None
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             first, last = byte_span(tensor)
             start = storage_address(tensor)
@@ -356,7 +354,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
+def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from localckpt.availability.divergence import Divergence, judge_differences
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.state_dict.boxes import RankSet
@@ -94,46 +95,21 @@ class CommonValues:
             for set_id, digests in self._digests.items()
         ]
 
-    def told(self, asked: Mapping[str, Sequence[int]], rank: int) -> dict[str, dict[str, str]]:
+    def told(self, divergence: Divergence, rank: int) -> list[Any]:
         """Return the digests of single values for sets in which this rank is asked for them."""
-        return {
-            set_id: self._digests[int(set_id)] for set_id, ranks in asked.items() if rank in ranks
-        }
+        asked = [of.set_id for of in divergence.sets if rank in of.asked]
+        return ["", {str(set_id): self._digests[set_id] for set_id in asked}]
 
 
-def differing(reports: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[int]]]:
-    """Find the sets of ranks whose values differ, each as lists of ranks whose values are equal."""
-    by_digest: dict[int, dict[str, list[int]]] = {}
-    for rank, pairs in enumerate(reports):
-        for set_id, digest in pairs:
-            by_digest.setdefault(set_id, {}).setdefault(digest, []).append(rank)
-    return {
-        str(set_id): list(groups.values())
-        for set_id, groups in by_digest.items()
-        if len(groups) > 1
-    }
-
-
-def judge_differing(
-    iteration: int,
-    groups: Mapping[str, Sequence[Sequence[int]]],
-    told_by: Sequence[Mapping[str, Mapping[str, str]]],
-) -> None:
-    """Raise MismatchError that names the values that differ, and the ranks.
-
-    ``told_by`` has what :meth:`CommonValues.told` returned on the first rank of each group.
-    """
-    texts = []
-    for set_id, equal in groups.items():
-        firsts = [told_by[ranks[0]][set_id] for ranks in equal]
-        for name in sorted(firsts[0].keys()):
-            by_digest: dict[str | None, list[int]] = {}
-            for ranks, told in zip(equal, firsts, strict=True):
-                by_digest.setdefault(told.get(name), []).extend(ranks)
-            if len(by_digest) > 1:
-                of = " differs from ".join(ranks_named(ranks) for ranks in by_digest.values())
-                texts.append(f"{name} ({of})")
-    shown = "; ".join(texts[:_SHOWN]) + f"; and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
+def judge_differing(iteration: int, divergence: Divergence, told_by: Sequence[Any]) -> None:
+    """Raise MismatchError that names the values that differ, and the ranks."""
+    found = judge_differences(divergence, told_by)
+    texts = [
+        f"{one.key} ({' differs from '.join(map(ranks_named, sorted(one.groups)))})"
+        for one in found.differences
+    ]
+    more = len(texts[_SHOWN:]) + found.more_tensors
+    shown = "; ".join(texts[:_SHOWN]) + f"; and {more} more" * (more > 0)
     raise MismatchError(
         f"iteration {iteration} is not saved: ranks have different values under one name, of which "
         f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "

@@ -14,15 +14,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
+from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.data_files import StagedFiles
-from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
+from localckpt.global_tier.replicas import CommonValues, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
@@ -222,14 +224,13 @@ class SharedSave(BackgroundSave):
     def _save(self) -> str:
         self._ranks.rounds = self._number
         with self._writer.plans.kept_if_all_is_well():
-            problem, groups = self._ranks.commit(
+            problem, differing = self._ranks.commit(
                 f"save iteration {self.iteration}",
-                self._write,
-                self._commit,
-                read=shaped((str, dict)),
+                *(self._write, self._commit),
+                read=shaped((str, list | None)),
             )
-            if groups:
-                self._raise_differing(groups)
+            if differing is not None:
+                self._raise_differing(Divergence.from_json(differing))
         self.committed = True
         return problem
 
@@ -246,28 +247,27 @@ class SharedSave(BackgroundSave):
         writer = self._writer
         return writer.plans.report_written(writer.planned_results(), self._common.folded())
 
-    def _raise_differing(self, groups: dict[str, list[list[int]]]) -> None:
+    def _raise_differing(self, divergence: Divergence) -> None:
         common = self._common
         assert common is not None, "everything is staged"
-        # One rank of each group of equal ranks speaks for it.
-        asked = {set_id: [ranks[0] for ranks in equal] for set_id, equal in groups.items()}
         self._ranks.decide(
             f"name what differs in iteration {self.iteration}",
-            lambda: common.told(asked, self._ranks.rank),
-            partial(judge_differing, self.iteration, groups),
+            lambda: common.told(divergence, self._ranks.rank),
+            partial(judge_differing, self.iteration, divergence),
         )
 
-    def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
+    def _commit(self, reports: list[Message]) -> tuple[str, list[Any] | None]:
         """On the first rank: commit, unless values under one name differ; say on which ranks."""
-        if groups := differing([message.record for message in reports]):
-            return "", groups
+        divergence = compare_replicas([message.record for message in reports])
+        if divergence is not None:
+            return "", divergence.to_json()
         self._commit_files(*self._writer.plans.pickled(reports))
         try:
             if self._on_commit is not None:
                 self._on_commit()
         except Exception as error:  # noqa: BLE001 - raised on every rank
-            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", {}
-        return "", {}
+            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", None
+        return "", None
 
     def _log_written(self) -> None:
         nbytes = self.record.nbytes / 1e9

@@ -86,9 +86,6 @@ def file_nbytes(content_nbytes: int) -> int:
     return covered + trailer_nbytes(covered)
 
 
-# Reading.
-
-
 def read_trailer(file: ShardSource, name: str) -> Trailer | None:
     """The trailer at the end of a file of some name; ``None`` if it has none."""
     if file.nbytes < FOOTER_NBYTES:
@@ -135,9 +132,6 @@ def verify_data_file(path: Path, save_id: str, nbytes: int, on_read: Callable[[i
         content = data_bytes(file, path, save_id, on_read, "it")
         for _ in content.pieces(0, content.end):
             pass
-
-
-# Writing.
 
 
 def write_data_file(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -36,9 +35,9 @@ from localckpt.global_tier.replicas import RankPlan
 from localckpt.global_tier.staging import FileLayout, lay_out_in_order
 from localckpt.global_tier.write_items import ItemReader, frame_of
 from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import is_number
+from localckpt.memory.tensor_bytes import is_number, narrowed
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
-from localckpt.state_dict.boxes import Box, RankSet
+from localckpt.state_dict.boxes import Box, RankSet, Rectangle, local_starts, rectangles_of
 from localckpt.state_dict.global_view import has_other_order, shard_runs
 from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
 from localckpt.state_dict.reader import ImageReader
@@ -89,8 +88,6 @@ class ImageItems:
         if self._world_size > 1:
             own = {index: self._digest(index, image, before_read) for index in self._own}
         return RankPlan(self.plan, own, self._ranks)
-
-    # The state, with values for what is saved as an object.
 
     def _rebuild(self, image: ImageReader) -> None:
         filled = image.arrays
@@ -146,8 +143,6 @@ class ImageItems:
         has_data = len(numbers) == len(inner) and self._stored.issuperset(numbers)
         return numbers if has_data else None
 
-    # Items.
-
     def _add(self, key: str, value: Any, image: ImageReader) -> None:
         numbers = self._tensors_of(value)
         if isinstance(value, DTensor) and numbers:
@@ -201,7 +196,7 @@ class ImageItems:
 
     def _add_box(self, key: str, value: DTensor, box: Box, number: int) -> None:
         properties = TensorProperties.create_from_tensor(value.to_local())
-        for offsets, sizes, part in _chunks(box):
+        for (offsets, sizes), part in _chunks(box):
             index = MetadataIndex(key, torch.Size(offsets))
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             data = TensorWriteData(chunk, properties, torch.Size(box.shape))
@@ -214,8 +209,6 @@ class ImageItems:
                 if len(box.ranks) > 1 or value.device_mesh.size() < self._world_size:
                     self._own.add(index)
 
-    # Their values.
-
     def _digest(
         self, index: MetadataIndex, image: ImageReader, before_read: Callable[[], None]
     ) -> str:
@@ -225,9 +218,7 @@ class ImageItems:
             # It has its tensors, and nothing stands for others.
             return digest_of(self.planner.lookup_object(index), str)
         entry = image.entries[place.number]
-        shape = entry.shape
-        if place.part is not None:
-            shape = tuple(end - start for start, end in place.part)
+        shape = entry.shape if place.part is None else place.part.sizes
         hasher = xxhash.xxh3_64(f"{entry.dtype} {shape}".encode())
         for piece in _values(image, place):
             hasher.update(piece)
@@ -282,7 +273,8 @@ class ImageItems:
         value = self._reader.read(item, self.planner)
         if isinstance(value, torch.Tensor):
             head, tail = frame_of(value.dtype, value.shape)
-            return memoryview(head + bytes(_memory_of(value.contiguous())) + tail)
+            value = value.contiguous()
+            return memoryview(head + bytes(memory_at(value.data_ptr(), value.nbytes)) + tail)
         return value
 
 
@@ -291,12 +283,11 @@ def _values(image: ImageReader, place: ItemPlace) -> Iterator[memoryview]:
     if run is not None and place.part is None:
         yield from image.pieces(*run)
     else:
-        tensor = place.of(image.tensor(place.number))
-        yield _memory_of(tensor)
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
+        tensor = image.tensor(place.number).detach()
+        if place.part is not None:
+            tensor = narrowed(tensor, *place.part)
+        tensor = tensor.contiguous()
+        yield memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,25 +316,15 @@ def _for_others(state: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str,
     return modules | optimizers
 
 
-def _chunks(
-    box: Box,
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...] | None]]:
-    """Yield offsets, sizes, and the place in the local tensor of each part that has no gaps."""
+def _chunks(box: Box) -> Iterator[tuple[Rectangle, Rectangle | None]]:
+    """Yield the parts of a box without gaps, and their places in a tensor that has several."""
     is_whole = all(len(runs) == 1 for runs in box.runs)
-    placed = []
-    for runs, size in zip(box.runs, box.shape, strict=True):
-        begin, along = 0, []
-        for start, count in runs:
-            # A part without items begins where the tensor ends, as torch has it.
-            along.append((start if count else size, count, (begin, begin + count)))
-            begin += count
-        placed.append(along)
-    for chosen in product(*placed):
-        yield (
-            tuple(start for start, _, _ in chosen),
-            tuple(count for _, count, _ in chosen),
-            None if is_whole else tuple(part for _, _, part in chosen),
-        )
+    for offsets, sizes in rectangles_of(box.runs):
+        part = None if is_whole else Rectangle(local_starts(box.runs, offsets, sizes), sizes)
+        # A part without items begins where the tensor ends, as torch has it.
+        pairs = zip(offsets, sizes, box.shape, strict=True)
+        begins = tuple(start if count else size for start, count, size in pairs)
+        yield Rectangle(begins, sizes), part
 
 
 def why_misdescribed(value: DTensor) -> str | None:

@@ -30,6 +30,7 @@ from localckpt.global_tier.folders import CommitFound
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.write_items import frame_of
 from localckpt.ids import ShardIdentity
+from localckpt.state_dict.boxes import Rectangle
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.source import ShardSource, read_header
 from localckpt.storage.buffers import Buffer
@@ -41,21 +42,10 @@ from localckpt.storage.store import Claim, Slot, Store, Stored
 
 
 class ItemPlace(NamedTuple):
-    """Place of one item's values in an image.
-
-    Attributes:
-        part: First index and end along each dimension of the tensor; ``None`` for all of it.
-    """
+    """Place of one item's values in an image: all of a tensor, or a part of it."""
 
     number: int
-    part: tuple[tuple[int, int], ...] | None = None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the item's part of the tensor, contiguous."""
-        tensor = tensor.detach()
-        for dim, (start, end) in enumerate(self.part or ()):
-            tensor = tensor.narrow(dim, start, end - start)
-        return tensor.contiguous()
+    part: Rectangle | None = None
 
 
 def envelope_name(rank: int) -> str:
@@ -93,20 +83,16 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
     """Yield the ranges of an image that items of data files have, as an envelope lists them."""
     for index, (number, part) in places.items():
         entry = image.entries[number]
-        rows, *others = entry.shape or (1,)
-        first, last = (0, rows) if part is None else part[0]
-        if part is not None and [*part[1:]] != [(0, size) for size in others]:
-            continue
-        if (run := image.run_of(number)) is None:
+        offsets, sizes = part or ((0,), entry.shape)
+        run = image.run_of(number)
+        # Only whole rows are one range.
+        if run is None or sizes[1:] != entry.shape[1:] or 0 in sizes:
             continue
         dtype = entry.torch_dtype()
-        row_nbytes = math.prod(others) * dtype.itemsize
-        if first < last and row_nbytes:
-            shape = entry.shape if part is None else (last - first, *others)
-            begin, end = (run[0] + row * row_nbytes for row in (first, last))
-            skipped = len(frame_of(dtype, torch.Size(shape)).head)
-            offsets = None if index.offset is None else [*index.offset]
-            yield [begin, end, index.fqn, offsets, skipped]
+        begin = run[0] + offsets[0] * math.prod(sizes[1:]) * dtype.itemsize
+        end = begin + math.prod(sizes) * dtype.itemsize
+        skipped = len(frame_of(dtype, torch.Size(sizes)).head)
+        yield [begin, end, index.fqn, index.offset and [*index.offset], skipped]
 
 
 class SharedImages(Store):
@@ -243,14 +229,6 @@ def _segments(
     nbytes, rows = json.loads(bytes(content[8 : 8 + length]))
     segments: list[_Segment] = []
     end, rest = 0, 8 + length
-
-    def fill(start: int) -> None:
-        nonlocal end, rest
-        if start > end:
-            segments.append(_Segment(end, start, None, rest))
-            rest += start - end
-            end = start
-
     for start, stop, fqn, offsets, skipped in rows:
         index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
         info = places[index]
@@ -258,10 +236,12 @@ def _segments(
             raise ValueError(f"a range {start}:{stop} of {fqn}")
         if Path(info.relative_path).name != info.relative_path:
             raise ValueError(f"a file {info.relative_path}")
-        fill(start)
+        if end < start:
+            segments.append(_Segment(end, start, None, rest))
         segments.append(_Segment(start, stop, info.relative_path, info.offset + skipped))
-        end = stop
-    fill(nbytes)
+        end, rest = stop, rest + start - end
+    segments.append(_Segment(end, nbytes, None, rest))
+    rest += nbytes - end
     if rest > len(content):
         raise ValueError(f"{rest} bytes of {len(content)}")
     return nbytes, segments

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from localckpt.availability.divergence import Divergence, judge_differences
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
+from localckpt.memory.tensor_bytes import flat_bytes
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.values import digest_of
 
@@ -143,8 +144,7 @@ def _device_digest(tensor: torch.Tensor) -> list[int]:
 
     Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    content = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     whole = content.numel() // 8 * 8
     totals = []
     for start in range(0, whole, _REDUCED_NBYTES):
@@ -154,9 +154,6 @@ def _device_digest(tensor: torch.Tensor) -> list[int]:
         totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
     rest = content[whole:].tolist()
     return [*(int(total) for total in totals), *rest]
-
-
-# In a drain.
 
 
 @dataclass

@@ -115,9 +115,6 @@ def _looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     )
 
 
-# Frames of tensors.
-
-
 class Frame(NamedTuple):
     """Bytes around the values of a contiguous tensor in host memory."""
 
@@ -174,9 +171,6 @@ class _Recorder(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
-
-
-# Objects.
 
 
 def load_object(name: str, stream: io.BytesIO, safe_globals: Sequence[Any]) -> Any:

@@ -29,6 +29,7 @@ from localckpt.global_tier.replicas import (
     merge_plans,
 )
 from localckpt.global_tier.staging import FILE_NBYTES, lay_out_in_order
+from localckpt.memory.tensor_bytes import narrowed
 from localckpt.state_dict.boxes import Box, RankSet, Run
 from localckpt.state_dict.global_view import shard_runs
 
@@ -58,10 +59,8 @@ def test_the_chunks_of_a_box_are_its_items_and_nothing_else(data: st.DataObject)
     local = _local(whole, runs)
 
     found = torch.zeros(shape, dtype=torch.int64)
-    for offsets, sizes, part in _chunks(Box("w", shape, runs, None)):
-        piece = local
-        for dim, (start, end) in enumerate(part or ()):
-            piece = piece.narrow(dim, start, end - start)
+    for (offsets, sizes), part in _chunks(Box("w", shape, runs, None)):
+        piece = local if part is None else narrowed(local, *part)
         assert piece.shape == sizes
         place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         assert not found[place].any()

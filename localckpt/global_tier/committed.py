@@ -51,11 +51,9 @@ class Committed:
         self._notes = NotesFile(session.root)
         self.resuming = Resuming(self._notes, max_attempts)
 
-    def find(
-        self, iteration: int | None = None, left_by: Lineage | None = None
-    ) -> CommitFound | None:
-        """The newest checkpoint, or that of an iteration; none that a lineage has left behind."""
-        return self._find(iteration, lambda: self._newest(iteration, left_by=left_by))
+    def find(self, left_by: Lineage | None) -> CommitFound | None:
+        """The newest checkpoint; none that a lineage has left behind."""
+        return self._find(None, lambda: self._newest(left_by=left_by))
 
     def load_newest(
         self, iteration: int | None, load: Callable[[CommitFound], None], *, tries_others: bool

@@ -108,7 +108,6 @@ class Drain(BackgroundSave):
         # On the first rank: why nodes cannot give the shards of their ranks.
         self._lacking: dict[int, str] = {}
         self._merged: Merged | None = None
-        self._unequal: list[str] = []
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is over, or raise its error. A TimeoutError leaves it going on."""
@@ -134,13 +133,13 @@ class Drain(BackgroundSave):
 
     def _note_end(self) -> None:
         # The plans of all ranks, and the objects of this rank's images.
-        self._merged = None
+        merged, self._merged = self._merged, None
         self._items.clear()
         details: dict[str, Any] = {"kept_bytes": self._kept_nbytes}
         if self._rate_limit is not None:
             details["rate_limit"] = self._rate_limit
-        if self._unequal:
-            details["unequal"] = self._unequal[:10]
+        if merged is not None and merged.unequal:
+            details["unequal"] = merged.unequal[:10]
         outcome: Outcome | None = None
         if isinstance(self.error, PeerLostError) and not self.committed:
             outcome = "stopped" if self._stopped.is_set() else "unknown"
@@ -288,8 +287,8 @@ class Drain(BackgroundSave):
     def _plan(self, owners: list[int]) -> Message:
         self._items = {}
         plans = {owner: self._shard_of(owner).use(self._list_items) for owner in owners}
-        lineages = (items.lineage for items in self._items.values())
-        lineage = next((found for found in lineages if found is not None), None)
+        lineages = (items.lineage for items in self._items.values() if items.lineage is not None)
+        lineage = next(lineages, None)
         return Message(None if lineage is None else lineage.to_json(), pack(plans))
 
     def _list_items(self, image: ImageReader) -> RankPlan:
@@ -301,11 +300,10 @@ class Drain(BackgroundSave):
         """On the first rank: divide what is to be written, and begin or go on."""
         told = [unpack(report.data, dict, self._allowed) for report in reports]
         by_owner = {owner: plan for plans in told for owner, plan in plans.items()}
-        merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
+        self._merged = merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
         lineages = (report.record for report in reports if report.record is not None)
         lineage = next(map(Lineage.from_json, lineages), None)
         if merged.unequal:
-            self._unequal = merged.unequal
             logger.info(
                 "iteration %d: values that differ between ranks are drained in the image of each "
                 "rank, and as the first rank has them: %s",
@@ -322,7 +320,7 @@ class Drain(BackgroundSave):
         if is_there:
             logger.info("%s is there: nothing is drained", begun.folder.path)
             return PerRank(common, {})
-        self._begun, self._merged = begun, merged
+        self._begun = begun
         parts = {
             rank: Message(None, pack({owner: merged.plans[owner] for owner in plans}))
             for rank, plans in enumerate(told)

@@ -18,12 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -137,11 +132,8 @@ class ImageItems:
             inner = [shard.tensor for shard in value.local_shards()]
         else:
             inner = [value]
-        if not all(type(tensor) in _PLAIN for tensor in inner):
-            return None
-        numbers = [n for t in inner if (n := self._numbers.get(id(t))) is not None]
-        has_data = len(numbers) == len(inner) and self._stored.issuperset(numbers)
-        return numbers if has_data else None
+        numbers = [self._numbers.get(id(t), -1) if type(t) in _PLAIN else -1 for t in inner]
+        return numbers if self._stored.issuperset(numbers) else None
 
     def _add(self, key: str, value: Any, image: ImageReader) -> None:
         numbers = self._tensors_of(value)

@@ -171,7 +171,6 @@ class _Source:
         self._content = content
         self._files: dict[str, OpenFile] = {}
         self._lock = threading.Lock()
-        self._scratch = memoryview(b"")
         try:
             self.nbytes, self._segments = _segments(content, places)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
@@ -179,9 +178,7 @@ class _Source:
         self._starts = [segment.start for segment in self._segments]
 
     def read(self, start: int, stop: int) -> memoryview:
-        if len(self._scratch) < stop - start:
-            self._scratch = memoryview(bytearray(stop - start))
-        view = self._scratch[: stop - start]
+        view = memoryview(bytearray(stop - start))
         self._fill(start, view)
         return view
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
 from localckpt.availability.retention import plain_metrics
-from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.global_tier.committed import Committed
@@ -220,13 +220,9 @@ class GlobalCheckpointManager:
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = begun
+            folder = Folder(self.root, iteration, epoch)
             save = self._save = SharedSave(
-                BegunSave(
-                    Folder(self.root, iteration, epoch),
-                    save_id,
-                    lineage=self._root.lineage,
-                    metrics=plain,
-                ),
+                BegunSave(folder, save_id, lineage=self._root.lineage, metrics=plain),
                 number,
                 ranks=self._saving,
                 root=self._root,
@@ -336,7 +332,7 @@ class GlobalCheckpointManager:
         """
         self._require_usable()
         with self._events.timed("find"):
-            found = self._committed.find(left_by=self._lineage_on_nodes(on_nodes))
+            found = self._committed.find(self._lineage_on_nodes(on_nodes))
         return -1 if found is None else found.folder.iteration
 
     @closed_by_interrupts
@@ -438,11 +434,7 @@ class GlobalCheckpointManager:
         """
         self._prepare_load()
         with self._events.timed("read"):
-            found = self._committed.find(iteration)
-            if found is None:
-                raise NoReplicasAvailableError(
-                    f"there is no checkpoint of iteration {iteration} under {self._root.path}"
-                )
+            found = self._committed.load_newest(iteration, lambda _: None, tries_others=False)
             # While all are here, since they share it.
             images = SharedImages(found, self._reader_of(found).read_metadata().storage_data)
             session_id, epoch, sequence, world_size = self._ranks.commit(

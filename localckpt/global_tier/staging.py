@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -158,7 +158,7 @@ def _placed(name: str, plan: SavePlan, bucket: Sequence[int], others: Set[int]) 
     return FileLayout(name, tuple(slots), last, end)
 
 
-@dataclass
+@dataclass(eq=False)
 class WriteData:
     """Items that one rank writes in one save, between planning and its end.
 
@@ -171,7 +171,6 @@ class WriteData:
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     contents: dict[int, memoryview]
-    owner: object = field(default_factory=object)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Where each file's content lies in a buffer, from a page on."""
@@ -201,7 +200,7 @@ class Staging:
     def stage(self, data: WriteData) -> Buffer:
         """Copy all values to their places in a buffer, which :meth:`release` may take back."""
         ranges = data.ranges()
-        buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, data.owner)
+        buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, owner=data)
         try:
             self._fill(buffer, data, ranges)
         except BaseException:
@@ -249,10 +248,10 @@ class Staging:
                 self._stuck.append((buffer, under_way))
                 raise
 
-    def release(self, owner: object) -> None:
-        """Take out a buffer that its owner is not going to give back."""
+    def release(self, data: WriteData) -> None:
+        """Take out a buffer that nobody is going to give back."""
         self._copier.stop()
-        self._pool.release(owner)
+        self._pool.release(data)
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""

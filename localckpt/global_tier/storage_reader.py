@@ -24,12 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from localckpt.errors import (
-    CheckpointingException,
-    CorruptShardError,
-    MismatchError,
-    PeerLostError,
-)
+from localckpt.errors import CheckpointingException, CorruptShardError, MismatchError, PeerLostError
 from localckpt.global_tier.data_files import data_bytes
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
@@ -99,6 +94,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._metadata: Metadata | None = None
         self.nbytes_read = 0
         """Bytes of data files that the last load read on this rank."""
+        self._counting = threading.Lock()
+        self._at_once, self._is_stopped = 1, False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to another checkpoint."""
@@ -132,7 +129,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             CorruptShardError: A file is damaged, or of another save.
             StorageError: A file cannot be read.
         """
-        reads = FileReads(Path(self.path), self._concurrent_bytes, self._save_id)
         calls = threading.Lock()
         items = [
             ItemRead(self, planner, calls, request, info)
@@ -141,8 +137,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         ]
         # What training has queued on them must not come after what is loaded.
         await_training({item.device for item in items}, self._timeout_s)
-        reads.read(items)
-        self.nbytes_read = reads.nbytes
+        self.read_items(items)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -217,35 +212,21 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         except CorruptShardError as error:
             raise CorruptShardError(f"the metadata of {self.path} is damaged: {error}") from error
 
-
-class FileReads:
-    """Reads of one load, with at most ``concurrent_bytes`` in flight beside the tensors.
-
-    Without ``save_id`` files of any writer are verified if they can be.
-    """
-
-    def __init__(self, folder: Path, concurrent_bytes: int, save_id: str | None) -> None:
-        self._folder = folder
-        self._save_id = save_id
-        self._limit = concurrent_bytes
-        self._at_once = 1
-        self._counting = threading.Lock()
-        self._is_stopped = False
-        self.nbytes = 0
-        """Bytes that were read."""
-
-    def read(self, items: Sequence[ItemRead]) -> None:
-        """Read all items; the caller's thread takes part."""
+    def read_items(self, items: Sequence[ItemRead]) -> None:
+        """Read items, of several files at once; :meth:`read_data` calls it."""
+        self.nbytes_read, self._is_stopped = 0, False
         by_file: dict[str, list[ItemRead]] = {}
         for item in sorted(items, key=lambda item: item.info.offset):
             by_file.setdefault(item.info.relative_path, []).append(item)
         largest = max((item.held_nbytes for item in items), default=0)
-        self._at_once = min(_THREADS, len(by_file), max(1, self._limit // max(1, largest)))
+        self._at_once = min(
+            _THREADS, len(by_file), max(1, self._concurrent_bytes // max(1, largest))
+        )
         copier = Copier(max(1, self._at_once))
 
         def work(files: Iterator[tuple[str, list[ItemRead]]]) -> None:
             for name, of_file in files:
-                with closing(FileSource(self._folder / name)) as source:
+                with closing(FileSource(Path(self.path) / name)) as source:
                     content = data_bytes(source, source.path, self._save_id, self._count)
                     self._read_items(content, of_file)
 
@@ -253,11 +234,11 @@ class FileReads:
 
     def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
         waiting: list[ItemRead] = []
-        held_nbytes, most_nbytes = 0, max(self._limit // self._at_once, _LEAST_NBYTES)
+        held_nbytes, most_nbytes = 0, max(self._concurrent_bytes // self._at_once, _LEAST_NBYTES)
         for item in items:
             if (stop := item.info.offset + item.info.length) > content.end:
                 raise CorruptShardError(
-                    f"{self._folder / item.info.relative_path} holds {content.end} bytes of "
+                    f"{Path(self.path) / item.info.relative_path} holds {content.end} bytes of "
                     f"values, and those from {item.info.offset} to {stop} are wanted"
                 )
             if waiting and held_nbytes + item.held_nbytes > most_nbytes:
@@ -269,7 +250,9 @@ class FileReads:
 
     def _read_together(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
         parts = [part for item in items for part in item.parts()]
-        most_nbytes = max(min(COPIED_NBYTES, self._limit) // self._at_once, _LEAST_NBYTES)
+        most_nbytes = max(
+            min(COPIED_NBYTES, self._concurrent_bytes) // self._at_once, _LEAST_NBYTES
+        )
         read_parts(content, parts, most_nbytes, max(1, _THREADS // self._at_once))
         # By another release of torch, or not contiguous: torch knows what they mean.
         if foreign := [item for item in items if not item.take()]:
@@ -277,7 +260,7 @@ class FileReads:
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
-            self.nbytes += nbytes
+            self.nbytes_read += nbytes
         if self._is_stopped:
             raise CheckpointingException("the load was interrupted")
 

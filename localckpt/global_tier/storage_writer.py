@@ -283,7 +283,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if prepared is None:
             return
         # By its owner: an interrupt may have come before the buffer was noted here.
-        self._staging.release(prepared.owner)
+        self._staging.release(prepared)
         self._prepared = None
         if self._writing is not None:
             self._writing.close()

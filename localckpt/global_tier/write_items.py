@@ -69,37 +69,32 @@ class ItemReader:
         if kind not in self._checked_kinds:
             require_loadable(item.index.fqn, stream, self._safe_globals)
             self._checked_kinds.add(kind)
-        return _content(stream)
+        return memoryview(stream.getvalue())
 
     def _read_object(self, item: WriteItem, planner: SavePlanner) -> memoryview:
         # What a planner of the user's makes of an object is known only when it is made, and is no
         # more than bytes to us.
         if not _looks_up(planner):
-            return _content(_made(item, planner))
+            return _made(item, planner)
         name, value = item.index.fqn, planner.lookup_object(item.index)
         if type(value) in _SIMPLE and not (
             type(value) is int and value.bit_length() > _INTEGER_BITS
         ):
             text = f"{type(value).__name__} {value!r}"
             if self._simple.get(name, ("",))[0] != text:
-                self._simple[name] = text, _content(_made(item, planner))
+                self._simple[name] = text, _made(item, planner)
             return self._simple[name][1]
-        stream = _made(item, planner)
-        data = _content(stream)
+        data = _made(item, planner)
         digest = xxhash.xxh3_64_intdigest(data)
         if digest not in self._checked:
-            require_loadable(name, stream, self._safe_globals)
+            require_loadable(name, io.BytesIO(data), self._safe_globals)
             self._checked.add(digest)
         return data
 
 
-def _made(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
+def _made(item: WriteItem, planner: SavePlanner) -> memoryview:
     stream = planner.resolve_data(item)
     assert isinstance(stream, io.BytesIO), "a planner gives bytes for items that are"
-    return stream
-
-
-def _content(stream: io.BytesIO) -> memoryview:
     # Python 3.13 complains on stderr of a stream that is collected with its ``getbuffer``.
     return memoryview(stream.getvalue())
 

@@ -27,11 +27,7 @@ from localckpt import (
 )
 from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.metadata import StorageInfo, read_metadata
-from localckpt.global_tier.storage_reader import (
-    CachedMetadataFileSystemReader,
-    FileReads,
-    ItemRead,
-)
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader, ItemRead
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.boxes import Rectangle
 from localckpt.state_dict.part_reads import Part
@@ -260,13 +256,13 @@ def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
     items = [Held(f"__{i}_0.distcp", flight) for i in range(16)]
     for i, item in enumerate(items):
         (tmp_path / item.info.relative_path).write_bytes(bytes([i]) * MIB)
-    reads = FileReads(tmp_path, limit, None)
+    reader = CachedMetadataFileSystemReader(tmp_path, concurrent_bytes=limit)
 
-    reads.read(cast(list[ItemRead], items))
+    reader.read_items(cast(list[ItemRead], items))
 
     assert flight.most == max(limit, MIB)
     assert all(item.data.eq(i).all() for i, item in enumerate(items))
-    assert reads.nbytes == 16 * MIB
+    assert reader.nbytes_read == 16 * MIB
 
 
 @pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB, 1 << 40])

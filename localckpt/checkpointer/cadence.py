@@ -127,13 +127,9 @@ Cadences = tuple[Every, Every | None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of all ranks until the next one.
+    """Plan of all ranks until the next one; ``intervals`` and ``saved`` are steps, by tier.
 
-    Attributes:
-        intervals: Steps from one save to the next, by tier; ``None`` while that is not known.
-        saved: Steps of the last saves that the plan knows of, by tier.
-        stop: Why the job is to stop; ``None`` if it is not.
-        mismatch: How the steps of the ranks differ; ``None`` if they do not.
+    ``mismatch`` says how the steps of the ranks differ, if they do.
     """
 
     intervals: Sequence[int | None]

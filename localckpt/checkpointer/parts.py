@@ -44,13 +44,7 @@ Check = Callable[[Mapping[str, torch.Tensor]], str | None]
 
 
 class TrainingState:
-    """State of one rank's training loop.
-
-    Attributes:
-        parts: Parts by name; always the same dict, which is empty before :meth:`make`.
-        rules: Rules for the parts by key prefix, for a load by another number of ranks; always the
-            same dict.
-    """
+    """State of one rank's training loop; ``parts`` and ``rules`` stay the same dicts."""
 
     def __init__(
         self,

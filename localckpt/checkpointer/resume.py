@@ -69,16 +69,9 @@ def begin_record(
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """Newest checkpoints that can be had, and which of them to take.
+    """Newest checkpoints that can be had (-1 for none), and which of them to take.
 
-    Attributes:
-        beside: Step of the newest checkpoint that is not on the nodes; -1 for none.
-        is_elsewhere: True if the checkpoint beside the nodes is one of the program's own.
-        on_nodes: Newest step on the nodes, which may have given up some on shared storage; -1 for
-            none.
-        takes_nodes: Whether the one on the nodes is taken.
-        given_up: Error that says why no checkpoint is taken from shared storage, though it has
-            some.
+    ``given_up`` says why none is taken from shared storage, though it has some.
     """
 
     beside: int

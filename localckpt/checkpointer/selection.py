@@ -28,16 +28,9 @@ _UNNAMED = "one of no module"
 class Selection:
     """Arguments of :meth:`Checkpointer.resume`, and what is loaded by them once it is chosen.
 
-    Arguments have their names there; lists are sorted. Parts, values and rules have the names that
-    they were saved under.
-
-    Attributes:
-        everything: All parts of this rank, those that are not loaded, too.
-        named: Names that must be among those that were saved.
-        gone: Names of the parts and values that are not loaded.
-
-    Raises:
-        CheckpointingException: An argument makes no sense.
+    Parts, values and rules have the names that they were saved under. ``everything`` has the parts
+    that are not loaded, too; ``named`` must be among those that were saved; ``gone`` are parts and
+    values that are not loaded.
     """
 
     step: int | None

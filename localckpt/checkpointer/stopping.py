@@ -35,15 +35,12 @@ _ANSWER_S = 1.0
 
 
 class StopRequests:
-    """Requests to stop that reach this rank.
+    """Requests to stop that reach this rank: signals, a file, and ``ask``, called in a thread.
 
-    All objects that are not closed hear a signal, then a handler that was there before is called as
-    well. The default action, which would end the process, is not taken, nor is that of a first
-    Ctrl-C among the signals of any. Closed objects, and a forked child's copies, do what was done
-    before them: so signals end the child. ``asked`` is set once a signal has asked to stop.
-
-    Handlers can be set in the main thread only; elsewhere none is set, and a warning says so.
-    ``ask`` is called in a thread every few seconds.
+    All objects that are not closed hear a signal, then a handler that was there before is called.
+    The default action, which would end the process, is not taken, nor is that of a first Ctrl-C
+    among the signals of any. Closed objects, and a forked child's copies, do what was done before
+    them: so signals end the child. Handlers are set in the main thread only.
     """
 
     def __init__(

@@ -49,12 +49,7 @@ _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalE
 
 
 class _Tier:
-    """Saves of one tier, behind training.
-
-    Attributes:
-        newest: Step of the newest save that is complete on all ranks; ``None`` for none.
-        failed: Number of saves that failed.
-    """
+    """Saves of one tier, behind training; ``newest`` is the step of the newest complete one."""
 
     def __init__(self, what: str, timeout_s: float, most_failures: int) -> None:
         self.queue = AsyncCallsQueue(timeout_s=timeout_s)
@@ -127,12 +122,7 @@ class _Tier:
 
 
 class NodeTier(_Tier):
-    """Checkpoints on the nodes.
-
-    Attributes:
-        begun: Step of the last save that was begun and has not failed; ``None`` for none.
-        on_complete: Called with the step of each save that is complete on all ranks.
-    """
+    """Checkpoints on the nodes; ``begun`` is the step of the last save that has not failed."""
 
     def __init__(
         self,

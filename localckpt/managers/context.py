@@ -44,17 +44,9 @@ _DRAWS = 2**32
 class JobCheckpoints:
     """Complete checkpoints of one job, and the level of each; the same on all ranks.
 
-    Attributes:
-        complete: Those that a restart tries, the newest first.
-        exhausted: Others that are complete, which the job was resumed from in vain too often, and
-            why they are passed over.
-        trusts: Trust in checkpoints. Which are drained to shared storage is known, beside those of
-            this start of the job, as far as a look has told.
-        under_way: Iterations that are captured, and not finalized.
-        lineages: Lineages of the epochs, as far as they have any.
-        seen: What was complete at the last look at all nodes; ``None`` before the first.
-        job_has_looked: Whether the job asked what there is, or said what it resumes from. Then it
-            knows what it gives up.
+    ``complete`` has the newest first; ``exhausted`` are those that are passed over, as too many
+    starts failed from them, and why. ``seen`` is what the last look found, and ``job_has_looked``
+    says that the job asked, or told what it resumes from: then it knows what it gives up.
     """
 
     def __init__(self, redundancy: ReplicationStrategy) -> None:
@@ -199,11 +191,8 @@ class JobCheckpoints:
 class Epoch:
     """The epoch of one manager's saves; the same on all ranks.
 
-    Attributes:
-        generation: Generation of the last save.
-        lineage: Descent of the epoch; ``None`` until its first save begins.
-        newest_iteration: Iteration that the job saved or loaded last; -1 for none.
-        nodes: For each rank the name of its node; empty before :meth:`join`.
+    ``generation`` is that of the last save, ``lineage`` is ``None`` before the first one, and
+    ``newest_iteration`` is what the job saved or loaded last, or -1.
     """
 
     def __init__(self, context: Context) -> None:

@@ -36,14 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replication:
-    """Replication of one save.
-
-    Attributes:
-        kept: Ranks whose shards have come here.
-        group: The group for which a piece of another kind is kept here.
-        seconds: Time that it took; ``None`` before it is over.
-        sent_nbytes: Bytes that this rank sent; ``None`` before it is over, or if nobody counts.
-    """
+    """Replication of one save; ``sent_nbytes`` and ``seconds`` are ``None`` until it is over."""
 
     def __init__(
         self, strategy: ReplicationStrategy, options: Options, identity: ShardIdentity

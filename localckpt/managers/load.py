@@ -53,11 +53,7 @@ _Bad = tuple[int, int, str]
 
 
 class Load:
-    """One call of ``load``; its methods are the steps, in their order.
-
-    Attributes:
-        bad: Copies that could not be read; the same on all ranks.
-    """
+    """One call of ``load``; ``bad`` are copies that could not be read, the same on all ranks."""
 
     def __init__(self, context: Context, inventory: Inventory, options: LoadOptions) -> None:
         self._context, self._options = context, options

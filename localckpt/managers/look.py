@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finder:
-    """Search for what a restart can load, for one manager; all ranks make the same calls.
-
-    Attributes:
-        found: Checkpoints that the last look found; ``None`` once a save has made it out of date.
-    """
+    """Search for what a restart can load; ``found`` is ``None`` once a save has outdated it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

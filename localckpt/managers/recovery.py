@@ -24,11 +24,8 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Recovery of the shards of one checkpoint; equal on all ranks but for slots and problems.
 
-    Attributes:
-        groups: Shards that are computed, each with the group that it is computed from.
-        nbytes: Sizes of the shards that were computed.
-        slots: Slots of those that were computed on this rank.
-        arrived: Slots of shards that peers have sent to this rank.
+    ``groups`` are those that shards are computed from; ``slots`` are of the ones computed here,
+    ``arrived`` of those that peers have sent.
     """
 
     def __init__(

@@ -51,15 +51,11 @@ def _kept(text: str) -> str:
 
 
 class Save:
-    """One save of one rank. Times are those of ``time.monotonic()``.
+    """One save of one rank; times are those of ``time.monotonic()``.
 
-    Attributes:
-        slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
-        error: Text of this rank's first error, which is reported when the save is finalized.
-        bad: Reason why the state of this rank is bad, according to its check.
-        ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
-        is_scheduled: True once a queue, or the trainer itself, runs the save.
-        handed_over: Work that a queue of another library waits for, once it has the request.
+    The slot of this rank's own shard is the first of ``slots``. ``error`` is the text of the first
+    error here, which is told when all finalize. ``ticket`` is the place of the save in a queue of
+    this library, and ``handed_over`` the work that a queue of another one waits for.
     """
 
     def __init__(

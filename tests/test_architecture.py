@@ -89,7 +89,7 @@ _BUDGETS = {
     "availability": (2703, 2000, 10),
     "checkpointer": (4154, 1800, 12),
     "cli": (3020, 3000, 16),
-    "events": (629, 700, 5),
+    "events": (600, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (5902, 4900, 18),
     "integrations": (2808, 2900, 19),

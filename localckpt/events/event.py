@@ -7,7 +7,7 @@ one whose meaning changes raises it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 from localckpt.errors import CheckpointingException
@@ -51,17 +51,9 @@ LOST: frozenset[str] = frozenset(
 )
 """Names of events during which no rank trains. None of them is a part of another."""
 
-# Fields that are left out of the JSON where they have these values.
-_DEFAULTS: dict[str, Any] = {
-    "duration": 0.0,
-    "step": None,
-    "bytes": None,
-    "tier": None,
-    "outcome": "ok",
-    "error_class": "",
-    "lost": False,
-    "details": {},
-}
+# Names in JSON of fields that have another one there, and what others are read as.
+_JSON_NAMES = {"nbytes": "bytes", "is_lost": "lost"}
+_KINDS = {"start": float, "duration": float, "rank": int, "node": str, "run": str, "number": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +95,20 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event as a JSON object; fields that say nothing are left out."""
-        fields = {
-            "name": self.name,
-            "start": round(self.start, 6),
-            "duration": round(self.duration, 6),
-            "step": self.step,
-            "rank": self.rank,
-            "node": self.node,
-            "bytes": self.nbytes,
-            "tier": self.tier,
-            "outcome": self.outcome,
-            "error_class": self.error_class,
-            "lost": self.is_lost,
-            "run": self.run,
-            "number": self.number,
-            "details": {name: _rounded(value) for name, value in self.details.items()},
-        }
-        not_default = {k: v for k, v in fields.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-        return {"v": SCHEMA_VERSION, **not_default}
+        found: dict[str, Any] = {"v": SCHEMA_VERSION}
+        for of in fields(self):
+            value = getattr(self, of.name)
+            if of.name == "details":
+                value = {name: _rounded(detail) for name, detail in value.items()}
+            value = _rounded(value)
+            if value not in (of.default, {}):
+                found[_KEYS[of.name]] = value
+        return found
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Event:
+    def from_json(cls, found: Mapping[str, Any]) -> Event:
         """Read what :meth:`to_json` gave; CheckpointingException if it is none, or a newer one."""
-        version = fields.get("v")
+        version = found.get("v")
         if not isinstance(version, int):
             raise CheckpointingException("this is no event of localckpt: it has no version")
         if version > SCHEMA_VERSION:
@@ -133,26 +116,14 @@ class Event:
                 f"the event is of schema {version}, and this localckpt reads schemas up to "
                 f"{SCHEMA_VERSION}: read it with a newer one"
             )
-        fields = _DEFAULTS | dict(fields)
+        given = {name: found[key] for name, key in _KEYS.items() if key in found}
         try:
-            return cls(
-                fields["name"],
-                float(fields["start"]),
-                int(fields["rank"]),
-                str(fields["node"]),
-                str(fields["run"]),
-                int(fields["number"]),
-                duration=float(fields["duration"]),
-                step=fields["step"],
-                nbytes=fields["bytes"],
-                tier=fields["tier"],
-                outcome=fields["outcome"],
-                error_class=fields["error_class"],
-                is_lost=fields["lost"],
-                details=fields["details"],
-            )
+            return cls(**given | {n: kind(given[n]) for n, kind in _KINDS.items() if n in given})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointingException(f"this is no event of localckpt: {error!r}") from error
+
+
+_KEYS = {of.name: _JSON_NAMES.get(of.name, of.name) for of in fields(Event)}
 
 
 def _rounded(value: Any) -> Any:

@@ -48,7 +48,7 @@ class MemoryLimit:
 
 
 def memory_limits() -> list[MemoryLimit]:
-    boot = _boot()
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
     limits = [MemoryLimit("memory of the node", boot, psutil.virtual_memory().available)]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -139,7 +139,3 @@ def _read(path: str | Path) -> str:
     with suppress(OSError):
         return Path(path).read_text(errors="replace")
     return ""
-
-
-def _boot() -> str:
-    return _read("/proc/sys/kernel/random/boot_id").strip()

@@ -77,7 +77,8 @@ class HostConnections:
             return cls({}, ranks, rank)
         opening = _Opening(_part_of_store(name), ranks, rank, timeout_s, is_given_up)
         group = opening.finish()
-        return cls(_ways(group, ranks), ranks, rank, [opening.asking])
+        ways = {other: (group, place) for place, other in enumerate(ranks)}
+        return cls(ways, ranks, rank, [opening.asking])
 
     @classmethod
     def connect_to(
@@ -191,10 +192,6 @@ class _Opening:
 
 def _part_of_store(name: str) -> Store:
     return PrefixStore(f"localckpt/transport/{name}", default_store())
-
-
-def _ways(group: Any, ranks: Sequence[int]) -> dict[int, tuple[Any, int]]:
-    return {rank: (group, place) for place, rank in enumerate(ranks)}
 
 
 class _AskingStore(Store):

@@ -47,10 +47,7 @@ FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message of a member before anything is sent: the connections it has, and a name for new ones.
-
-    ``more`` are fields of the strategy's own.
-    """
+    """Message of a member before anything is sent."""
 
     rank: int
     id_: CkptID
@@ -313,10 +310,9 @@ class MemberStrategy(ReplicationStrategy):
             self._use(GroupWrapper.of_ranks(members), ranks.timeout_s)
             return
         # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
+        backends = dict(entry.split(":", 1) for entry in everyone.backend.split(","))
         group = GroupWrapper.from_list_of_groups(
-            cliques,
-            timeout_s=2 * ranks.timeout_s + 60,
-            backend=_device_backend(everyone.backend),
+            cliques, timeout_s=2 * ranks.timeout_s + 60, backend=backends["cuda"]
         )
         self._owns_group = True
         self._group_limit_s = ranks.timeout_s
@@ -382,7 +378,3 @@ def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[li
         )
     place_of = {rank: place for place, rank in enumerate(members)}
     return sorted({tuple(ranks): [place_of[rank] for rank in ranks] for ranks in cliques}.values())
-
-
-def _device_backend(config: str) -> str:
-    return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

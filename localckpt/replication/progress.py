@@ -99,7 +99,8 @@ class Progress:
 
     def lacking(self) -> list[int]:
         """Return, in any thread, the peers that have not sent or confirmed all bytes."""
-        return [peer for peer in list(self._received) if self._lacks(peer)]
+        counts = {peer: (self._received[peer], self._sent[peer]) for peer in list(self._received)}
+        return [peer for peer, of in counts.items() if any(done < total for done, total in of)]
 
     def of(self, peer: int) -> str:
         came, of_came = self._received.get(peer, (0, 0))
@@ -108,9 +109,6 @@ class Progress:
             f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
             f"it confirmed {went:,} of {of_went:,})"
         )
-
-    def _lacks(self, peer: int) -> bool:
-        return any(done < total for done, total in (self._received[peer], self._sent[peer]))
 
 
 class PeerFailed(Exception):

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from localckpt.threads import Latch
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.25
 # With _LONGEST_S, 1,024 ranks that wait for long poll the job's store 4,096 times a second.
 _SHARE = 1 / 8
-
-
-def back_off(shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S) -> Iterator[float]:
-    """Yield the seconds to pause before each next poll: a share of the time waited so far."""
-    start = time.monotonic()
-    while True:
-        waited_s = time.monotonic() - start
-        yield min(max(shortest_s, waited_s * _SHARE), longest_s)
 
 
 def wait_until(
@@ -28,13 +20,13 @@ def wait_until(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> bool:
-    """Poll a condition until it holds; return False if the deadline passed first."""
-    until = time.monotonic() + timeout_s
-    pauses = back_off(shortest_s, longest_s)
+    """Poll a condition, at growing pauses, until it holds; False if the deadline passed first."""
+    start = time.monotonic()
     while not has_happened():
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
             return False
-        time.sleep(next(pauses))
+        time.sleep(min(max(shortest_s, waited_s * _SHARE), longest_s))
     return True
 
 

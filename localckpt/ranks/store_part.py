@@ -35,7 +35,7 @@ from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
 from localckpt.ranks.verdict import Verdict
 from localckpt.threads import Latch, Task
-from localckpt.waiting import back_off
+from localckpt.waiting import wait_until
 
 # More ranks than that ask less often, so that the store has no more to answer.
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
@@ -209,16 +209,16 @@ class StorePart:
         return value
 
     def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        assert self._store is not None
-        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
-        while not wait.abandoned.wait(min(pause_s, max(0.0, until - time.monotonic()))):
+        value: bytes | None = None
+
+        def is_over() -> bool:
+            nonlocal value
+            assert self._store is not None
             value = if_there(self._store, key)
-            if value is not None:
-                return value
-            if time.monotonic() > until:
-                return None
-            pause_s = next(pauses)
-        return None
+            return value is not None or wait.abandoned.is_set()
+
+        wait_until(is_over, until - time.monotonic(), longest_s=_LONGEST_PAUSE_OF_FEW_S)
+        return value
 
     def close_clients(self) -> None:
         self._clients.clear()

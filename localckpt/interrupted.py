@@ -1,8 +1,9 @@
-"""Closing of an object in one of whose calls an interrupt came."""
+"""Life of an object that one process makes, and closes: also where an interrupt comes."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +11,34 @@ from typing import Any, TypeVar
 from localckpt.errors import CheckpointingException
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class OfOneProcess:
+    """Base of what only the process that made it may use, which messages call a ``_noun``."""
+
+    _noun: str
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._closed = False
+        # Name of the call that was interrupted, which closed the object.
+        self._interrupted = ""
+
+    @property
+    def _is_fork(self) -> bool:
+        return os.getpid() != self._process
+
+    def _check_usable(self, *, also_closed: bool = False) -> None:
+        """Refuse a call in a fork, after an interrupt, and of what is closed."""
+        if self._is_fork:
+            raise CheckpointingException(
+                f"this {self._noun} belongs to process {self._process}, of which this one is a "
+                f"fork; make one here"
+            )
+        if self._interrupted:
+            raise was_interrupted(self._noun, self._interrupted)
+        if self._closed and not also_closed:
+            raise CheckpointingException(f"this {self._noun} is closed; make another")
 
 
 def closed_by_interrupts(method: F) -> F:

@@ -8,7 +8,6 @@ be asked whether its latest call is over on all ranks; finalizing in order is th
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
+from localckpt.interrupted import OfOneProcess
 from localckpt.ranks.failure import CallEnd
 from localckpt.threads import Ending, Latch, Task
 
@@ -70,7 +70,7 @@ class PendingCall(Ending):
         self.run, self.stop, self._release = _nothing, lambda: True, _nothing
 
 
-class AsyncCaller(ABC):
+class AsyncCaller(OfOneProcess, ABC):
     """Carries out calls one after another, on this rank, beside the thread that schedules them.
 
     Args:
@@ -79,9 +79,11 @@ class AsyncCaller(ABC):
             exit waits for that one until it returns.
     """
 
+    _noun = "caller"
+
     def __init__(self, *, timeout_s: float = 300.0) -> None:
+        super().__init__()
         self._timeout_s = timeout_s
-        self._owner = os.getpid()
         self._lock = threading.Lock()
         # Calls in order that have not left, and their threads and those of calls before.
         self._begun: list[PendingCall] = []
@@ -90,12 +92,11 @@ class AsyncCaller(ABC):
         self._latest.end(None)
         self._scheduled = 0
         self._ranks: Ranks | None = None
-        self._closed = False
 
     @abstractmethod
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall: ...
 
-    def _close(self) -> None:  # noqa: B027 - most callers hold nothing between calls
+    def _close(self) -> None:
         """Give back what is held between calls."""
 
     def schedule_async_call(self, request: AsyncRequest) -> PendingCall:
@@ -105,9 +106,7 @@ class AsyncCaller(ABC):
             CheckpointingException: This caller is closed, was made by another process, or cannot
                 carry out such a call.
         """
-        self._check_fork()
-        if self._closed:
-            raise CheckpointingException("this caller is closed; make another")
+        self._check_usable()
         request = request.preload()
         function = request.call.function
         if function is None:
@@ -132,7 +131,7 @@ class AsyncCaller(ABC):
             CheckpointingException: It failed, or did not end in time; the same on every rank.
             PeerLostError: Some rank did not ask in time.
         """
-        self._check_fork()
+        self._check_usable(also_closed=True)
         call, patience_s = self._latest, self._timeout_s * (1.0 if no_dist else OWN_WORK)
         in_time = not blocking or call.wait(patience_s)
         # In this order: an error is there before the call is over.
@@ -159,7 +158,7 @@ class AsyncCaller(ABC):
         Returns False for a call that a thread is in the middle of: threads cannot be ended, so it
         goes on to use its arguments beside the calls after it.
         """
-        self._check_fork()
+        self._check_usable(also_closed=True)
         with self._lock:
             if call.done():
                 return True
@@ -178,7 +177,7 @@ class AsyncCaller(ABC):
         With ``abort`` calls are ended; one that a thread is in the middle of is waited for even so,
         since it uses memory of the trainer.
         """
-        if os.getpid() != self._owner:
+        if self._is_fork:
             return
         self._closed = True
         deadline = time.monotonic() + self._timeout_s
@@ -191,13 +190,6 @@ class AsyncCaller(ABC):
         self._close()
         if self._ranks is not None:
             self._ranks.abandon()
-
-    def _check_fork(self) -> None:
-        if os.getpid() != self._owner:
-            raise CheckpointingException(
-                f"this caller belongs to process {self._owner}, of which this one is a fork; "
-                f"make one here"
-            )
 
     def _all_ranks(self) -> Ranks:
         if self._ranks is None:

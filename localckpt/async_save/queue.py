@@ -7,7 +7,6 @@ all ranks in the same poll or on none. No poll touches a device.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from localckpt.async_save.request import (
     run_stop_fns,
 )
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.interrupted import closed_by_interrupts, was_interrupted
+from localckpt.interrupted import OfOneProcess, closed_by_interrupts
 from localckpt.ranks.deadline import store_errors
 from localckpt.ranks.watch import CallVerdict, Watch, Watched
 
@@ -52,7 +51,7 @@ class _Entry(Watched):
         return f"call {self.number} ({self.name})"
 
 
-class AsyncCallsQueue:
+class AsyncCallsQueue(OfOneProcess):
     """Runs requests behind training and finalizes them, in order, on all ranks together.
 
     All ranks schedule the same calls in the same order and poll equally often, blocking in the same
@@ -70,6 +69,8 @@ class AsyncCallsQueue:
             knows such a class.
     """
 
+    _noun = "queue"
+
     def __init__(
         self,
         persistent: bool = True,
@@ -79,9 +80,9 @@ class AsyncCallsQueue:
         nice: int = 10,
         idle_io: bool = True,
     ) -> None:
+        super().__init__()
         self._persistent = persistent
         self._timeout_s = timeout_s
-        self._owner = os.getpid()
         # They hold no thread and no process until they get a call.
         self._thread = ThreadAsyncCaller(timeout_s=timeout_s)
         self._worker = PersistentAsyncCaller(timeout_s=timeout_s, nice=nice, idle_io=idle_io)
@@ -89,10 +90,7 @@ class AsyncCallsQueue:
         self._callers: list[AsyncCaller] = [self._thread, self._worker, self._forker]
         self._entries: deque[_Entry] = deque()
         self._scheduled = 0
-        self._closed = False
         self._watch = Watch(timeout_s, process_group)
-        # Name of the call that was interrupted, which closed the queue.
-        self._interrupted = ""
 
     def __enter__(self) -> Self:
         return self
@@ -183,10 +181,9 @@ class AsyncCallsQueue:
                 of the queue, and the calls after it can be finalized.
             PeerLostError: Some rank did not come in time.
         """
-        self._check_not_interrupted()
-        if not self._entries:
+        if not (self._entries or self._interrupted):
             return []
-        self._check_fork()
+        self._check_usable(also_closed=True)
         if not no_dist:
             self._watch.poll(blocking)
         finalized = []
@@ -239,7 +236,7 @@ class AsyncCallsQueue:
             CheckpointingException: As :meth:`maybe_finalize_async_calls`; everything is closed
                 and every call that could be finalized is.
         """
-        if self._closed or os.getpid() != self._owner:
+        if self._closed or self._is_fork:
             return
         self._closed = True
         raised: Exception | None = None
@@ -274,7 +271,7 @@ class AsyncCallsQueue:
 
     def _leave(self) -> None:
         """Close after an error of this rank: its calls end well, but the others may not come."""
-        if self._closed or os.getpid() != self._owner:
+        if self._closed or self._is_fork:
             return
         self._closed = True
         self._stop_waiting()
@@ -297,23 +294,6 @@ class AsyncCallsQueue:
         self._interrupted = self._interrupted or call
         self._leave()
 
-    def _check_not_interrupted(self) -> None:
-        if self._interrupted:
-            raise was_interrupted("queue", self._interrupted)
-
-    def _check_usable(self) -> None:
-        self._check_fork()
-        self._check_not_interrupted()
-        if self._closed:
-            raise CheckpointingException("this queue is closed; make another")
-
-    def _check_fork(self) -> None:
-        if os.getpid() != self._owner:
-            raise CheckpointingException(
-                f"this queue belongs to process {self._owner}, of which this one is a fork; "
-                f"make one here"
-            )
-
     def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
         function = request.call.function
         if function is None or must_run_in_trainer(function):
@@ -330,8 +310,8 @@ class AsyncCallsQueue:
         return all(entry.call.done() for entry in entries)
 
     def _finalize_until(self, last: int) -> None:
-        self._check_fork()
         while self._entries and self._entries[0].request.call_idx <= last:
+            self._check_usable(also_closed=True)
             self._finalize_oldest(blocking=True)
 
     def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:

@@ -86,7 +86,7 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2037, 1300, 13),
     "async_save": (1583, 1400, 7),
-    "availability": (2703, 2000, 10),
+    "availability": (2649, 2000, 10),
     "checkpointer": (4154, 1800, 12),
     "cli": (3020, 3000, 16),
     "events": (600, 700, 5),

@@ -19,10 +19,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Set of ranks that do not all have the same in common, in groups with equal digests.
-
-    The largest group comes first; ``others`` are ranks of more groups, which are not told apart.
-    """
+    """Ranks that have not all the same in common, by equal digests; ``others`` not told apart."""
 
     set_id: int
     groups: tuple[tuple[int, ...], ...]
@@ -50,13 +47,10 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Tensor that differs between ranks which should have it equal.
+    """Tensor, by its key and place, that differs between ranks which should have it equal.
 
-    Attributes:
-        key: Key of the global tensor, followed by the place in it unless that is all of it.
-        groups: Ranks with equal bytes, the largest group first.
-        minority: Ranks whose bytes are not those of more than half of all ranks that have the
-            tensor; empty if no value has so many.
+    The largest of ``groups`` comes first. ``minority`` are the ranks whose bytes are not those of
+    more than half of all; empty if no value has so many.
     """
 
     key: str
@@ -74,12 +68,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas of one save that differ, up to a limit of sets and tensors.
-
-    Attributes:
-        differences: Tensors that differ; empty while nobody has asked.
-        nodes: The nodes of the first of :attr:`suspects`, in their order.
-    """
+    """Replicas of one save that differ, up to a limit; no differences while nobody has asked."""
 
     sets: tuple[Diverged, ...]
     differences: tuple[Difference, ...] = ()
@@ -119,10 +108,7 @@ class Divergence:
 
 
 def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence | None:
-    """Compare what ranks have in common; return the sets that differ, ``None`` if there are none.
-
-    Each rank reports its sets of ranks, each with the digest of what the set has in common.
-    """
+    """Compare the digests of sets of ranks that each reports; ``None`` if none differ."""
     ranks: dict[int, dict[int, list[int]]] = {}
     for rank, report in enumerate(reports):
         for set_id, digest in report:
@@ -141,10 +127,9 @@ def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
 
 
 def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Divergence:
-    """Find the tensors that differ.
+    """Find the tensors that differ, by the digests of each that ranks were asked for.
 
-    Each rank that may be named reports its node and, if it is asked, the digest of each tensor by
-    the number of the set as a text; the others report ``None``.
+    Each rank that may be named reports its node, and digests by the number of the set as a text.
     """
     differences: list[Difference] = []
     for of in divergence.sets:

@@ -67,12 +67,9 @@ class Durability:
 
 @dataclass(frozen=True, slots=True)
 class SaveVerdict:
-    """Outcome of a save on all ranks.
+    """Outcome of a save on all ranks; complete if there are no ``problems``.
 
-    Attributes:
-        problems: Reasons why the save is not complete; empty if it is complete.
-        generation: Highest generation that any rank has used.
-        is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
+    ``generation`` is the highest that any rank has used; ``is_mismatched`` if some saved alone.
     """
 
     problems: tuple[str, ...]
@@ -148,10 +145,7 @@ def durability_found(
     inventory: Inventory,
     protection: Mapping[int, Group],
 ) -> Durability:
-    """Compute the durability of a complete checkpoint from the inventory.
-
-    ``protection`` has for each rank the group that is to protect its shard, if there is one.
-    """
+    """Compute the durability of a complete checkpoint, by the groups that are to protect it."""
     ranks = range(checkpoint.world_size)
     # A shard counts as many copies as nodes must be lost to lose it.
     held = least_losses(checkpoint, inventory)
@@ -171,12 +165,9 @@ def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Dur
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Summary of the checkpoints on all nodes, for every rank.
+    """Summary of the checkpoints on all nodes, for every rank, in the order of a restart.
 
-    Attributes:
-        complete: The complete checkpoints that a restart tries, in that order.
-        incomplete: If checkpoints exist but none is complete, a text that says why; else empty.
-        quarantined, exhausted: Other complete checkpoints; see :class:`localckpt.trust.Choice`.
+    ``incomplete`` says why none is complete, if there are any; see :class:`localckpt.trust.Choice`.
     """
 
     complete: Mapping[Checkpoint, Durability]

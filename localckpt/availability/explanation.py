@@ -216,8 +216,7 @@ def explain(
 ) -> Explanation:
     """Say which checkpoint a restart would load, and why none that is newer.
 
-    ``world_size`` is that of the restart, ``None`` for as many ranks as saved the checkpoint.
-    ``bad`` has the files of each node that cannot be counted.
+    ``world_size`` is ``None`` for as many ranks as saved it; ``bad`` are files that do not count.
     """
     bad = bad or {}
     nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
@@ -538,10 +537,7 @@ def why_nothing_loads(
     unreadable: Sequence[BadCopy],
     nodes: Sequence[str],
 ) -> str:
-    """Return the text of the error that no checkpoint can be loaded.
-
-    ``nodes`` has for each rank the name of its node in the explanation.
-    """
+    """Return the text of the error that no checkpoint can be loaded, with names of nodes."""
     bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
     quarantined = {
         (node, shard_named(file.name)) for node, files in explanation.bad.items() for file in files
@@ -560,10 +556,7 @@ def why_nothing_loads(
 
 
 def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
-    """Return the text of the error that all checkpoints were resumed from in vain too often.
-
-    Those that are left are complete, and not in quarantine; each comes with the reason.
-    """
+    """Return the text of the error that all were resumed from in vain too often, with reasons."""
     told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
     told += [
         f"iteration {c.iteration}: {why}, and it is in quarantine" for c, why in quarantined.items()

@@ -29,10 +29,7 @@ Nodes: TypeAlias = frozenset[str]
 
 
 class Code(Protocol):
-    """Redundancy of one kind of piece within one group, as pure functions.
-
-    Every member of a group keeps one piece of the kind, which may be lost.
-    """
+    """Redundancy of a kind of piece in a group, one for each member: pure functions."""
 
     def __hash__(self) -> int:
         """Hash an instance, which is a key in caches."""
@@ -144,10 +141,7 @@ class NodeShards:
 def node_report(
     records: Collection[ShardRecord], noted: Iterable[Lineage] = (), trusts: Trusts | None = None
 ) -> list[list[Any]]:
-    """Make the report of one node, in JSON, for :meth:`Inventory.merge`; raises MismatchError.
-
-    ``noted`` has the lineages of epochs that began on the node, even if no shard of them is left.
-    """
+    """Make the report of one node, and of epochs that began there; raises MismatchError."""
     lineages = _lineages_in(records, noted).values()
     return [
         [held.to_json() for held in _grouped(records)],
@@ -185,10 +179,7 @@ def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:
 
 
 class Inventory:
-    """Pieces on all nodes of a job.
-
-    Pieces of kinds without a code, and of groups that do not fit their code, are left out.
-    """
+    """Pieces on all nodes of a job, without those of kinds or groups that no code fits."""
 
     def __init__(self, ranks_on: Mapping[str, Sequence[int]], codes: Codes | None = None) -> None:
         self.codes = codes or {}
@@ -218,10 +209,7 @@ class Inventory:
         return inventory
 
     def merge(self, node: str, report: Any) -> None:
-        """Add the report of a node that has none so far, after JSON.
-
-        Raises MismatchError, and adds nothing, if it has another form; the message names the rank.
-        """
+        """Add a node's report, after JSON; of another form it is a MismatchError."""
         try:
             if not (isinstance(report, list) and len(report) in (2, 3)):
                 raise MismatchError(f"{type(report).__name__} is told")

@@ -89,10 +89,7 @@ def judge_tables(
     sections: Mapping[int, Mapping[str, str]],
     places: Container[str] = (),
 ) -> None:
-    """Check that values which no rule is for are equal on all ranks that saved them.
-
-    Raises MismatchError, which names the values that are not, or are places in the data.
-    """
+    """Raise MismatchError for values without a rule that differ, or are places in the data."""
 
     def is_place(key: str) -> bool:
         return prefix_in(key, places) is not None

@@ -22,11 +22,7 @@ def group_for(
     groups: Mapping[Group, Mapping[int, Collection[str]]],
     codes: Codes,
 ) -> Group | None:
-    """Choose a group from which a rank's shard can be computed, deterministically.
-
-    ``images`` are the ranks whose shards can be read; ``groups`` has the nodes of each member's
-    piece.
-    """
+    """Choose a group from which a rank's shard can be computed, deterministically."""
     for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.tolerated)):
         if codes[group.kind].rebuilds(group, rank, images, groups[group]):
             return group
@@ -49,10 +45,9 @@ def groups_to_compute(
     inventory: Inventory,
     unrecoverable: Collection[int],
 ) -> dict[int, Group]:
-    """Choose a group to compute each shard that no node holds.
+    """Choose a group to compute each shard that no node holds, and that did not fail before.
 
-    ``unrecoverable`` are ranks whose shards could not be computed before. Raises
-    NoReplicasAvailableError.
+    Raises NoReplicasAvailableError.
     """
     holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
     wanted: dict[int, Group] = {}
@@ -115,10 +110,7 @@ def _breaking(
     groups: Mapping[Group, Mapping[int, Collection[str]]],
     codes: Codes,
 ) -> list[Nodes]:
-    """Return the smallest sets of nodes whose loss loses one rank's shard.
-
-    If the shard is lost already, the only set is empty.
-    """
+    """Return the smallest sets of nodes whose loss loses a shard; one empty set if it is lost."""
     own = frozenset(holders.get(rank, ()))
     of_groups = [
         minimal(codes[group.kind].losses(group, rank, holders, pieces))

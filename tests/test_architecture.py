@@ -91,7 +91,7 @@ _BUDGETS = {
     "cli": (3020, 3000, 16),
     "events": (600, 700, 5),
     "exporters": (321, 500, 3),
-    "global_tier": (5902, 4900, 18),
+    "global_tier": (5869, 4900, 17),
     "integrations": (2808, 2900, 19),
     "managers": (5008, 3600, 17),
     "memory": (762, 700, 7),
@@ -104,7 +104,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (164, 150)
+_CORE_MODULES = (163, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

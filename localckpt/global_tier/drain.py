@@ -38,7 +38,7 @@ from localckpt.global_tier.data_files import gathered, verify_data_file, write_d
 from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.images import envelope_name
-from localckpt.global_tier.metadata import pickled_metadata
+from localckpt.global_tier.metadata import pack, pickled_metadata, unpack
 from localckpt.global_tier.replicas import (
     Merged,
     RankPlan,
@@ -48,9 +48,8 @@ from localckpt.global_tier.replicas import (
 )
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import BackgroundSave
-from localckpt.global_tier.save_plan import pack, require_same, unpack
-from localckpt.global_tier.staging import FILE_NBYTES, item_nbytes
-from localckpt.global_tier.write_items import ItemReader
+from localckpt.global_tier.save_plan import require_same
+from localckpt.global_tier.staging import FILE_NBYTES, ItemReader, item_nbytes
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
 from localckpt.ranks.ranks import PerRank, Ranks, shaped

@@ -27,8 +27,7 @@ from localckpt.global_tier.data_files import file_nbytes
 from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
 from localckpt.global_tier.metadata import create_write_items
 from localckpt.global_tier.replicas import RankPlan
-from localckpt.global_tier.staging import FileLayout, lay_out_in_order
-from localckpt.global_tier.write_items import ItemReader, frame_of
+from localckpt.global_tier.staging import FileLayout, ItemReader, frame_of, lay_out_in_order
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import is_number, narrowed
 from localckpt.state_dict.basic import BasicTensorAwareStateDict

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from localckpt.errors import CorruptShardError, StorageError
+from localckpt.errors import CorruptShardError, MismatchError, StorageError
 from localckpt.global_tier.data_files import data_bytes
 from localckpt.global_tier.folders import CommitFound
 from localckpt.global_tier.metadata import StorageInfo
-from localckpt.global_tier.write_items import frame_of
+from localckpt.global_tier.staging import frame_of
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.boxes import Rectangle
 from localckpt.state_dict.reader import ImageReader
@@ -103,10 +103,13 @@ class SharedImages(Store):
         self._folder, self._save_id = found.folder.path, found.record.save_id
         self._places = places
 
-    def identity(self, rank: int) -> ShardIdentity | None:
-        """Return the identity of a rank's image; ``None`` if the checkpoint has no images."""
+    def identity(self, rank: int) -> ShardIdentity:
+        """Return the identity of a rank's image; MismatchError if the checkpoint has no images."""
         if not (self._folder / envelope_name(rank)).exists():
-            return None
+            raise MismatchError(
+                f"{self.domain} was not saved by a Checkpointer: load it with "
+                f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
+            )
         with closing(self._open(rank)) as source:
             return read_header(source).identity
 

@@ -27,8 +27,8 @@ from torch.profiler import record_function
 from localckpt.errors import MismatchError
 from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.folders import CommitFound
+from localckpt.global_tier.staging import load_object
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.write_items import load_object
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.resharded import is_expanded

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
 from localckpt.availability.retention import plain_metrics
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.global_tier.committed import Committed
@@ -437,10 +437,14 @@ class GlobalCheckpointManager:
             found = self._committed.load_newest(iteration, lambda _: None, tries_others=False)
             # While all are here, since they share it.
             images = SharedImages(found, self._reader_of(found).read_metadata().storage_data)
+
+            def look(_: Any) -> list[Any]:
+                first = images.identity(0)
+                return [first.session_id, *first.generation, first.world_size]
+
             session_id, epoch, sequence, world_size = self._ranks.commit(
                 f"look at the images of iteration {iteration}",
-                lambda: None,
-                lambda _: _identity_of(images),
+                *(lambda: None, look),
                 read=shaped((str, int, int, int)),
             )
             generation = Generation(epoch, sequence)
@@ -643,13 +647,3 @@ class GlobalCheckpointManager:
             raise CheckpointingException(
                 "this manager was made with read_only=True: it loads, and saves nothing"
             )
-
-
-def _identity_of(images: SharedImages) -> list[Any]:
-    """On the first rank: what all images of a checkpoint have in common."""
-    if (first := images.identity(0)) is None:
-        raise MismatchError(
-            f"{images.domain} was not saved by a Checkpointer: load it with "
-            f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
-        )
-    return [first.session_id, *first.generation, first.world_size]

@@ -1,16 +1,16 @@
-"""Metadata of a checkpoint as torch.distributed.checkpoint has it: what it may hold, and mean.
+"""Descriptions of a checkpoint as torch.distributed.checkpoint has them: metadata and plans.
 
-A release of torch that renames what it has not made public is met here.
+No code is run when they are read, and nothing is made but the classes named here. A release of
+torch that renames what it has not made public is met here.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import PosixPath, PurePosixPath
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -27,11 +27,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
-from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    UnsafeGlobalError,
+)
 from localckpt.global_tier.data_files import file_nbytes
+from localckpt.global_tier.replicas import CommonItems, RankPlan
+from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.unpickler import Unpickler, check_skeleton
@@ -57,10 +71,11 @@ def pickled_metadata(
     return pickle.dumps(metadata), {name: file_nbytes(end) for name, end in ends.items()}
 
 
+T = TypeVar("T")
+
 _NOTHING = type(None)
-Fields = Mapping[type, Mapping[str, tuple[type, ...]]]
-"""Names of the fields of classes, each with the classes of its values."""
-_FIELDS: Fields = {
+# Names of the fields of classes, each with the classes of its values.
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
     TensorStorageMetadata: {
         "properties": (TensorProperties,),
@@ -81,6 +96,33 @@ _FIELDS: Fields = {
         "load_id": (str, _NOTHING),
         "modules": (list,),
     },
+}
+# Of messages between ranks. torch's store asks nobody who he is, so they are read as a file of a
+# stranger is. Planners keep what they like beside the items of a plan.
+_MESSAGE_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    SavePlan: {"items": (list,)},
+    WriteItem: {
+        "index": (MetadataIndex,),
+        "type": (WriteItemType,),
+        "bytes_io_data": (BytesIOWriteData, _NOTHING),
+        "tensor_data": (TensorWriteData, _NOTHING),
+    },
+    WriteItemType: {},
+    BytesIOWriteData: {"nbytes": (int,)},
+    TensorWriteData: {
+        "chunk": (ChunkStorageMetadata,),
+        "properties": (TensorProperties,),
+        "size": (torch.Size,),
+    },
+    StoragePrefix: {"prefix": (str,)},
+    WriteResult: {
+        "index": (MetadataIndex,),
+        "size_in_bytes": (int,),
+        "storage_data": (StorageInfo,),
+    },
+    RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
+    RankSet: {"runs": (tuple,)},
+    CommonItems: {"ranks": (RankSet,), "numbers": (tuple,)},
 }
 _PROPERTIES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
 _STRIDES_ARE_KEPT = "strides" in TensorProperties.__dataclass_fields__
@@ -106,7 +148,7 @@ class _Properties(TensorProperties):
 
 
 @collection_paused()
-def read_pickled(data: bytes, allowed: SafeGlobals, kinds: Iterable[type] = ()) -> Any:
+def _read_pickled(data: bytes, allowed: SafeGlobals, kinds: Iterable[type] = ()) -> Any:
     """Read a pickle of descriptions of a checkpoint, or of ``kinds``; no fields are checked yet."""
     names = allowed.also((*_FIELDS, TensorProperties, MemoryFormat, Metadata, *kinds))
     check_skeleton(data, names, tensors=0)
@@ -118,9 +160,9 @@ def read_pickled(data: bytes, allowed: SafeGlobals, kinds: Iterable[type] = ()) 
     return Unpickler(io.BytesIO(data), find, lambda _: None).load()
 
 
-def require_fields(values: Iterable[Any], more: Fields = MappingProxyType({})) -> None:
-    """Check the classes of the fields of descriptions, of those inside these, and of ``more``."""
-    known = {**_FIELDS, **more}
+def _require_fields(*values: Any) -> None:
+    """Check the classes of the fields of descriptions, and of those inside these."""
+    known = {**_FIELDS, **_MESSAGE_FIELDS}
     waiting, seen = list(values), set[int]()
     while waiting:
         value = waiting.pop()
@@ -140,9 +182,9 @@ def require_fields(values: Iterable[Any], more: Fields = MappingProxyType({})) -
 
 
 def read_metadata(data: bytes, allowed: SafeGlobals) -> Metadata:
-    """Read and check what torch pickled; raises as :func:`read_pickled`, but CorruptShardError."""
+    """Read and check what torch pickled; anything else is a CorruptShardError."""
     try:
-        return require_sound(read_pickled(data, allowed))
+        return require_sound(_read_pickled(data, allowed))
     except CheckpointingException:
         raise
     except Exception as error:
@@ -160,7 +202,7 @@ def require_sound(metadata: Any) -> Metadata:
         raise CorruptShardError("it has no table of values")
     if meta is not None and type(meta) is not StorageMeta:
         raise CorruptShardError("what it says of the storage is nothing")
-    require_fields((described, stored, meta))
+    _require_fields(described, stored, meta)
     for name, value in described.items():
         if type(name) is not str:
             raise CorruptShardError(f"a value is named {name!r:.100}")
@@ -205,3 +247,49 @@ def _check_path(path: str) -> None:
     parts = PurePosixPath(path).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
         raise CorruptShardError(f"values lie in {path!r:.200}, which is outside of its directory")
+
+
+def pack(value: Any) -> bytes:
+    """Pickle what :func:`unpack` reads."""
+    with collection_paused():
+        return pickle.dumps(value, protocol=4)
+
+
+def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
+    """Read what another rank has packed; plans have items, and files in their own directory."""
+    cause: Exception | None = None
+    try:
+        value = _read_pickled(data, allowed, _MESSAGE_FIELDS)
+        _require_fields(value)
+        if (why := _why_foreign(value, kind)) is None:
+            return value  # type: ignore[no-any-return]
+    except UnsafeGlobalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised below
+        why, cause = f"{type(error).__name__}: {error}", error
+    raise MismatchError(
+        f"a plan that came by the job's store is none that a rank sends ({why}). Does another "
+        f"program write to that store? Nothing was saved, and what was saved before stands"
+    ) from cause
+
+
+def _why_foreign(value: Any, kind: type) -> str | None:
+    if type(value) is not kind:
+        return f"a {type(value).__name__} in place of a {kind.__name__}"
+    if isinstance(value, list):
+        are_results = all(type(result) is WriteResult for result in value)
+        return None if are_results else "its results are none"
+    if isinstance(value, tuple):
+        # A plan, and the items that other ranks plan, too.
+        value, common = value
+        if type(common) is not dict:
+            return "its common items are none"
+    for part in value.values() if isinstance(value, dict) else [value]:
+        plan: Any = part.plan if isinstance(part, RankPlan) else part
+        if not isinstance(plan, SavePlan) or any(type(i) is not WriteItem for i in plan.items):
+            return "its items are none"
+        # Each rank writes the files that its plan names.
+        prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
+        if "/" in prefix or "\0" in prefix:
+            return f"files named {prefix!r:.100}"
+    return None

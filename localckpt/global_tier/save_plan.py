@@ -8,51 +8,27 @@ as before; and after a plan that was refused only the coordinator goes on from i
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
-from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.metadata import (
-    Fields,
-    StorageInfo,
-    StoragePrefix,
-    pickled_metadata,
-    read_pickled,
-    require_fields,
-)
-from localckpt.global_tier.replicas import CommonItems, RankPlan, common_items
+from localckpt.global_tier.metadata import pack, pickled_metadata, unpack
+from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
-from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
-from localckpt.state_dict.skeleton import collection_paused
-
-T = TypeVar("T")
 
 
 class PlanCache:
@@ -243,81 +219,3 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
             f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
             f"calls in the same order. What was saved before stands"
         )
-
-
-# Messages between ranks. torch's store asks nobody who he is, so what comes from it is read as a
-# file of a stranger is: no code is run, and nothing is made but the classes that are named here.
-
-_NOTHING = type(None)
-# Planners keep what they like beside the items of a plan.
-_FIELDS: Fields = {
-    SavePlan: {"items": (list,)},
-    WriteItem: {
-        "index": (MetadataIndex,),
-        "type": (WriteItemType,),
-        "bytes_io_data": (BytesIOWriteData, _NOTHING),
-        "tensor_data": (TensorWriteData, _NOTHING),
-    },
-    WriteItemType: {},
-    BytesIOWriteData: {"nbytes": (int,)},
-    TensorWriteData: {
-        "chunk": (ChunkStorageMetadata,),
-        "properties": (TensorProperties,),
-        "size": (torch.Size,),
-    },
-    StoragePrefix: {"prefix": (str,)},
-    WriteResult: {
-        "index": (MetadataIndex,),
-        "size_in_bytes": (int,),
-        "storage_data": (StorageInfo,),
-    },
-    RankPlan: {"plan": (SavePlan,), "digests": (dict,), "ranks": (dict,)},
-    RankSet: {"runs": (tuple,)},
-    CommonItems: {"ranks": (RankSet,), "numbers": (tuple,)},
-}
-
-
-def pack(value: Any) -> bytes:
-    """Pickle what :func:`unpack` reads."""
-    with collection_paused():
-        return pickle.dumps(value, protocol=4)
-
-
-def unpack(data: bytes, kind: type[T], allowed: SafeGlobals) -> T:
-    """Read what another rank has packed; plans have items, and files in their own directory."""
-    cause: Exception | None = None
-    try:
-        value = read_pickled(data, allowed, _FIELDS)
-        require_fields((value,), _FIELDS)
-        if (why := _why_foreign(value, kind)) is None:
-            return value  # type: ignore[no-any-return]
-    except UnsafeGlobalError:
-        raise
-    except Exception as error:  # noqa: BLE001 - raised below
-        why, cause = f"{type(error).__name__}: {error}", error
-    raise MismatchError(
-        f"a plan that came by the job's store is none that a rank sends ({why}). Does another "
-        f"program write to that store? Nothing was saved, and what was saved before stands"
-    ) from cause
-
-
-def _why_foreign(value: Any, kind: type) -> str | None:
-    if type(value) is not kind:
-        return f"a {type(value).__name__} in place of a {kind.__name__}"
-    if isinstance(value, list):
-        are_results = all(type(result) is WriteResult for result in value)
-        return None if are_results else "its results are none"
-    if isinstance(value, tuple):
-        # A plan, and the items that other ranks plan, too.
-        value, common = value
-        if type(common) is not dict:
-            return "its common items are none"
-    for part in value.values() if isinstance(value, dict) else [value]:
-        plan: Any = part.plan if isinstance(part, RankPlan) else part
-        if not isinstance(plan, SavePlan) or any(type(i) is not WriteItem for i in plan.items):
-            return "its items are none"
-        # Each rank writes the files that its plan names.
-        prefix = plan.storage_data.prefix if isinstance(plan.storage_data, StoragePrefix) else ""
-        if "/" in prefix or "\0" in prefix:
-            return f"files named {prefix!r:.100}"
-    return None

@@ -27,7 +27,7 @@ from torch.futures import Future
 from localckpt.errors import CheckpointingException, CorruptShardError, MismatchError, PeerLostError
 from localckpt.global_tier.data_files import data_bytes
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
-from localckpt.global_tier.write_items import Frame, frame_of, load_object
+from localckpt.global_tier.staging import Frame, frame_of, load_object
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import await_training
 from localckpt.memory.host_memory import memory_at

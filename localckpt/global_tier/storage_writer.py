@@ -39,8 +39,7 @@ from localckpt.global_tier.metadata import (
     pickled_metadata,
 )
 from localckpt.global_tier.save_plan import PlanCache, plan_save
-from localckpt.global_tier.staging import FileLayout, Staging, WriteData, lay_out_files
-from localckpt.global_tier.write_items import ItemReader
+from localckpt.global_tier.staging import FileLayout, ItemReader, Staging, WriteData, lay_out_files
 from localckpt.own_folders import folder_mode
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.values import Message

@@ -73,7 +73,6 @@ def kept_in_image(folder: Path, rank: int) -> Any:
     found = CommitFound(Folder(folder.parent, record.iteration, record.epoch), record)
     images = SharedImages(found, metadata.storage_data)
     identity = images.identity(rank)
-    assert identity is not None
     with closing(images.open(identity)) as source:
         return unwrapped(ImageReader(source, SafeGlobals(), identity).restore())
 

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.planner import (
 from localckpt import CheckpointingException
 from localckpt.global_tier.staging import (
     FileLayout,
+    frame_of,
     item_nbytes,
     lay_out_files,
     split_by_size_and_type,
 )
-from localckpt.global_tier.write_items import frame_of
 
 PAGE_ALIGNED_NBYTES = 256 << 10
 NAMES = st.sampled_from(["model", "model.a", "modest", "optimizer", "step", "a/b", ""])

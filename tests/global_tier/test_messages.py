@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
-from localckpt.global_tier.metadata import StoragePrefix
+from localckpt.global_tier.metadata import StoragePrefix, pack, unpack
 from localckpt.global_tier.replicas import CommonItems, CommonValues, RankPlan, common_items
-from localckpt.global_tier.save_plan import pack, unpack
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 

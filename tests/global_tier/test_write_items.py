@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localckpt.global_tier.write_items import frame_of, is_plain
+from localckpt.global_tier.staging import frame_of, is_plain
 from tests.global_tier.states import DTYPES, assert_same, tensor_of
 from tests.state_dict.states import Tagged, bits
 

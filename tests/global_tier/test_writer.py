@@ -23,13 +23,13 @@ from localckpt import (
     StorageError,
     UnsafeGlobalError,
 )
+from localckpt.global_tier.staging import ItemReader
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import (
     FileSystemWriterAsync,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from localckpt.global_tier.write_items import ItemReader
 from tests.global_tier.states import (
     Counts,
     Settings,

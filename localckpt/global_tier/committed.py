@@ -48,8 +48,7 @@ class Committed:
         self._session = session
         self._ranks = ranks
         self._check = check
-        self._notes = NotesFile(session.root)
-        self.resuming = Resuming(self._notes, max_attempts)
+        self.resuming = Resuming(NotesFile(session.root), max_attempts)
 
     def find(self, left_by: Lineage | None) -> CommitFound | None:
         """The newest checkpoint; none that a lineage has left behind."""
@@ -195,7 +194,7 @@ class Committed:
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job has not resumed from in vain too often."""
-        trusts = self.resuming.trusts = self._notes.trusts()
+        trusts = self.resuming.trusts = self._session.noted_trusts()
         by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
         choice = choose([*by_checkpoint], trusts, self.resuming.max_attempts)
         given_up = {**choice.quarantined, **choice.exhausted}

@@ -202,10 +202,7 @@ def _write(
 
 
 def gathered(parts: Iterable[bytes | memoryview], memory: memoryview) -> Iterator[memoryview]:
-    """Yield pieces for :func:`write_data_file`, made of parts of any size in ``memory``.
-
-    ``memory`` begins on a page, and is whole blocks.
-    """
+    """Yield pieces for :func:`write_data_file`, made in ``memory``, which begins on a page."""
     filled = 0
     for part in parts:
         left = memoryview(part)

@@ -224,10 +224,8 @@ class Drain(BackgroundSave):
         """Why this node cannot give a shard, with those that hold parts of its tensors."""
         try:
             self._shard_of(owner).use(lambda image: None)
-        except StorageError as error:
-            return str(error)
-        except CorruptShardError as error:
-            if owner == self._ranks.rank:
+        except (CorruptShardError, StorageError) as error:
+            if isinstance(error, CorruptShardError) and owner == self._ranks.rank:
                 raise
             return str(error)
         return None
@@ -429,8 +427,18 @@ class Drains:
         self, shard: KeptShard, rate_limit: float | None, metrics: Mapping[str, float]
     ) -> Drain:
         """Begin a drain, or put it behind those that are not over."""
-        self._check(shard.identity, rate_limit)
-        self._ranks.prepare()
+        ranks, identity = self._ranks, shard.identity
+        if (identity.rank, identity.world_size) != (ranks.rank, ranks.world_size):
+            raise CheckpointingException(
+                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
+                f"the one of shared storage rank {ranks.rank} of {ranks.world_size}: make both "
+                f"with the same process_group. Nothing was drained"
+            )
+        if rate_limit is not None and rate_limit <= 0:
+            raise CheckpointingException(
+                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
+            )
+        ranks.prepare()
         self._under_way = [drain for drain in self._under_way if not drain.task.done()]
         drain = self._new(shard, self._begun, rate_limit, metrics)
         self._begun += 1
@@ -445,19 +453,6 @@ class Drains:
                 f"this process cannot start a thread ({error}): nothing was drained"
             ) from error
         return drain
-
-    def _check(self, identity: ShardIdentity, rate_limit: float | None) -> None:
-        ranks = self._ranks
-        if (identity.rank, identity.world_size) != (ranks.rank, ranks.world_size):
-            raise CheckpointingException(
-                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
-                f"the one of shared storage rank {ranks.rank} of {ranks.world_size}: make both "
-                f"with the same process_group. Nothing was drained"
-            )
-        if rate_limit is not None and rate_limit <= 0:
-            raise CheckpointingException(
-                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
-            )
 
     def hurry(self) -> None:
         """Let the drains of this rank, and those to come, keep to no rate: the job ends soon."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
 from localckpt.global_tier.data_files import file_nbytes
-from localckpt.global_tier.images import Envelope, ItemPlace, envelope_name
+from localckpt.global_tier.images import ItemPlace, envelope_name, envelope_of
 from localckpt.global_tier.metadata import create_write_items
 from localckpt.global_tier.replicas import RankPlan
 from localckpt.global_tier.staging import FileLayout, ItemReader, frame_of, lay_out_in_order
@@ -50,10 +50,7 @@ WriteFile = Callable[[str, int | None, Callable[[], Iterable[bytes | memoryview]
 class ImageItems:
     """Items of one rank's image, and their values, which each method reads from it anew.
 
-    Attributes:
-        planner: Planner that knows the objects of the state by their keys; its tensors have no
-            data.
-        places: Places of the tensors in the image; other items are objects.
+    ``planner`` knows the objects of the state; the ``places`` of tensors are in the image.
     """
 
     @collection_paused()
@@ -239,9 +236,9 @@ class ImageItems:
         own = {item.index for item in plan.items}
         places = self.places.items()
         there = {i: place for i, place in places if i in own or i.fqn not in unequal}
-        envelope = Envelope(image, there)
-        nbytes = file_nbytes(envelope.nbytes)
-        write(envelope_name(self._saved_by), nbytes, envelope.content)
+        content_nbytes, content = envelope_of(image, there)
+        nbytes = file_nbytes(content_nbytes)
+        write(envelope_name(self._saved_by), nbytes, content)
         return results, nbytes
 
     def _content(

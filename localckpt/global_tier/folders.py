@@ -116,8 +116,6 @@ class CommitRecord:
     """Record that makes a directory a checkpoint: written last, when everything else is durable.
 
     Attributes:
-        save_id: Stands in the trailer of each of its files.
-        files: The bytes of each data file.
         resumed_from: Version of the checkpoint here that the job goes back to if newer ones fail.
         unequal: Names of values that differed between ranks; the files have the first rank's.
     """
@@ -256,10 +254,9 @@ class Leftover(NamedTuple):
 
 
 def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
-    """List the directories of a root, by their names.
+    """List the directories of a root: those that may be checkpoints, the newest first, and others.
 
-    Returns those that may be checkpoints, the newest first; and those that are unfinished, or were
-    about to be removed.
+    The others are unfinished, or were about to be removed.
     """
     folders, leftovers = [], []
     with storage_errors("read", root):
@@ -337,12 +334,9 @@ def unpin(folder: Folder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedCheckpoint:
-    """One directory that was committed.
+    """One directory that was committed; without a ``problem`` it can be loaded, as it seems.
 
-    Attributes:
-        record: Its commit record; ``None`` if that cannot be read, or speaks of another directory.
-        problem: Why it cannot be loaded; ``None`` if it can, as far as its record says.
-        saved_at: When it was committed, in seconds since 1970 by the file system's clock.
+    ``record`` is ``None`` if it cannot be read, or speaks of another directory.
     """
 
     folder: Folder
@@ -435,10 +429,7 @@ class SharedSession:
 
 
 def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Reason, ...]]:
-    """Why each checkpoint of a session stays, by the rules of the job that saved the newest one.
-
-    Those that are not in it go at that job's next save.
-    """
+    """Why checkpoints stay, by the rules of the job that saved the newest; others are to go."""
     records: dict[Version, CommitRecord] = {}
     candidates = []
     for known in checkpoints:

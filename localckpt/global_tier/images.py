@@ -16,7 +16,7 @@ import json
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -52,31 +52,30 @@ def envelope_name(rank: int) -> str:
     return f"__{rank}.envelope"
 
 
-class Envelope:
-    """Envelope of an image that is being drained. ``places`` has what data files hold of it."""
+def envelope_of(
+    image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]
+) -> tuple[int, Callable[[], Iterator[bytes | memoryview]]]:
+    """Return size and content of an image's envelope; data files hold what is at ``places``."""
+    ranges: list[list[Any]] = []
+    for found in sorted(_ranges(image, places), key=lambda found: found[:2]):
+        # Tensors may share bytes: the first that has them is enough.
+        if not ranges or found[0] >= ranges[-1][1]:
+            ranges.append(found)
+    text = json.dumps([image.header.nbytes, ranges], separators=(",", ":")).encode()
+    head = len(text).to_bytes(8, "little") + text
+    ends = [0, *(stop for _, stop, *_ in ranges)]
+    begins = [*(start for start, *_ in ranges), image.header.nbytes]
+    rest = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
-    def __init__(self, image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> None:
-        self._image = image
-        ranges: list[list[Any]] = []
-        for found in sorted(_ranges(image, places), key=lambda found: found[:2]):
-            # Tensors may share bytes: the first that has them is enough.
-            if not ranges or found[0] >= ranges[-1][1]:
-                ranges.append(found)
-        ends = [0, *(stop for _, stop, *_ in ranges)]
-        begins = [*(start for start, *_ in ranges), image.header.nbytes]
-        self._rest = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
-        about = [image.header.nbytes, ranges]
-        text = json.dumps(about, separators=(",", ":")).encode()
-        self._head = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self._head) + sum(stop - start for start, stop in self._rest)
-
-    def content(self) -> Iterator[bytes | memoryview]:
-        yield self._head
-        digests_start = self._image.header.digests_start
-        for start, stop in self._rest:
-            yield from self._image.pieces(start, min(stop, digests_start))
+    def content() -> Iterator[bytes | memoryview]:
+        yield head
+        digests_start = image.header.digests_start
+        for start, stop in rest:
+            yield from image.pieces(start, min(stop, digests_start))
             first, last = (max(at - digests_start, 0) for at in (start, stop))
-            yield self._image.digest_bytes[first:last]
+            yield image.digest_bytes[first:last]
+
+    return len(head) + sum(stop - start for start, stop in rest), content
 
 
 def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> Iterator[list[Any]]:

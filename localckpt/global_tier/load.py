@@ -139,17 +139,14 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         loaded = load_object(name, value, self._safe_globals)
-        if self.flatten_state_dict:
-            self._put(self.mappings[name], loaded)
-        else:
+        if not self.flatten_state_dict:
             self.state_dict[name] = loaded
-
-    def _put(self, path: tuple[str | int, ...], value: Any) -> None:
-        """Replace a value of the state that is filled."""
+            return
+        *path, last = self.mappings[name]
         container: Any = self.original_state_dict
-        for key in path[:-1]:
+        for key in path:
             container = container[self._key_in(container, key)]
-        container[self._key_in(container, path[-1])] = value
+        container[self._key_in(container, last)] = loaded
 
     def _key_in(self, container: Any, key: str | int) -> Any:
         """The key that torch names so: its names know the text of keys only."""
@@ -178,10 +175,9 @@ def fill(
     is_partial: bool,
     allow_dtype_change: bool,
 ) -> None:
-    """Fill a state in place; all ranks call it.
+    """Fill a state in place; all ranks call it, and raise the same errors.
 
     After a MismatchError nothing is changed; after another error the state may be partly filled.
-    Every error is raised on every rank.
     """
     began = time.monotonic()
     iteration = found.folder.iteration
@@ -322,10 +318,7 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Return whether tensors that share memory can have their values at the same time.
-
-    A pair is a tensor, which is not changed, and the value for it.
-    """
+    """Return whether tensors that share memory can have the values paired with them at once."""
     spans = [byte_span(tensor) for tensor, _ in pairs]
     tensor = pairs[0][0]
     start = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT

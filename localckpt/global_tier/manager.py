@@ -397,8 +397,7 @@ class GlobalCheckpointManager:
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
 
         Returns:
-            The state, and its ID, which says which iteration it is, as the managers of the nodes
-            return them.
+            The state, and its ID, as the managers of the nodes return them.
 
         Raises:
             NoReplicasAvailableError: There is no such checkpoint.
@@ -554,8 +553,6 @@ class GlobalCheckpointManager:
         self._writer.close()
         self._root.close(is_alone=True)
         self._saving.abandon()
-
-    # On every rank.
 
     def _plan(
         self, state_dict: dict[str, Any], iteration: int, lineage: Lineage | None

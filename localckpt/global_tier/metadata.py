@@ -210,15 +210,17 @@ def require_sound(metadata: Any) -> Metadata:
             _check_tensor(name, value)
         elif type(value) is not BytesStorageMetadata:
             raise CorruptShardError(f"{name:.100} is described by a {type(value).__name__}")
-    paths: set[str] = set()
     for index, info in stored.items():
         if type(index) is not MetadataIndex or type(info) is not StorageInfo:
             raise CorruptShardError("where a value lies is not said as it should be")
         if info.offset < 0 or info.length < 0:
             raise CorruptShardError(f"{index.fqn:.100} lies at {info.offset}+{info.length}")
-        if info.relative_path not in paths:
-            _check_path(info.relative_path)
-            paths.add(info.relative_path)
+    for path in {info.relative_path for info in stored.values()}:
+        parts = PurePosixPath(path).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
+            raise CorruptShardError(
+                f"values lie in {path!r:.200}, which is outside of its directory"
+            )
     return metadata
 
 
@@ -241,12 +243,6 @@ def _check_tensor(name: str, value: TensorStorageMetadata) -> None:
                     f"a part of {name:.100} at {tuple(offsets)!r:.100} of shape "
                     f"{tuple(sizes)!r:.100} is outside of it"
                 )
-
-
-def _check_path(path: str) -> None:
-    parts = PurePosixPath(path).parts
-    if not parts or parts[0] == "/" or ".." in parts or "\0" in path:
-        raise CorruptShardError(f"values lie in {path!r:.200}, which is outside of its directory")
 
 
 def pack(value: Any) -> bytes:

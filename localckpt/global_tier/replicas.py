@@ -40,10 +40,7 @@ class CommonItems(NamedTuple):
 
 
 def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
-    """Group the items of each rank's plan that other ranks plan, too, by the number of their set.
-
-    Sets of ranks have the same numbers on all ranks.
-    """
+    """Group the items of each rank's plan that others plan, too, by the number of their set."""
     owners: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -140,10 +137,7 @@ _REDUCED_NBYTES = 64 << 20
 
 
 def _device_digest(tensor: torch.Tensor) -> list[int]:
-    """Reduce a tensor to integers where it is, so that other bytes give other integers.
-
-    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
-    """
+    """Reduce a tensor to integers where it is: its bytes, mixed as hash tables do, with weights."""
     content = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     whole = content.numel() // 8 * 8
     totals = []
@@ -158,11 +152,9 @@ def _device_digest(tensor: torch.Tensor) -> list[int]:
 
 @dataclass
 class RankPlan:
-    """Items that one rank's image has.
+    """Items that one rank's image has, with digests of values that other ranks may have, too.
 
-    Attributes:
-        digests: Digests of the values that other ranks may have under the same name.
-        ranks: Ranks on which the image says that a part of a global tensor is equal.
+    ``ranks`` are those on which the image says that a part of a global tensor is equal.
     """
 
     plan: SavePlan

@@ -74,11 +74,7 @@ class BegunSave:
 
 
 class CheckpointRoot:
-    """Directory of one session's checkpoints.
-
-    Attributes:
-        lineage: Lineage of this start's saves, from the first of them on.
-    """
+    """Directory of one session's checkpoints."""
 
     def __init__(
         self, root: Path, session_id: str, *, retention: Retention, timeout_s: float
@@ -243,9 +239,14 @@ class CheckpointRoot:
                 continue
             if leftover.is_drain and folder.iteration > newest:
                 continue
-            if not _is_put_back(leftover):
-                logger.info("removing %s, which is no checkpoint", path)
-                try_to_remove(path)
+            try:
+                if path == folder.removed and put_back_if_pinned(folder):
+                    continue
+            except OSError as error:
+                logger.warning("%s is pinned, and cannot be put back yet: %s", path, error)
+                continue
+            logger.info("removing %s, which is no checkpoint", path)
+            try_to_remove(path)
 
     def go_on_from(self, loaded: CommitFound) -> None:
         """Begin a new epoch at the next save. What is newer until then was left behind."""
@@ -256,10 +257,7 @@ class CheckpointRoot:
         self._loaded = loaded.folder.version
 
     def go_back(self, iteration: int) -> list[Point]:
-        """Begin a new epoch at the next save; return what the job goes back from, as far as known.
-
-        It goes on from what another tier has.
-        """
+        """Begin a new epoch at the next save, from what another tier has; return what is left."""
         there = self.session.whole()
         self._epoch = self.lineage = None
         older = (c.folder.version for c in there if c.folder.iteration <= iteration)
@@ -298,20 +296,8 @@ def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int
     return 1 + max(epochs, default=0)
 
 
-def _is_put_back(leftover: Leftover) -> bool:
-    """Give a checkpoint its name again that was pinned when a job that ended was removing it."""
-    try:
-        return leftover.path == leftover.folder.removed and put_back_if_pinned(leftover.folder)
-    except OSError as error:
-        logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
-        return True
-
-
 class RootLock:
-    """Lock of the last of the directories ``below`` a named one, which ends with its process.
-
-    All are made when the lock is taken.
-    """
+    """Lock of the last directory ``below`` a named one, which ends with its process."""
 
     def __init__(self, named: Path, *below: str) -> None:
         self._named, self._below = named, below
@@ -370,10 +356,7 @@ class RootLock:
         return True
 
     def look(self) -> None:
-        """Check the directories, if they are there; once they were, they must be there still.
-
-        On nodes without the mount, what is saved or begun anew there would be lost.
-        """
+        """Check the directories, which must be there still once they were: a mount may be gone."""
         with storage_errors("read", self._root):
             is_there = self._root.exists()
             noted = self._root / _OWNER_NAME

@@ -35,12 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSave(ABC):
-    """One save.
-
-    Attributes:
-        committed: The checkpoint is there, as far as this rank knows.
-        over: Set once it is over, well or badly.
-    """
+    """One save; it is ``committed`` if the checkpoint is there, as far as this rank knows."""
 
     def __init__(
         self,
@@ -94,16 +89,15 @@ class BackgroundSave(ABC):
             self._on_over()
 
     def _carry_out(self) -> None:
-        is_failed = True
+        is_failed = False
         try:
             problem = self._save()
-            is_failed = False
         except BaseException as error:
-            is_failed = not self._is_resumed(error)
+            is_failed = not (self.committed or self._is_resumed(error))
             raise
         finally:
             if self._ranks.is_root and self._begun is not None:
-                self._root.end(self._begun, is_failed=is_failed and not self.committed)
+                self._root.end(self._begun, is_failed=is_failed)
         if self._ranks.is_root and self._begun is not None:
             began = time.monotonic()
             if removed := self._root.prune(self._begun):
@@ -159,9 +153,16 @@ class SharedSave(BackgroundSave):
 
     def begin(self, planner: SavePlanner) -> None:
         """Copy this rank's tensors, and have a thread do the rest."""
+        writer = self._writer
         try:
             with record_function("localckpt.global.stage"):
-                self._stage(planner)
+                writer.reset(self._begun.path)
+                writer.save_id = self._begun.save_id
+                writer.prepare_write_data(planner.finish_plan(writer.plans.plan), planner)
+                self._common = CommonValues(
+                    *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
+                )
+                self._staged = writer.preload_tensors()
         except Exception as error:  # noqa: BLE001 - raised on all ranks, by the thread
             self._staging_error = error
         self._start()
@@ -186,16 +187,6 @@ class SharedSave(BackgroundSave):
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
 
-    def _stage(self, planner: SavePlanner) -> None:
-        writer = self._writer
-        writer.reset(self._begun.path)
-        writer.save_id = self._begun.save_id
-        writer.prepare_write_data(planner.finish_plan(writer.plans.plan), planner)
-        self._common = CommonValues(
-            *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
-        )
-        self._staged = writer.preload_tensors()
-
     def _start(self) -> None:
         self._staged_at = self.record.went_on = time.monotonic()
         self.record.copied = self._planned_at, self._staged_at
@@ -208,8 +199,6 @@ class SharedSave(BackgroundSave):
         except RuntimeError:
             # No thread can be had: training waits for this save.
             self.task.run()
-
-    # In the thread.
 
     def _note_end(self) -> None:
         # Another rank may know more than one that has lost it.

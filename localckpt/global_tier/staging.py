@@ -256,12 +256,7 @@ class FileSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One file of a rank.
-
-    Attributes:
-        others: Numbers of the items that follow them, whose sizes are known when they are saved.
-        nbytes: Where those begin.
-    """
+    """One file of a rank: tensors, and from ``nbytes`` on the ``others``, of no known sizes."""
 
     name: str
     slots: tuple[FileSlot, ...]
@@ -370,12 +365,7 @@ def _placed(name: str, plan: SavePlan, bucket: Sequence[int], others: Set[int]) 
 
 @dataclass(eq=False)
 class WriteData:
-    """Items that one rank writes in one save, between planning and its end.
-
-    Attributes:
-        tensors: Those that are tensors, by number; none once they are staged.
-        contents: The bytes of the others, by number.
-    """
+    """Items that one rank writes in one save: tensors until they are staged, and other contents."""
 
     plan: SavePlan
     files: tuple[FileLayout, ...]

@@ -143,11 +143,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         return done
 
     def _places(self, plan: LoadPlan) -> list[StorageInfo]:
-        """Places of a plan's items in their files.
-
-        They are compared with the sizes of the files before memory is made: forged metadata may
-        name any place.
-        """
+        """Places of a plan's items; none is beyond the end of its file, whatever metadata says."""
         sizes: dict[str, int] = {}
         places = []
         for request in plan.items:
@@ -372,10 +368,7 @@ class ItemRead:
 def _saved_part(
     metadata: Metadata, request: ReadItem, nbytes: int
 ) -> tuple[torch.dtype, torch.Size, Frame] | None:
-    """Return dtype, shape and frame of the saved part of a tensor that a request reads from.
-
-    ``None`` if torch would write another size now.
-    """
+    """Return dtype, shape and frame of a saved part; ``None`` if torch writes another size now."""
     index = request.storage_index
     described = metadata.state_dict_metadata[index.fqn]
     if not isinstance(described, TensorStorageMetadata):

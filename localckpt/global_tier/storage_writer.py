@@ -182,8 +182,16 @@ class FileSystemWriterAsync(FileSystemWriter):
                 tensors[number] = value
             else:
                 contents[number] = value
-        files = self._lay_out(plan, frozenset(contents))
-        self._prepared = WriteData(plan, files, tensors, contents)
+        last = self._laid_out
+        if last is None or last[0] is not plan or last[1] != contents.keys():
+            files = lay_out_files(
+                *(plan, contents.keys()),
+                prefix=plan.storage_data.prefix,
+                bins=self.thread_count,
+                separation_hint=self.separation_hint,
+            )
+            last = self._laid_out = plan, frozenset(contents), files
+        self._prepared = WriteData(plan, last[2], tensors, contents)
 
     def get_save_function_and_args(
         self,
@@ -309,19 +317,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "for each checkpoint"
             )
         return self._prepared
-
-    def _lay_out(self, plan: SavePlan, others: frozenset[int]) -> tuple[FileLayout, ...]:
-        last = self._laid_out
-        if last is not None and last[0] is plan and last[1] == others:
-            return last[2]
-        files = lay_out_files(
-            *(plan, others),
-            prefix=plan.storage_data.prefix,
-            bins=self.thread_count,
-            separation_hint=self.separation_hint,
-        )
-        self._laid_out = (plan, others, files)
-        return files
 
 
 def _close(staging: Staging, thread: SerialThread, timeout_s: float, process: int) -> None:

@@ -95,8 +95,8 @@ _BUDGETS = {
     "integrations": (2808, 2900, 19),
     "managers": (5008, 3600, 17),
     "memory": (762, 700, 7),
-    "ranks": (2535, 1600, 11),
-    "replication": (2829, 2900, 17),
+    "ranks": (2521, 1600, 10),
+    "replication": (2828, 2900, 17),
     "replication/parity": (1738, 1700, 12),
     "state_dict": (7346, 5000, 30),
     "storage": (3226, 3100, 17),
@@ -104,7 +104,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (163, 150)
+_CORE_MODULES = (162, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

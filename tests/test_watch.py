@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from localckpt.async_save.callers import PendingCall
 from localckpt.errors import PeerLostError, StorageError
+from localckpt.ranks.deadline import Patience
 from localckpt.ranks.failure import Failure
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.watch import CallVerdict, Watch, Watched
 from tests.simulated import PATIENCE_S, World

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ranks.deadline import (
     Deadline,
+    Patience,
     StoreWait,
     ask_store,
     ask_until_stopped,
@@ -29,7 +30,6 @@ from localckpt.ranks.deadline import (
 )
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, Place, failure_of
 from localckpt.ranks.job_store import Members
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, Outcome, Round
 from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped

@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.ranks.deadline import Deadline, StoreWait, begin, store_errors
+from localckpt.ranks.deadline import Deadline, Patience, StoreWait, begin, store_errors
 from localckpt.ranks.failure import Failure, Place, named
 from localckpt.ranks.job_store import Members, Standing, default_store
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
 from localckpt.ranks.verdict import Verdict

@@ -21,9 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.deadline import Deadline, begin, store_is_silent
+from localckpt.ranks.deadline import Deadline, Patience, begin, store_is_silent
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Ending, Latch, Task
 

@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named
-from localckpt.ranks.deadline import ask_store, begin
+from localckpt.ranks.deadline import Patience, ask_store, begin
 from localckpt.ranks.job_store import default_store
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.values import if_there
 from localckpt.replication.progress import Progress, first_line
 from localckpt.waiting import wait_until

@@ -14,8 +14,8 @@ from typing import NoReturn, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
+from localckpt.ranks.deadline import Patience
 from localckpt.ranks.failure import SLOW, forget_frames
-from localckpt.ranks.patience import Patience
 from localckpt.state_dict.source import ShardSource
 
 CHUNK_NBYTES = 32 << 20

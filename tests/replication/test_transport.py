@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError, StorageError
-from localckpt.ranks import patience
+from localckpt.ranks import deadline
 from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
 from localckpt.replication.transport import DeviceTransport, HostTransport, Transport
 from localckpt.state_dict.source import MemorySource, ShardSource
@@ -146,7 +146,7 @@ def test_ranks_connect_to_those_they_send_to_or_receive_from_and_to_no_others() 
 
 def _warnings() -> list[str]:
     """Have long waits be those of 0.3 s; the messages of this rank from here on."""
-    patience._SILENT_S = 0.3
+    deadline._SILENT_S = 0.3
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -10,21 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from localckpt.errors import MismatchError
-from localckpt.lineage import MOST_DIGITS, EpochId, Lineage
-
-__all__ = [
-    "MOST_DIGITS",
-    "MOST_RANKS",
-    "SAVES_AN_ATTEMPT",
-    "SHARD_KIND",
-    "Checkpoint",
-    "CkptID",
-    "Generation",
-    "Group",
-    "Piece",
-    "ShardIdentity",
-    "ShardRecord",
-]
+from localckpt.lineage import MOST_DIGITS as MOST_DIGITS
+from localckpt.lineage import EpochId, Lineage
 
 SAVES_AN_ATTEMPT = 2**28
 """Step of sequence numbers: an attempt numbers its saves from a random multiple of this."""

@@ -84,8 +84,8 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2037, 1300, 13),
-    "async_save": (1583, 1400, 7),
+    "top": (2024, 1300, 13),
+    "async_save": (1579, 1400, 7),
     "availability": (2649, 2000, 10),
     "checkpointer": (4154, 1800, 12),
     "cli": (3020, 3000, 16),
@@ -96,7 +96,7 @@ _BUDGETS = {
     "managers": (5008, 3600, 17),
     "memory": (762, 700, 7),
     "ranks": (2521, 1600, 10),
-    "replication": (2828, 2900, 17),
+    "replication": (2822, 2900, 17),
     "replication/parity": (1738, 1700, 12),
     "state_dict": (7346, 5000, 30),
     "storage": (3226, 3100, 17),

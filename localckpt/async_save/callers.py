@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProcess, pack_call
-from localckpt.async_save.request import AsyncRequest, function_name
+from localckpt.async_save.request import AsyncRequest, do_nothing, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
 from localckpt.interrupted import OfOneProcess
@@ -32,10 +32,6 @@ logger = logging.getLogger(__name__)
 OWN_WORK = 0.7
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class PendingCall(Ending):
     """Call on this rank, and its end.
 
@@ -46,9 +42,9 @@ class PendingCall(Ending):
     def __init__(
         self,
         name: str,
-        run: Callable[[], object] = _nothing,
+        run: Callable[[], object] = do_nothing,
         stop: Callable[[], bool] = lambda: True,
-        release: Callable[[], object] = _nothing,
+        release: Callable[[], object] = do_nothing,
     ) -> None:
         super().__init__()
         self.name = name
@@ -67,7 +63,7 @@ class PendingCall(Ending):
     def release(self) -> None:
         self._release()
         # They hold the function and its arguments.
-        self.run, self.stop, self._release = _nothing, lambda: True, _nothing
+        self.run, self.stop, self._release = do_nothing, lambda: True, do_nothing
 
 
 class AsyncCaller(OfOneProcess, ABC):

@@ -103,7 +103,7 @@ class AsyncCall:
 
 
 def do_nothing() -> None:
-    """Function for a process that has nothing to do for a call."""
+    """Function of a call that has nothing to do."""
 
 
 def _unpickled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -21,7 +21,8 @@ from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, MANAGER, refused_together
-from localckpt.replication.base import NoReplication, ReplicationStrategy
+from localckpt.replication.base import NoReplication as NoReplication
+from localckpt.replication.base import ReplicationStrategy as ReplicationStrategy
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.member_strategy import (
@@ -36,13 +37,6 @@ from localckpt.replication.retrieval import as_asked
 from localckpt.replication.transport import DeviceTransport
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot, Store
-
-__all__ = [
-    "CliqueReplicationStrategy",
-    "LazyCliqueReplicationStrategy",
-    "NoReplication",
-    "ReplicationStrategy",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from localckpt.global_tier.save_plan import PlanCache, plan_save
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID, Generation, ShardIdentity
-from localckpt.interrupted import closed_by_interrupts, was_interrupted
+from localckpt.interrupted import OfOneProcess, closed_by_interrupts
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.options import Options, SharedOptions
 from localckpt.ranks.deadline import answered
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _ENDING_S = 1.0
 
 
-class GlobalCheckpointManager:
+class GlobalCheckpointManager(OfOneProcess):
     """Manager of checkpoints of all ranks together, in torch.distributed.checkpoint's format.
 
     Every rank makes its manager and calls its methods in the same order as the others. A checkpoint
@@ -77,6 +77,8 @@ class GlobalCheckpointManager:
         is_to_stop: Tells whether the job is to stop, so that no save begins that has to wait for
             storage. A training loop may set it.
     """
+
+    _noun = "manager"
 
     def __init__(
         self,
@@ -140,8 +142,7 @@ class GlobalCheckpointManager:
                 safe_globals=allowed,
                 timeout_s=timeout,
             )
-            self._process = os.getpid()
-            self._closed, self._interrupted = False, ""
+            super().__init__()
 
     def __repr__(self) -> str:
         return shown(self, self.session_id, self._root.path)
@@ -484,12 +485,12 @@ class GlobalCheckpointManager:
 
     def count_attempt(self) -> None:
         """Count this start from here on, as the managers of the nodes do on request."""
-        if self.rank == 0 and os.getpid() == self._process:
+        if self.rank == 0 and not self._is_fork:
             self._committed.resuming.count()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""
-        if os.getpid() == self._process:
+        if not self._is_fork:
             self._committed.resuming.take_back()
 
     def close(self) -> None:
@@ -498,7 +499,7 @@ class GlobalCheckpointManager:
         Raises:
             CheckpointingException: What the last save failed with; everything is freed.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._closed or self._is_fork:
             return
         if is_orderly(sys.exception()):
             self.take_back_attempt()
@@ -523,13 +524,13 @@ class GlobalCheckpointManager:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed and os.getpid() == self._process:
+        elif not (self._closed or self._is_fork):
             if is_orderly(error):
                 self.take_back_attempt()
             self._close_alone()
 
     def _close_interrupted(self, call: str) -> None:
-        if not self._closed and os.getpid() == self._process:
+        if not (self._closed or self._is_fork):
             self._interrupted = call
             if (save := self._save) is not None:
                 save.begin_if_interrupted()
@@ -604,12 +605,7 @@ class GlobalCheckpointManager:
 
     def _await_last_save(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""
-        self._require_not_interrupted()
-        if os.getpid() != self._process:
-            raise CheckpointingException(
-                f"this manager belongs to process {self._process}, of which this one is a fork; "
-                f"make one here"
-            )
+        self._check_usable(also_closed=True)
         if self._save is not None:
             # Writing has no deadline of its own, and the decision one for each of its two waits.
             self._save.wait(4 * self.timeout)
@@ -630,14 +626,8 @@ class GlobalCheckpointManager:
         self._await_last_save()
 
     def _require_open(self) -> None:
-        self._require_not_interrupted()
-        if self._closed:
-            raise CheckpointingException("this manager is closed; make another")
+        self._check_usable()
         self._ranks.require_same_world()
-
-    def _require_not_interrupted(self) -> None:
-        if self._interrupted:
-            raise was_interrupted("manager", self._interrupted)
 
     def _require_writable(self) -> None:
         if self.read_only:

@@ -88,7 +88,7 @@ class ChainStep:
     stop: int
 
 
-def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> ChainSchedule:
+def schedule(chains: Sequence[Chain]) -> ChainSchedule:
     """Let as many chains run side by side as there is room for, the others after them."""
     waves: list[list[Chain]] = [[]]
     at_once, load = 0, dict[int, int]()
@@ -101,10 +101,9 @@ def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Chai
         for rank in senders:
             load[rank] = load.get(rank, 0) + 1
             at_once = max(at_once, load[rank])
-    if message_nbytes is None:
-        message_nbytes = _LARGEST_MESSAGE_NBYTES
-        while _STEPS_OF_BUFFERS * at_once * message_nbytes > BUFFERS_NBYTES:
-            message_nbytes //= 2
+    message_nbytes = _LARGEST_MESSAGE_NBYTES
+    while _STEPS_OF_BUFFERS * at_once * message_nbytes > BUFFERS_NBYTES:
+        message_nbytes //= 2
     starts, start = list[int](), 0
     for wave in waves:
         starts += [start] * len(wave)

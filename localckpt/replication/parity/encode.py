@@ -23,8 +23,6 @@ def encode(
     source: ShardSource,
     parity: memoryview,
     timeout_s: float,
-    *,
-    message_nbytes: int | None = None,
 ) -> None:
     """Compute this member's parity; the members of the group call it together.
 
@@ -39,7 +37,6 @@ def encode(
         {(Kind.IMAGE, member): source},
         {(Kind.PARITY, member): parity},
         timeout_s,
-        message_nbytes=message_nbytes,
     )
 
 

@@ -65,8 +65,6 @@ class Pipeline:
         sources: Sources,
         sinks: Sinks,
         timeout_s: float,
-        *,
-        message_nbytes: int | None = None,
     ) -> None:
         """Carry out chains; the ranks of the connections call it together.
 
@@ -79,7 +77,7 @@ class Pipeline:
                 f"before"
             )
         try:
-            job = _Job(self, chains, sources, sinks, timeout_s, message_nbytes)
+            job = _Job(self, chains, sources, sinks, timeout_s)
             with job.progress.watched():
                 interruptible(job.run, self._give_up)
         except BaseException as error:
@@ -131,7 +129,6 @@ class _Job:
         sources: Sources,
         sinks: Sinks,
         timeout_s: float,
-        message_nbytes: int | None,
     ) -> None:
         connections, pacer, memory = pipeline.connections, pipeline.pacer, pipeline.memory
         slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
@@ -141,7 +138,7 @@ class _Job:
         self._sources = sources
         self._sinks = sinks
         self._scratch = memory.scratch
-        when = schedule(chains, message_nbytes)
+        when = schedule(chains)
         self._tasks = tasks_of(connections.rank, chains, when)
         self._next = next(self._tasks, None)
         longest = max((chain.nbytes for chain in chains), default=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.memory.digests import BLOCK_NBYTES
+from localckpt.replication.parity import chains as chaining
 from localckpt.replication.parity.chains import (
     BUFFERS_NBYTES,
     Chain,
@@ -33,6 +35,11 @@ def _chains(draw: st.DrawFn) -> list[Chain]:
         place = Strip(Kind.IMAGE, 0, 0, draw(st.integers(0, 60)))
         found.append(Chain(tuple(Hop(rank, ()) for rank in ranks), place))
     return found
+
+
+def _schedule(chains: Sequence[Chain], message_nbytes: int) -> ChainSchedule:
+    with mock.patch.object(chaining, "_LARGEST_MESSAGE_NBYTES", message_nbytes):
+        return schedule(chains)
 
 
 def _run(chains: Sequence[Chain], when: ChainSchedule) -> dict[int, list[ChainStep]]:
@@ -69,7 +76,7 @@ def _run(chains: Sequence[Chain], when: ChainSchedule) -> dict[int, list[ChainSt
 def test_no_chains_lock_up_ranks_or_outgrow_the_room(
     chains: list[Chain],
 ) -> None:
-    done = _run(chains, schedule(chains, _MESSAGE))
+    done = _run(chains, _schedule(chains, _MESSAGE))
 
     when = schedule(chains)
     assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES
@@ -86,4 +93,4 @@ def test_encoding_in_which_every_rank_does_the_same_does_not_lock_up(m: int) -> 
     layout = ParityLayout((50 * BLOCK_NBYTES,) * _RANKS, m)
     chains = encoding_chains(layout, range(_RANKS))
 
-    _run(chains, schedule(chains, BLOCK_NBYTES))
+    _run(chains, _schedule(chains, BLOCK_NBYTES))

@@ -14,6 +14,7 @@ from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.connections import HostConnections
+from localckpt.replication.parity import chains as chaining
 from localckpt.replication.parity.chains import BUFFERS_NBYTES, schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
 from localckpt.replication.parity.pipeline import Pipeline
@@ -26,7 +27,7 @@ from tests.replication.parity.groups import Kept, group
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
 from tests.simulated import gather
 
-_MESSAGE = 300_000
+_MESSAGE, _LARGEST = 300_000, chaining._LARGEST_MESSAGE_NBYTES
 
 
 def _pipeline(rank: int, world_size: int) -> Pipeline:
@@ -40,13 +41,11 @@ def _source(number: int, content: Any) -> ShardSource:
     return MemorySource(memoryview(bytearray(content)))
 
 
-def _encode(
-    rank: int, layout: ParityLayout, pipeline: Pipeline, kept: dict[Kept, Any], message: int | None
-) -> None:
+def _encode(rank: int, layout: ParityLayout, pipeline: Pipeline, kept: dict[Kept, Any]) -> None:
     parity = memoryview(bytearray(b"\xee" * layout.parity_nbytes))
     source = _source(rank, kept[Kind.IMAGE, rank])
 
-    encode(layout, pipeline, source, parity, 30.0, message_nbytes=message)
+    encode(layout, pipeline, source, parity, 30.0)
 
     assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
 
@@ -68,7 +67,7 @@ def _rebuild(
     mine = [(Kind.IMAGE, member) for member, target in wanted.items() if target == rank]
     sinks = {place: memoryview(bytearray(len(kept[place]))) for place in mine}
     chains = plan_rebuild(layout, left, wanted)
-    pipeline.run("rebuilding", chains, sources, sinks, 30.0, message_nbytes=_MESSAGE)
+    pipeline.run("rebuilding", chains, sources, sinks, 30.0)
 
     for kind, member in mine:
         assert np.array_equal(np.asarray(sinks[kind, member]), kept[kind, member])
@@ -79,8 +78,9 @@ def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int)
     kept = group(layout)
     pipeline = _pipeline(rank, world_size)
     members = range(world_size)
-    for message in (_MESSAGE, None):
-        _encode(rank, layout, pipeline, kept, message)
+    for message in (_LARGEST, _MESSAGE):
+        chaining._LARGEST_MESSAGE_NBYTES = message
+        _encode(rank, layout, pipeline, kept)
     for lost in ([0], [world_size - 1], [1, 2][:m], [0, world_size - 1][:m]):
         there = {member: member for member in members if member not in lost}
         wanted = {member: member for member in lost}
@@ -114,8 +114,9 @@ def _encode_slowly(rank: int, world_size: int) -> float:
     source = _source(rank, kept[Kind.IMAGE, rank])
     began = time.monotonic()
 
+    chaining._LARGEST_MESSAGE_NBYTES = 100_000
     # The deadline alone would be over before.
-    encode(layout, pipeline, source, parity, 1.0, message_nbytes=100_000)
+    encode(layout, pipeline, source, parity, 1.0)
 
     assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
     return time.monotonic() - began
@@ -141,9 +142,10 @@ def _lose_a_peer(
     parity = memoryview(bytearray(layout.parity_nbytes))
     ranks = Ranks("clique", timeout_s=60.0)
     gather(ranks, "begin", None)
+    chaining._LARGEST_MESSAGE_NBYTES = _MESSAGE
     started = time.monotonic()
     with Attempt() as encoding:
-        encode(layout, pipeline, source, parity, timeout_s, message_nbytes=_MESSAGE)
+        encode(layout, pipeline, source, parity, timeout_s)
     with pytest.raises((PeerLostError, StorageError)) as raised:
         ranks.agree("encode parity", encoding, grace_s=timeout_s)
     took = time.monotonic() - started

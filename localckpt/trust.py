@@ -124,7 +124,10 @@ class Trusts(dict[Checkpoint, Trust]):
         return max((checkpoint.iteration for checkpoint in tried), default=-1)
 
     def to_json(self) -> list[Any]:
-        return [[*_fields(checkpoint), *trust.to_json()] for checkpoint, trust in self.items()]
+        return [
+            [*checkpoint.generation, checkpoint.iteration, checkpoint.world_size, *trust.to_json()]
+            for checkpoint, trust in self.items()
+        ]
 
     @classmethod
     def from_json(cls, fields: Any) -> Trusts:
@@ -191,7 +194,3 @@ def is_orderly(error: BaseException | None) -> bool:
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
     return error is None or isinstance(error, KeyboardInterrupt)
-
-
-def _fields(checkpoint: Checkpoint) -> list[int]:
-    return [*checkpoint.generation, checkpoint.iteration, checkpoint.world_size]

@@ -84,22 +84,22 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2024, 1300, 13),
+    "top": (2023, 1300, 13),
     "async_save": (1579, 1400, 7),
     "availability": (2649, 2000, 10),
     "checkpointer": (4154, 1800, 12),
-    "cli": (3020, 3000, 16),
+    "cli": (3014, 3000, 16),
     "events": (600, 700, 5),
     "exporters": (321, 500, 3),
     "global_tier": (5765, 4900, 17),
     "integrations": (2808, 2900, 19),
     "managers": (5008, 3600, 17),
-    "memory": (762, 700, 7),
+    "memory": (760, 700, 7),
     "ranks": (2521, 1600, 10),
     "replication": (2822, 2900, 17),
     "replication/parity": (1731, 1700, 12),
     "state_dict": (7346, 5000, 30),
-    "storage": (3226, 3100, 17),
+    "storage": (3217, 3100, 17),
 }
 
 # Rooms around the core, which the goals count by themselves.

@@ -174,10 +174,12 @@ def account(starts: Sequence[Start]) -> Account:
                 parts_s=_parts(start),
                 lost_steps=lost_steps,
                 repeated_s=repeated_s,
-                sources=_sources(start),
+                sources=dict(Counter(e.tier for e in start.named("resume") if e.tier is not None)),
                 on_nodes=_saves(save for save in saves if not save.is_shared),
                 on_shared=_saves(save for save in saves if save.is_shared),
-                degraded_s=_degraded_s(start),
+                degraded_s=sum(
+                    (start.ended if end is None else end) - since for since, end in _degraded(start)
+                ),
             )
         )
         until = ended
@@ -269,10 +271,6 @@ def _number(event: Event, key: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _sources(start: Start) -> dict[str, int]:
-    return dict(Counter(e.tier for e in start.named("resume") if e.tier is not None))
-
-
 def _saves(saves: Iterable[JobSave]) -> SaveCounts:
     outcomes: Counter[SaveOutcome] = Counter()
     blocking_s, nbytes = 0.0, 0
@@ -289,10 +287,6 @@ def degraded_since(start: Start) -> float | None:
     """Time at which the newest checkpoint lost copies; ``None`` if it has all."""
     times = _degraded(start)
     return times[-1][0] if times and times[-1][1] is None else None
-
-
-def _degraded_s(start: Start) -> float:
-    return sum((start.ended if end is None else end) - began for began, end in _degraded(start))
 
 
 def _degraded(start: Start) -> list[tuple[float, float | None]]:

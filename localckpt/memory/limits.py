@@ -60,7 +60,9 @@ def memory_limits() -> list[MemoryLimit]:
     for folder, version in cgroup_folders(
         _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     ):
-        found = parse_cgroup(_files_of(folder, version), version, free_swap)
+        names = (*_FILES[version], _STAT)
+        files = {name: text for name in names if (text := _read(folder / name))}
+        found = parse_cgroup(files, version, free_swap)
         if found is None:
             continue
         nbytes, available_nbytes = found
@@ -123,10 +125,6 @@ def _mount(mounts: str, version: int) -> tuple[str, Path] | None:
             path = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mounted_at)
             return root, Path(path)
     return None
-
-
-def _files_of(folder: Path, version: int) -> dict[str, str]:
-    return {name: text for name in (*_FILES[version], _STAT) if (text := _read(folder / name))}
 
 
 def _number(text: str | None) -> int | None:

@@ -56,7 +56,7 @@ class Round:
         has_failed = report[1] is not None
         if call.data and not self._place.is_root:
             values.put(self._store, _bytes_key(self._place.rank, self.number), call.data)
-        self.report(report, wakes_root=has_failed)
+        self.report(report)
         if self._place.is_root:
             if self._fetch(f"{self.number}/look", deadline.at) is not None:
                 until = min(deadline.at, time.monotonic() + call.grace_s)
@@ -134,12 +134,12 @@ class Round:
             "the job's store"
         )
 
-    def report(self, report: Any, *, wakes_root: bool) -> None:
-        """Report, once a round. With ``wakes_root`` the root knows before others have reported."""
+    def report(self, report: Any) -> None:
+        """Report, once a round; the root knows of a failure before others have reported."""
         self._show(report[0], report)
         if is_last := self._store.add(f"{self.number}/count", 1) == len(self._place.ranks):
             self._store.set(f"{self.number}/complete", _THERE)
-        if is_last or wakes_root:
+        if is_last or report[1] is not None:
             self._wake_root()
 
     def note(self, what: str) -> None:

@@ -71,11 +71,11 @@ class HookStore(Store):
             self._hooks._save(state, identity.ckpt_id)
 
     def list_stored(self) -> list[Stored]:
-        found = [CkptID(*ckpt_id) for ckpt_id in self._hooks._my_ckpt_ids()]
+        generation, world_size = Generation(0, 0), self._world_size
         return [
-            Stored("", ShardRecord(self._identity(ckpt_id), 0))
-            for ckpt_id in found
-            if ckpt_id.session_id == self._session_id
+            Stored("", ShardRecord(ShardIdentity(session, generation, i, rank, world_size), 0))
+            for i, rank, session in self._hooks._my_ckpt_ids()
+            if session == self._session_id
         ]
 
     def holds(self, identity: ShardIdentity) -> bool:
@@ -120,12 +120,3 @@ class HookStore(Store):
     def _drop_memory(self, slot: Slot) -> None:
         if (buffer := slot.buffer) is not None:
             buffer.close()
-
-    def _identity(self, ckpt_id: CkptID) -> ShardIdentity:
-        return ShardIdentity(
-            self._session_id,
-            Generation(0, 0),
-            ckpt_id.iteration,
-            ckpt_id.rank,
-            self._world_size,
-        )

@@ -98,7 +98,7 @@ _BUDGETS = {
     "ranks": (2521, 1600, 10),
     "replication": (2822, 2900, 17),
     "replication/parity": (1731, 1700, 12),
-    "state_dict": (7346, 5000, 30),
+    "state_dict": (7167, 5000, 30),
     "storage": (3217, 3100, 17),
 }
 

@@ -214,10 +214,7 @@ def freedom_in(state: Any) -> Freedom:
 
 
 def places_in(state: Any) -> frozenset[str]:
-    """Return the keys of a dict's stateful values that are a rank's place in the data.
-
-    One that is marked as equal on several ranks counts what all have seen: it is the job's.
-    """
+    """Return keys of stateful values that are a rank's place in the data, and not the job's."""
     return frozenset(
         str(key)
         for key in stateful_keys(state)
@@ -240,10 +237,7 @@ def _own_state(value: Any) -> Any:
 
 
 def give_states(into: Any, loaded: Any, left: Container[str] = ()) -> Any:
-    """Load the states in ``loaded`` into the stateful values of ``into``, but for those ``left``.
-
-    Returns ``loaded``, with these values in place of their states.
-    """
+    """Load states into the stateful values of ``into``; return ``loaded`` with these in it."""
     for key in stateful_keys(into):
         if isinstance(loaded, Mapping) and key in loaded:
             value = without_marker(into[key])

@@ -35,11 +35,7 @@ _LIMIT = 10**MOST_DIGITS
 # Without slots, since its pickle is read field by field.
 @dataclass(frozen=True)
 class RankSet:
-    """Set of ranks, small however many of them are evenly spaced.
-
-    Attributes:
-        runs: First rank, number of ranks and distance of ranks that are evenly spaced, in order.
-    """
+    """Set of ranks in runs of (first, number, distance): small where they are evenly spaced."""
 
     runs: tuple[tuple[int, int, int], ...]
 
@@ -315,10 +311,7 @@ def overlapping_pairs(wanted: Sequence[Region], saved: Sequence[Region]) -> list
 
 
 def _spans(regions: Sequence[Region]) -> tuple[_Ints, _Ints, _Ints]:
-    """Return the indices of the regions that are not empty, and where they start and end.
-
-    The last dimension is one more, of one index, for tensors that have none.
-    """
+    """Return the regions that are not empty, and where they start and end; 0 dimensions are one."""
     rows = [[*(runs[0][0] for runs in region), 0] for region in regions]
     beyond = [[*(sum(runs[-1]) for runs in region), 1] for region in regions]
     starts, ends = (numpy.array(side, dtype=numpy.int64) for side in (rows, beyond))

@@ -14,18 +14,12 @@ LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor in nested dicts, lists, tuples and dataclasses, with its dotted path.
-
-    A tensor in two places is returned twice; a container that contains itself is entered once.
-    """
+    """Return each tensor in a state's containers with its path; twice if in two places."""
     return named_values(state, (torch.Tensor,))
 
 
 def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[tuple[str, Any]]:
-    """Return each value of the wanted classes with its path, as :func:`named_tensors` does.
-
-    The walk does not go into these values.
-    """
+    """Return each value of the wanted classes with its path; the walk does not go into these."""
     if isinstance(state, wanted):
         return [(above, state)]
     found: list[tuple[str, Any]] = []
@@ -69,10 +63,7 @@ def joined(keys: Iterable[Any]) -> str:
 
 
 def prefix_in(name: str, names: Container[str]) -> str | None:
-    """Return the longest of some dotted names that a name is, or is below; ``None`` if none is.
-
-    All names are below ``""``.
-    """
+    """Return the longest of some names that a name is, or is below; all are below ``""``."""
     while name not in names:
         if not name:
             return None
@@ -115,10 +106,7 @@ def _filled(container: Any, children: Mapping[Any, Any]) -> Any:
 
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
-    """Copy the containers of ``state``, with each value of type ``leaf`` replaced.
-
-    Values of other types are kept. A container in two places is copied once.
-    """
+    """Copy the containers of ``state``, each once, with values of type ``leaf`` replaced."""
     return _map(state, replace, leaf, {})
 
 

@@ -32,11 +32,7 @@ _TORCH_DTYPES = {
 
 
 class ArrayTensor(torch.Tensor):
-    """Tensor view of an array's bytes.
-
-    Attributes:
-        run: Contiguous array with the same values, which owns the memory of the tensor.
-    """
+    """Tensor view of an array's bytes, whose memory its contiguous ``run`` owns."""
 
     # Slots, because the __dict__ of a tensor holds the user's attributes (marks.py).
     __slots__ = ("array", "run")

@@ -26,11 +26,7 @@ from localckpt.state_dict.sharded import is_sharded
 
 
 class Job(NamedTuple):
-    """Job that a rank saves with.
-
-    Attributes:
-        ranks: All ranks of the job, as torch.distributed numbers them, by their numbers in the job.
-    """
+    """Job that a rank saves with: its ranks, as torch.distributed numbers them."""
 
     rank: int
     ranks: Sequence[int]
@@ -41,11 +37,7 @@ _TELLING = frozenset({"DTensor", "ShardedTensor", "Megatron"})
 
 
 class Teller(NamedTuple):
-    """Value of a state that says which part of a global tensor its tensors are.
-
-    Attributes:
-        marked: Ranks of the marker around it; ``None`` for no marker.
-    """
+    """Value that says which part of a global tensor its tensors are, and ranks that mark it."""
 
     path: str
     value: Any
@@ -153,10 +145,7 @@ def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def boxes_of(
     tellers: Sequence[Teller], tensors: Sequence[torch.Tensor], job: Job
 ) -> dict[int, Box]:
-    """Return the boxes of a state's tensors by their numbers; other tensors are private.
-
-    Ranks that are not of the job are left out of the boxes.
-    """
+    """Return the boxes of a state's tensors by their numbers, with ranks of the job."""
     numbers = {
         id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
         for number, tensor in enumerate(tensors)
@@ -281,10 +270,7 @@ def shard_runs(
     coordinate: Sequence[int],
     placements: Sequence[Any],
 ) -> tuple[tuple[Run, ...], ...] | None:
-    """Compute the runs of the part of a DTensor at a place of its mesh.
-
-    ``None`` if a placement, of which there is one a dimension of the mesh, is of no known kind.
-    """
+    """Compute the runs of a DTensor's part; ``None`` for a placement of no known kind."""
     runs: list[list[Run]] = [[(0, size)] for size in shape]
     for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():

@@ -209,10 +209,7 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
 
 
 def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
-    """Parse a piece's identity, but not the slots in its header, which may be 100,000.
-
-    The arguments are those of :func:`parse_header`.
-    """
+    """Parse a piece's identity, but not the slots in its header, which may be 100,000."""
     text = bytes(header[8:])
     if not text.startswith(_BEGINNING):
         _refuse(f"its header does not begin with {METADATA}")

@@ -71,13 +71,7 @@ class _Copy(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Outcome of writing an image.
-
-    Attributes:
-        covered_nbytes: Bytes that the digests cover; the digests follow them.
-        under_way: Copies of guarded storages, which may not have ended yet.
-        has_digests: False if :func:`write_digests` is to add them once all copies have ended.
-    """
+    """Outcome of writing an image: bytes that digests cover, and copies that may go on."""
 
     covered_nbytes: int
     under_way: CopiesUnderWay
@@ -87,10 +81,7 @@ class Written(NamedTuple):
 class ImagePlanner:
     """Planner of images; keeps the layout of a state from save to save.
 
-    Args:
-        allowed: Allow-list for the classes in a state. A state that could not be loaded again is
-            refused when its structure and its classes are first seen, not at the restart.
-        job: Job whose global tensors the images tell of; ``None`` for none.
+    A state that could not be loaded again is refused when its classes are first seen.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None, job: Job | None = None) -> None:
@@ -105,10 +96,7 @@ class ImagePlanner:
 
     @collection_paused()
     def capture(self, state: Any, node_ranks: tuple[int, ...] = ()) -> Capture:
-        """Find a state's tensors, without copying them or changing the state.
-
-        ``node_ranks``, this one among them, divide what they have equal; without any nothing is.
-        """
+        """Find a state's tensors, of which ``node_ranks`` divide what is equal; copy none."""
         skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
         names, tellers = named(state, tensors)
         job, tellers = self._job or Job(0, ()), tellers if self._job else []

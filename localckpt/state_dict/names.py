@@ -34,10 +34,7 @@ _CONTAINERS = (OrderedDict, defaultdict, PlainState, BasicTensorAwareStateDict, 
 
 
 def names_of(state: Any, free: Freedom) -> Names | None:
-    """Return the names of a state whose containers are dicts with names; else ``None``.
-
-    Stateful values are given by their states. What is below a free name is as it was saved.
-    """
+    """Return the names of a state whose containers are dicts with names; else ``None``."""
 
     def names(value: Any, above: str) -> Names | None:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -54,10 +51,7 @@ def names_of(state: Any, free: Freedom) -> Names | None:
 
 
 def _outline(state: Any) -> Names | None:
-    """Name the parameter groups of an optimizer's state, and below each what it must have.
-
-    Of another state it is the keys.
-    """
+    """Name the groups of an optimizer's state, and what each must have; else the keys."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or "state" not in state:
         is_small = isinstance(state, dict) and len(state) <= _MOST_KEYS
@@ -93,10 +87,7 @@ def merged_names(one: Names | None, other: Names | None) -> Names | None:
 def only_in(
     names: Names, others: Names, *, is_strict: bool = False, above: str = ""
 ) -> Iterator[str]:
-    """Yield the paths that are in some names and not in others.
-
-    A dict of the others that is empty takes all, unless ``is_strict``.
-    """
+    """Yield the paths that others lack; a dict without names takes all unless ``is_strict``."""
     for key, below in names.items():
         if key.startswith(_BESIDE):
             continue

@@ -131,11 +131,7 @@ def read_parts(
     most_nbytes: int = COPIED_NBYTES,
     most_threads: int | None = None,
 ) -> None:
-    """Fill tensors with rectangles of saved ones. Only the blocks that hold them are read.
-
-    Rows go straight to where they belong. Parts that are copied out of memory of their own, and
-    those that share bytes, are read some rows at a time, of not much more than ``most_nbytes``.
-    """
+    """Fill tensors with rectangles of saved ones, some rows at a time, by blocks that hold them."""
     pieces: list[tuple[Part, bool]] = []
     for sharing in _clusters(parts):
         if len(sharing) == 1 and sharing[0].to is not None:

@@ -98,10 +98,7 @@ _MARK = -1
 
 
 def _depth(pickled: bytes) -> int:
-    """Return the greatest nesting depth of tuples, frozen sets and objects.
-
-    The depth starts again at 0 inside lists, dicts and sets, which cannot be hashed.
-    """
+    """Return the greatest depth of tuples, frozen sets and objects, which can be hashed."""
     stack: list[int] = []
     memo: dict[Any, int] = {}
     deepest = 0

@@ -394,11 +394,7 @@ class ImageReader(ImageBytes):
 
     @collection_paused()
     def rebuild(self, filled: Collection[int]) -> tuple[Any, list[torch.Tensor]]:
-        """Rebuild the state; returns it, and its tensors by number.
-
-        Tensors whose numbers are in ``filled`` have their values, in host memory; the others are on
-        the meta device.
-        """
+        """Rebuild the state; return it, and its tensors: on the meta device unless ``filled``."""
         tensors = [
             self.tensor(number) if number in filled else _without_data(entry)
             for number, entry in enumerate(self.entries)
@@ -449,10 +445,7 @@ class ImageReader(ImageBytes):
         return self.header.data_start + self.header.slots[name].offset
 
     def run_of(self, number: int) -> tuple[int, int] | None:
-        """First byte and end of a tensor's values in the image.
-
-        ``None`` if they lie in another order or in several images, or have no data.
-        """
+        """First byte and end of a tensor's values in the image; ``None`` if they are no run."""
         entry = self.entries[number]
         if entry.slot is None or entry.slot in self.absent or not entry.is_contiguous:
             return None
@@ -466,10 +459,7 @@ def open_images(
     allowed: SafeGlobals,
     like: ImageReader | None = None,
 ) -> ImageReader:
-    """Open a shard's image, and join those that hold parts of its tensors.
-
-    The sources are the caller's to close.
-    """
+    """Open a shard's image, and join those with parts of its tensors; the caller closes."""
     image = ImageReader(open_source(identity), allowed, identity, like)
     for rank in image.co_owners:
         owner = identity.checkpoint.shard(rank, identity.session_id)

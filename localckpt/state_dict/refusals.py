@@ -32,10 +32,7 @@ def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
 
 
 def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
-    """Check a skeleton as a load does, and return what the pickle names.
-
-    The state is searched for the places of the reasons.
-    """
+    """Check a skeleton as a load does, and return what the pickle names."""
     try:
         return _check(skeleton, allowed)
     except (UnsafeGlobalError, CorruptShardError) as error:

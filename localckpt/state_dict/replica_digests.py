@@ -30,13 +30,7 @@ from localckpt.state_dict.tensor_table import (
 
 
 class PartDigest(NamedTuple):
-    """Digest of the part of a rank's state that a set of ranks has in common.
-
-    Attributes:
-        set_id: The set of ranks; the same number on all of them.
-        tensors: The digest of each tensor of the part, by the key of the global tensor, followed by
-            the place in it unless the tensor is all of it.
-    """
+    """Digests of what a set of ranks has in common: one of all, and one of each tensor by key."""
 
     set_id: int
     digest: int
@@ -100,21 +94,13 @@ _CHUNK_NBYTES = 8 << 20
 
 
 def tensor_views(image: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a captured image by name, in the image's own memory.
-
-    A tensor of a dtype that safetensors cannot name, and bytes that several tensors share, are
-    plain bytes.
-    """
+    """Return the tensors of a captured image by name, in its memory; else they are bytes."""
     header = read_header(MemorySource(image))
     return {name: _view(image, header.data_start, slot) for name, slot in header.slots.items()}
 
 
 def find_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Look for the first tensor with a value that is infinite or no number.
-
-    Returns:
-        The name of the tensor and the value; ``None`` if all values are finite.
-    """
+    """Return the first tensor's name with a value that is infinite or no number, and this."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor

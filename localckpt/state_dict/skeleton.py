@@ -210,10 +210,7 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 class _FindingPickler(_SkeletonPickler):
-    """Pickler whose pickle nobody reads.
-
-    It leaves out arrays, sparse and nested tensors, meshes, and DTensors' specs.
-    """
+    """Pickler whose pickle nobody reads, which leaves out what finds no tensor."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is self._parts.dtensor:

@@ -66,10 +66,7 @@ class ShardSource(Protocol):
 
 
 def views_last(source: ShardSource) -> bool:
-    """Return whether a view that a source has given stays valid when the source reads on.
-
-    Sources of which that holds have an attribute ``views_last`` that is true.
-    """
+    """Return whether the views of a source, as its ``views_last`` says, outlive its next read."""
     return getattr(source, "views_last", False)
 
 
@@ -197,10 +194,7 @@ class VerifiedBytes:
         self._start, self._piece = 0, memoryview(b"")
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield bytes ``[start, stop)`` in order.
-
-        Each piece is valid until the next one is asked for, or another method is called.
-        """
+        """Yield bytes ``[start, stop)`` in order, each piece valid until the next call."""
         while start < stop:
             if not self._start <= start < self._start + len(self._piece):
                 self._fetch(start)
@@ -313,10 +307,7 @@ _Given = tuple[Callable[[int, memoryview], None], int, memoryview]
 def _places(
     ranges: Iterable[ByteRange], start: int, stop: int, rest: memoryview
 ) -> tuple[list[memoryview], list[_Given]]:
-    """Divide a piece among ranges, in order; bytes that have no place go to ``rest``.
-
-    Returns memory for all of the piece, and what functions get of it.
-    """
+    """Divide a piece among ranges, and a ``rest``; return the memory, and what functions get."""
     parts: list[memoryview] = []
     given: list[_Given] = []
     at = start

@@ -47,10 +47,7 @@ class Freedom:
     shapes: frozenset[str] = frozenset()
 
     def allows(self, name: str, saved: TensorKind | None, given: TensorKind | None) -> bool:
-        """Return whether a value may be given as it was saved, in place of a given tensor.
-
-        ``saved`` and ``given`` are the kinds of the tensors, where there are any.
-        """
+        """Return whether a value of a kind may be given as it was saved, in place of another."""
         if name in self.shapes:
             return saved is None or given is None or saved[0] == given[0]
         return self.covers(name)
@@ -153,10 +150,7 @@ def is_same_tensor(loaded: Any, own: Any) -> bool:
 
 
 def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return the plain name of each, as values of a module have without DDP and ``torch.compile``.
-
-    The names are those in the module's ``state_dict()``, or of its modules, parameters or buffers.
-    """
+    """Return each of a module's names as it is without DDP and ``torch.compile``."""
     wrapped = [
         (f"{prefix}.module".removeprefix("."), prefix)
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -206,11 +200,7 @@ class ParametersOfStates:
                 self._by_prefix[f"{key}.state."] = [p for group in groups for p in group["params"]]
 
     def of(self, key: str) -> torch.Tensor | None:
-        """Return the parameter of a state tensor, which is sharded as the parameter is.
-
-        Returns:
-            The parameter; ``None`` for a key that is no optimizer's, and for numbers of steps.
-        """
+        """Return the parameter of an optimizer's state tensor, which is sharded alike."""
         for prefix, parameters in self._by_prefix.items():
             number, _, name = key.removeprefix(prefix).partition(".")
             is_below = key.startswith(prefix) and number.isdecimal() and name != "step"

@@ -65,11 +65,7 @@ class Matched(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """Tensor of one side of a match.
-
-    Attributes:
-        group: Paths and structures of the tensors that share its slot.
-    """
+    """Tensor of one side of a match, and the tensors that share its slot as its ``group``."""
 
     number: int
     entry: TableEntry
@@ -299,10 +295,7 @@ class Targets:
     def _require_same_places(
         self, given: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]
     ) -> None:
-        """Refuse tensors that are other parts of their global tensors than the saved ones.
-
-        Their shapes may be equal, as where the ranks stand in another order in the device mesh.
-        """
+        """Refuse tensors of equal shape that are other parts of their global tensors."""
         lines = []
         for number, saved in boxes.items():
             own = self.boxes.get(id(given.get(number)))
@@ -463,13 +456,7 @@ def overlapping_spans(spans: Iterable[tuple[int, int, str]]) -> list[tuple[str, 
 
 
 class NamesDiffer(NamedTuple):
-    """Differences between the names of the parts and values of two states.
-
-    Attributes:
-        missing: Names that were saved, and are missing. Those of values within a part are not among
-            them: a load returns such values.
-        lines: What does not fit, in words.
-    """
+    """Names that were saved and are missing, and in words what else does not fit."""
 
     missing: list[str]
     lines: list[str]

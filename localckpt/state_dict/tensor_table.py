@@ -149,10 +149,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorTable:
-    """All tensors of a state, and the slots that hold their bytes.
-
-    ``sources[i]`` is the source of the bytes of ``slots[i]``.
-    """
+    """All tensors of a state, and the slots that hold their bytes, each with its source."""
 
     entries: tuple[TableEntry, ...]
     slots: tuple[TensorSlot, ...]
@@ -270,10 +267,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
 
 
 def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
-    """Return the properties that must be equal for one state to be loaded into another.
-
-    The strides of a tensor that is alone in its slot may differ.
-    """
+    """Return what must be equal for a load; strides may differ of what is alone in its slot."""
     views: dict[str | None, set[Any]] = {}
     for entry in entries:
         views.setdefault(entry.slot, set()).add((entry.dtype, entry.shape, entry.view))
@@ -302,10 +296,7 @@ def dtype_named(label: str) -> torch.dtype:
 
 
 def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """View a tensor in the order of its items in the slot, with repeated items left out.
-
-    ``strides`` are those in the slot; ``None`` for the tensor itself.
-    """
+    """View a tensor in the order of its items in the slot, without repeated ones."""
     if strides is None:
         return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
@@ -318,10 +309,7 @@ def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tenso
 
 
 def stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Choose the strides of a tensor's value in its own slot; ``None`` if contiguous.
-
-    They are the tensor's own strides, unless its items have gaps between them or overlap.
-    """
+    """Return the strides of a tensor in its slot: its own unless items have gaps or overlap."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if strides == _contiguous_strides(shape) or 0 in shape:
         return None

@@ -24,12 +24,7 @@ from localckpt.state_dict.safe_globals import Name, SafeGlobals
 
 
 class Unpickler(pickle.Unpickler):
-    """Reader of one pickle.
-
-    Args:
-        find: Returns what is read for a class or function, given its module and name.
-        tensor: Returns what is read for the tensor of a number.
-    """
+    """Reader of one pickle, with ``find`` for names and ``tensor`` for tensors' numbers."""
 
     def __init__(
         self, file: io.BytesIO, find: Callable[[str, str], Any], tensor: Callable[[int], Any]
@@ -48,13 +43,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Contents(NamedTuple):
-    """Contents of a skeleton that was checked.
-
-    Attributes:
-        names: The classes and functions that the pickle names.
-        of_meshes: Numbers of the tensors in which device meshes keep their ranks.
-        composed: Numbers of the tensors that sparse and nested tensors are made of.
-    """
+    """Contents of a checked skeleton: names, and tensors of meshes and of composed ones."""
 
     names: frozenset[Name]
     of_meshes: frozenset[int]
@@ -70,9 +59,7 @@ def check_skeleton(
 ) -> Contents:
     """Check a skeleton without making any object in it; a save runs the same check.
 
-    Args:
-        tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
-        depth_is_limited: True for the output of a pickler that fails before an unpickler's limit.
+    ``depth_is_limited``: it is of a pickler that fails before an unpickler's limit.
     """
     pickled = bytes(skeleton)
     check_opcodes(pickled, depth_is_limited=depth_is_limited)
@@ -153,10 +140,7 @@ class Place(NamedTuple):
 
 
 def place_at(pickled: bytes, end: int) -> Place | None:
-    """Find the place of the object that the instruction before byte ``end`` makes or fills.
-
-    The pickle has no frames: an unpickler is at a byte when it carries out the instruction before.
-    """
+    """Find the place of the object of the instruction before byte ``end``, without frames."""
     file = io.BytesIO(pickled)
     touched: list[_Made] = []
 

@@ -42,23 +42,14 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Stands for a tensor, or for a value that is made of tensors.
-
-    Attributes:
-        numbers: Numbers of the tensors in the image; none for a ShardedTensor without shards.
-        is_dtensor: True for the local tensor of a DTensor.
-    """
+    """Stands for a tensor, or for a value that is made of the tensors of some ``numbers``."""
 
     numbers: tuple[int, ...]
     is_dtensor: bool = False
 
 
 class Unit(NamedTuple):
-    """Value that is given, kept or dropped as a whole.
-
-    Attributes:
-        value: The value; a :class:`Placeholder` for a tensor that the table of boxes does not have.
-    """
+    """Value, or placeholder of a tensor, that is given, kept or dropped as a whole."""
 
     place: Place
     value: Any
@@ -79,10 +70,7 @@ def root_of(state: Any) -> Any:
 def read_tree(
     skeleton: bytes, allowed: SafeGlobals, tensor: Callable[[int], torch.Tensor | None]
 ) -> Any:
-    """Rebuild the object graph of a skeleton that was checked, with placeholders in it.
-
-    ``tensor`` returns the tensor of a number; ``None`` for a placeholder.
-    """
+    """Rebuild the object graph of a checked skeleton, with placeholders for no tensor."""
 
     def find(module: str, name: str) -> Any:
         found = allowed.find(module, name)
@@ -221,10 +209,7 @@ def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
 def left_as_given(
     state: Any, parts: Container[str], keys: Collection[str]
 ) -> tuple[list[Unit], frozenset[str]]:
-    """Find what stays as it is in a state that is loaded into: values at keys that are not loaded.
-
-    Returns these, and the parts of which all stays, since their states would lack something.
-    """
+    """Find what stays as it is: values at keys that are not loaded, and parts of only such."""
     found = found_at(state, keys)
     whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
     return list(found.values()), frozenset(part for part in whole if part is not None)

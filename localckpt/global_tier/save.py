@@ -21,8 +21,7 @@ from torch.profiler import record_function
 
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.events.saves import SaveRecord
-from localckpt.events.stream import EventStream
+from localckpt.events.stream import EventStream, SaveRecord
 from localckpt.global_tier.data_files import StagedFiles
 from localckpt.global_tier.replicas import CommonValues, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot

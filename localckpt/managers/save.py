@@ -24,7 +24,7 @@ from localckpt.availability.durability import Durability, SaveVerdict, judge_sav
 from localckpt.availability.retention import Metrics
 from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError, SaveFailedError
 from localckpt.events.event import Outcome, Tier
-from localckpt.events.saves import SaveRecord
+from localckpt.events.stream import SaveRecord
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import SAVES_AN_ATTEMPT, CkptID, Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture

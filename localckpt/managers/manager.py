@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from localckpt.errors import CheckpointingException, CorruptShardError, NoReplic
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
-from localckpt.interrupted import interrupt_behind
+from localckpt.interrupted import OfOneProcess, interrupt_behind
 from localckpt.lineage import Lineage, Point
 from localckpt.managers.context import Context, checked_origin
 from localckpt.managers.copies import Reprotection
@@ -76,7 +75,7 @@ def one_call(method: F) -> F:
     return guarded  # type: ignore[return-value]
 
 
-class CheckpointManager:
+class CheckpointManager(OfOneProcess):
     """Saves and loads this rank's state together with all other ranks of the job.
 
     Every rank makes its manager and calls its methods in the same order as the others. A call that
@@ -101,6 +100,7 @@ class CheckpointManager:
     """
 
     store: Store
+    _noun = "manager"
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class CheckpointManager:
         options: Options,
         open_store: Callable[[Ranks, SafeGlobals], Store],
     ) -> None:
+        super().__init__()
         self.session_id = session_id
         self.repl_strategy = repl_strategy
         self.read_only = options.read_only
@@ -119,11 +120,8 @@ class CheckpointManager:
         self.is_to_stop: Callable[[], bool] = lambda: False
         # What was loaded or saved last.
         self._current: Checkpoint | None = None
-        self._process = os.getpid()
         self._under_way = threading.Lock()
         self._calling, self._thread = "", 0
-        # Why no call can be made any more; empty while calls can be made.
-        self._why_closed = ""
         self._promotions: list[Promotion] = []
         with refused_together(MANAGER, options.process_group, options.timeout):
             # Without the session in its name: ranks with different ones must meet, to learn of it.
@@ -524,8 +522,7 @@ class CheckpointManager:
                 memory for it.
         """
         self._require_writable()
-        self._require_own_process()
-        self._require_open("warm_up")
+        self._check_usable()
         self._await_reprotected()
         captures, identity = self._saves.capture, self._context.epoch.identity(0)
         capture = captures.planner.capture(wrapped(state_dict), captures.node_ranks())
@@ -605,7 +602,7 @@ class CheckpointManager:
 
         A request that ``save`` returned and that was never scheduled is an error in the log.
         """
-        if os.getpid() != self._process:
+        if self._is_fork:
             # A fork of the trainer has none of it, and must not take it away.
             for ranks in self._all_ranks:
                 ranks.close()
@@ -620,7 +617,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if os.getpid() != self._process:
+        if self._is_fork:
             # A fork that ends here must not cancel what the trainer has under way.
             return
         if kind is None:
@@ -633,7 +630,7 @@ class CheckpointManager:
 
     def _close(self, *, is_abandoned: bool = False) -> None:
         """Wait for all work and end it, at once if other ranks may not come any more."""
-        self._why_closed = self._why_closed or "this manager is closed"
+        self._closed = True
         with ExitStack() as closing:
             for ranks in self._all_ranks:
                 closing.callback(ranks.abandon if is_abandoned else ranks.close)
@@ -657,7 +654,7 @@ class CheckpointManager:
         The first save counts it, too. Without ``max_attempts``, or a ``load``, nothing is counted.
         It asks no other rank.
         """
-        if os.getpid() == self._process:
+        if not self._is_fork:
             self._context.resuming.count()
 
     def take_back_attempt(self) -> None:
@@ -668,7 +665,7 @@ class CheckpointManager:
         manager is closed without an error, or by Ctrl-C. Call this when the job is told to stop; a
         signal handler may. It asks no other rank.
         """
-        if os.getpid() == self._process:
+        if not self._is_fork:
             self._context.resuming.take_back()
 
     @property
@@ -739,13 +736,6 @@ class CheckpointManager:
                 "this manager was made with read_only=True: it loads, and saves nothing"
             )
 
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._process:
-            raise CheckpointingException(
-                f"this manager belongs to process {self._process}, of which this one is a fork: "
-                f"save and load there. Nothing was changed"
-            )
-
     # One call at a time.
 
     def _call(
@@ -761,7 +751,8 @@ class CheckpointManager:
         With ``inside`` it may be a part of another call of this thread; with ``also_closed`` it can
         be made once the manager is closed.
         """
-        self._require_own_process()
+        if not also_closed:
+            self._check_usable()
         if self._under_way.locked():
             is_here = self._thread == threading.get_ident()
             if inside and is_here:
@@ -772,7 +763,6 @@ class CheckpointManager:
                 f"time. Nothing was done"
             )
         if not also_closed:
-            self._require_open(name)
             self._ranks.require_same_world()
         # Left in order whatever comes, since the lock is not written in Python.
         with self._under_way:
@@ -784,7 +774,7 @@ class CheckpointManager:
                 interrupt = interrupt_behind(error, handled)
                 if interrupt is None:
                     raise
-                self._why_closed = f"{name}() was interrupted on this rank"
+                self._interrupted = name
                 self._end_attempt(interrupt)
                 try:
                     self._close(is_abandoned=True)
@@ -796,13 +786,6 @@ class CheckpointManager:
                 self._calling, self._thread = "", 0
                 # Else an error would keep itself, and the state, by a variable of this call.
                 del handled, interrupt
-
-    def _require_open(self, name: str) -> None:
-        if self._why_closed:
-            raise CheckpointingException(
-                f"{name}() cannot be called: {self._why_closed}. Make a new manager, and a new "
-                f"queue, on every rank. Checkpoints saved before are as they were"
-            )
 
     @property
     def _hint(self) -> str:

@@ -293,8 +293,8 @@ def test_a_rank_that_was_interrupted_beside_others_says_so_and_new_managers_go_o
     waited, told = run_ranks(_interrupt_one_of_two, 2, kind, store_per_node=nodes)
 
     assert "rank 1 (last seen:" in waited[0]
-    assert "save() cannot be called: save() was interrupted on this rank" in told[0]
-    assert "find_latest() cannot be called: save() was interrupted on this rank" in told[1]
+    assert "save() of this manager was interrupted on this rank" in told[0]
+    assert "save() of this manager was interrupted on this rank" in told[1]
     assert "of this queue was interrupted on this rank" in told[2]
 
 

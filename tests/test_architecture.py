@@ -88,7 +88,7 @@ _BUDGETS = {
     "async_save": (1579, 1400, 7),
     "availability": (2649, 2000, 10),
     "checkpointer": (4154, 1800, 12),
-    "cli": (3014, 3000, 16),
+    "cli": (2996, 3000, 16),
     "events": (592, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5764, 4900, 17),

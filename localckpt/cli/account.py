@@ -59,7 +59,6 @@ class Restart:
         lost_steps: Steps that were done before, and are done again; ``None`` of the first.
         repeated_s: Training time of those steps.
         sources: Number of ranks by the tier that they resumed from.
-        degraded_s: Time during which the newest checkpoint had fewer copies than asked for.
     """
 
     start: Start
@@ -71,7 +70,6 @@ class Restart:
     sources: dict[str, int]
     on_nodes: SaveCounts
     on_shared: SaveCounts
-    degraded_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added."""
@@ -91,7 +89,6 @@ class Restart:
             "repeated_s": self.repeated_s,
             "sources": self.sources,
             "saves": {"nodes": asdict(self.on_nodes), "shared": asdict(self.on_shared)},
-            "degraded_s": self.degraded_s,
         }
 
 
@@ -177,9 +174,6 @@ def account(starts: Sequence[Start]) -> Account:
                 sources=dict(Counter(e.tier for e in start.named("resume") if e.tier is not None)),
                 on_nodes=_saves(save for save in saves if not save.is_shared),
                 on_shared=_saves(save for save in saves if save.is_shared),
-                degraded_s=sum(
-                    (start.ended if end is None else end) - since for since, end in _degraded(start)
-                ),
             )
         )
         until = ended
@@ -284,13 +278,7 @@ def _saves(saves: Iterable[JobSave]) -> SaveCounts:
 
 
 def degraded_since(start: Start) -> float | None:
-    """Time at which the newest checkpoint lost copies; ``None`` if it has all."""
-    times = _degraded(start)
-    return times[-1][0] if times and times[-1][1] is None else None
-
-
-def _degraded(start: Start) -> list[tuple[float, float | None]]:
-    """Times from a save with too few copies to one that has all, or until copies were made."""
+    """Time of the save since which none has all copies, nor were they made; ``None`` for none."""
     lacking = {event.step for event in start.named("degraded")}
     changes = [(event.start, True) for event in start.named("degraded")]
     changes += [
@@ -298,12 +286,7 @@ def _degraded(start: Start) -> list[tuple[float, float | None]]:
         for event in start.named("save", "reprotected")
         if event.outcome == "ok" and event.tier != "shared" and event.step not in lacking
     ]
-    times: list[tuple[float, float | None]] = []
-    since: float | None = None
-    for at, is_on in sorted(changes):
-        if is_on and since is None:
-            since = at
-        elif not is_on and since is not None:
-            times.append((since, at))
-            since = None
-    return times if since is None else [*times, (since, None)]
+    since = None
+    for at, is_degraded in sorted(changes):
+        since = (at if since is None else since) if is_degraded else None
+    return since

@@ -178,7 +178,7 @@ def _say_missing(restarts: Sequence[Restart]) -> None:
 
 def _say_starts(restarts: Sequence[Restart]) -> None:
     names = ["start", "began", "ranks", "resumed at", "last step", "saves", "saved"]
-    names += ["waited", "degraded", "ended"]
+    names += ["waited", "ended"]
     rows = [
         (
             str(number),
@@ -189,12 +189,11 @@ def _say_starts(restarts: Sequence[Restart]) -> None:
             _saves(restart.on_nodes, restart.on_shared),
             size(restart.on_nodes.nbytes + restart.on_shared.nbytes),
             duration(restart.on_nodes.blocking_s + restart.on_shared.blocking_s),
-            duration(restart.degraded_s) if restart.degraded_s else "-",
             _ending(restart.start),
         )
         for number, restart in enumerate(restarts, 1)
     ]
-    right = ("start", "ranks", "last step", "saved", "waited", "degraded")
+    right = ("start", "ranks", "last step", "saved", "waited")
     say_table(names, rows, right, _WIDTH)
 
 

@@ -479,10 +479,7 @@ class Ranks:
             return "the job's store, which does not answer"
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:
-        def fetch(key: str, until: float) -> bytes | None:
-            return self._part.fetch(key, until, wait)
-
-        return Round(store, self._place, number, fetch)
+        return Round(store, self._place, number, partial(self._part.fetch, wait=wait))
 
 
 def _outcome(

@@ -66,11 +66,7 @@ class StorePart:
     """
 
     def __init__(
-        self,
-        name: str,
-        group: Members,
-        timeout_s: float,
-        hint: Callable[[], str] = str,
+        self, name: str, group: Members, timeout_s: float, hint: Callable[[], str]
     ) -> None:
         self._process = os.getpid()
         self._group = group
@@ -123,7 +119,7 @@ class StorePart:
             self._deadline = deadline
         try:
             opening.over.wait(self._limit_s, stopped)
-            with store_errors(f"open {self._name!r}", self._limit_s):
+            with store_errors(self._what, self._limit_s):
                 self._store = opening.take_result(0)
         finally:
             if opening.done():
@@ -134,9 +130,9 @@ class StorePart:
         """Begin to open the part in the background, after those of its name that came before."""
         if self._opening is None and self._store is None and not self.is_alone:
             self._deadline = Deadline.after(self._timeout_s)
-            before, over = self._openings.last.get(self._prefix), Latch()
-            self._opening = begin(partial(self._agree_after, before, over))
-            self._openings.last[self._prefix] = over
+            before = self._openings.last.get(self._prefix)
+            self._opening = begin(partial(self._agree_after, before))
+            self._openings.last[self._prefix] = self._opening.over
 
     def require_same_world(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -177,21 +173,18 @@ class StorePart:
         self.close_clients()
         self._closed_parts.append(self._part)
 
-    def _agree_after(self, before: Latch | None, over: Latch) -> Store:
-        try:
-            if before is not None:
-                before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
-            self._part = self._agreed_name()
-            # All ranks have come here, so none of them is in the last call on a part before.
-            rank = self._group.rank
-            while self._closed_parts:
-                closed = PrefixStore(self._closed_parts.popleft(), self._shared)
-                remove_rounds(closed, rank)
-                for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
-                    closed.delete_key(key)
-            return PrefixStore(self._part, self._shared)
-        finally:
-            over.set()
+    def _agree_after(self, before: Latch | None) -> Store:
+        if before is not None:
+            before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
+        self._part = self._agreed_name()
+        # All ranks have come here, so none of them is in the last call on a part before.
+        rank = self._group.rank
+        while self._closed_parts:
+            closed = PrefixStore(self._closed_parts.popleft(), self._shared)
+            remove_rounds(closed, rank)
+            for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
+                closed.delete_key(key)
+        return PrefixStore(self._part, self._shared)
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part; ``None`` if it is not there in time."""

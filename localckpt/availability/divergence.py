@@ -49,8 +49,8 @@ class Diverged:
 class Difference:
     """Tensor, by its key and place, that differs between ranks which should have it equal.
 
-    The largest of ``groups`` comes first. ``minority`` are the ranks whose bytes are not those of
-    more than half of all; empty if no value has so many.
+    The largest of the groups with equal bytes comes first. The minority are ranks outside of it if
+    more than half of all have its bytes; else there is none.
     """
 
     key: str

@@ -167,7 +167,7 @@ def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Dur
 class Found:
     """Summary of the checkpoints on all nodes, for every rank, in the order of a restart.
 
-    ``incomplete`` says why none is complete, if there are any; see :class:`localckpt.trust.Choice`.
+    ``complete`` are those that a restart tries, in that order. ``incomplete`` says why none is.
     """
 
     complete: Mapping[Checkpoint, Durability]

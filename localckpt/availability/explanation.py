@@ -214,10 +214,7 @@ def explain(
     max_attempts: int | None = None,
     is_elastic: bool = False,
 ) -> Explanation:
-    """Say which checkpoint a restart would load, and why none that is newer.
-
-    ``world_size`` is ``None`` for as many ranks as saved it; ``bad`` are files that do not count.
-    """
+    """Say which checkpoint a restart of ``world_size`` ranks would load, and why no newer one."""
     bad = bad or {}
     nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
     complete = complete_checkpoints(inventory)
@@ -537,7 +534,7 @@ def why_nothing_loads(
     unreadable: Sequence[BadCopy],
     nodes: Sequence[str],
 ) -> str:
-    """Return the text of the error that no checkpoint can be loaded, with names of nodes."""
+    """Return the error text that nothing can be loaded; ``nodes`` are names by rank."""
     bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
     quarantined = {
         (node, shard_named(file.name)) for node, files in explanation.bad.items() for file in files
@@ -556,7 +553,7 @@ def why_nothing_loads(
 
 
 def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
-    """Return the text of the error that all were resumed from in vain too often, with reasons."""
+    """Return the error text that all checkpoints were resumed from in vain too often."""
     told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
     told += [
         f"iteration {c.iteration}: {why}, and it is in quarantine" for c, why in quarantined.items()

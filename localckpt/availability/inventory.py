@@ -75,8 +75,8 @@ class NodeShards:
     """
 
     checkpoint: Checkpoint
-    nbytes: Mapping[int, int]
-    groups: Mapping[Piece, Group] = field(default_factory=dict)
+    nbytes: dict[int, int]
+    groups: dict[Piece, Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.checkpoint
@@ -93,8 +93,6 @@ class NodeShards:
                 f"{c.world_size} is told of, with shards up to that of rank "
                 f"{max(self.nbytes, default=0)}"
             )
-        if not self.nbytes and not self.groups:
-            raise MismatchError(f"iteration {c.iteration} is told of without any shard")
         for (owner, kind), group in self.groups.items():
             if owner not in group.ranks or max(group.ranks) >= c.world_size:
                 raise MismatchError(
@@ -134,6 +132,8 @@ class NodeShards:
             raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error
         if len(nbytes) != len(ranks) or len(groups) != sum(map(len, others.values())):
             raise MismatchError(f"a rank's shard of iteration {_shown([iteration])} is told twice")
+        if not nbytes and not groups:
+            raise MismatchError(f"iteration {_shown([iteration])} is told of without any shard")
         checkpoint = Checkpoint(Generation(epoch, sequence), iteration, world_size)
         return cls(checkpoint, nbytes, groups)
 
@@ -187,7 +187,7 @@ class Inventory:
         """The nodes, each with its ranks, all of which can read the node's pieces."""
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
         # By checkpoint and node.
-        self._held: dict[Checkpoint, dict[str, _Held]] = {}
+        self._held: dict[Checkpoint, dict[str, NodeShards]] = {}
         self.lineages: dict[EpochId, Lineage] = {}
         """Lineages of the epochs, as far as any shard or note tells them."""
         self.trusts = Trusts()
@@ -238,11 +238,7 @@ class Inventory:
         messages: list[Any] = [None] * len(self._node_of)
         lineages = [lineage.to_json() for lineage in self.lineages.values()]
         for node in self.ranks_on:
-            there = [
-                NodeShards(checkpoint, on[node].nbytes, on[node].groups).to_json()
-                for checkpoint, on in self._held.items()
-                if node in on
-            ]
+            there = [on[node].to_json() for on in self._held.values() if node in on]
             messages[self.leader(node)] = [there, lineages]
             # The first report has all lineages.
             lineages = []
@@ -320,28 +316,19 @@ class Inventory:
         if not self._held[checkpoint]:
             del self._held[checkpoint]
 
-    def _on(self, checkpoint: Checkpoint, node: str) -> _Held:
-        return self._held.setdefault(checkpoint, {}).setdefault(node, _Held({}, {}))
+    def _on(self, checkpoint: Checkpoint, node: str) -> NodeShards:
+        of_checkpoint = self._held.setdefault(checkpoint, {})
+        return of_checkpoint.setdefault(node, NodeShards(checkpoint, {}))
 
     def _put(self, node: str, there: Iterable[NodeShards], lineages: Iterable[Lineage]) -> None:
         for lineage in lineages:
             self.lineages.setdefault(lineage.epoch, lineage)
         for told in there:
-            known = {
-                piece: group
-                for piece, group in told.groups.items()
-                if piece.kind in self.codes and self.codes[piece.kind].fits(group)
-            }
-            if told.nbytes or known:
-                self._held.setdefault(told.checkpoint, {})[node] = _Held(dict(told.nbytes), known)
-
-
-@dataclass(slots=True)
-class _Held:
-    """Pieces of one checkpoint on one node: the sizes of shards by rank, and groups of others."""
-
-    nbytes: dict[int, int]
-    groups: dict[Piece, Group]
+            for piece, group in list(told.groups.items()):
+                if piece.kind not in self.codes or not self.codes[piece.kind].fits(group):
+                    del told.groups[piece]
+            if told.nbytes or told.groups:
+                self._held.setdefault(told.checkpoint, {})[node] = told
 
 
 def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:

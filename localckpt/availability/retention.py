@@ -270,10 +270,7 @@ def _require_count(what: str, name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Rule for the checkpoints to prune: up to an iteration, and those that a lineage gave up.
-
-    Those of ``but`` are kept in any case, and those of ``also`` are pruned in any case.
-    """
+    """Rule for what to prune: up to an iteration, given up, or of ``also``; never of ``but``."""
 
     up_to: int
     lineage: Lineage | None

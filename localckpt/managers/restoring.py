@@ -69,11 +69,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Shard that was read and verified.
-
-    Attributes:
-        left: Keys of stateful values that stay as they are.
-    """
+    """Shard that was read and verified; stateful values at keys of ``left`` stay as they are."""
 
     checkpoint: Checkpoint
     state: Any

@@ -91,9 +91,8 @@ def rebuild_wrapped(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
 class GivenDTensors:
     """DTensors that take the places of saved ones, by the ``id()`` of their local tensors.
 
-    A job may have the same parts of its tensors on another mesh, as with FSDP before and HSDP now.
-    What was saved on a mesh and is not given, such as the states of a new optimizer, gets the mesh
-    and the placements that the given DTensors have in place of the saved ones.
+    The mesh may be another now. What was saved and is not given, such as states of a new optimizer,
+    gets the mesh and the placements that the given DTensors have in place of the saved ones.
     """
 
     def __init__(self, by_local: Mapping[int, Any]) -> None:

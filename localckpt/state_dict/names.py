@@ -34,7 +34,7 @@ _CONTAINERS = (OrderedDict, defaultdict, PlainState, BasicTensorAwareStateDict, 
 
 
 def names_of(state: Any, free: Freedom) -> Names | None:
-    """Return the names of a state whose containers are dicts with names; else ``None``."""
+    """Return the names of a state, given by states; ``None`` unless its containers are dicts."""
 
     def names(value: Any, above: str) -> Names | None:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

@@ -106,17 +106,10 @@ class ImageReader(ImageBytes):
         into: Targets | None = None,
         map_location: str | torch.device | None = None,
     ) -> Any:
-        """Read the state.
+        """Read the state, into given tensors or new ones, on their saved devices by default.
 
-        Args:
-            into: Tensors to fill; ``None`` for new ones.
-            map_location: Device of new tensors; ``None`` for the device that each was saved from.
-
-        Returns:
-            The state. With ``into`` it holds the given tensors, which keep their attributes; all
-            other values are the saved ones.
-
-        After a MismatchError nothing was written; after another error given tensors may be filled.
+        Given tensors keep their attributes; all other values are the saved ones. After a
+        MismatchError nothing was written; after another error given tensors may be filled.
         """
         try:
             return self._restore(into, map_location)
@@ -408,19 +401,16 @@ class ImageReader(ImageBytes):
         if entry.slot is not None and entry.slot in self.absent:
             rank, slot = self._holders[entry.slot]
             holder, entry = self.joined[rank], entry._replace(slot=slot)
-        return _of_kind(entry, holder.stored(entry))
-
-    def stored(self, entry: TableEntry) -> torch.Tensor:
-        """Read what this image has of a tensor, as it lies there, into new host memory."""
         if entry.slot is None:
             return _make_tensor(entry, {})
         flat = torch.empty(max(0, entry.reach_nbytes() - entry.offset), dtype=torch.uint8)
-        start = self.header.data_start + self.header.slots[entry.slot].offset + entry.offset
-        self.read_into(start, memory_at(flat.data_ptr(), flat.nbytes))
+        header = holder.header
+        start = header.data_start + header.slots[entry.slot].offset + entry.offset
+        holder.read_into(start, memory_at(flat.data_ptr(), flat.nbytes))
         items = flat.view(entry.torch_dtype())
         if entry.view is None:
-            return items.view(entry.shape)
-        return items.as_strided(entry.shape, entry.view[1])
+            return _of_kind(entry, items.view(entry.shape))
+        return _of_kind(entry, items.as_strided(entry.shape, entry.view[1]))
 
     def read(self, parts: Iterable[tuple[int, Rectangle, torch.Tensor]]) -> None:
         """Fill tensors with rectangles of tensors of this image, given by their numbers."""

@@ -63,10 +63,7 @@ def restore_sharded(
     properties: dict[str, Any],
     spec: tuple[Any, ...],
 ) -> Any:
-    """Rebuild the ShardedTensor of :func:`reduce_sharded` around new local tensors.
-
-    The process group is that of a surrounding ``load_with_process_group``, or the default group.
-    """
+    """Rebuild a ShardedTensor in the group of ``load_with_process_group``, or the default group."""
     home = import_module(_MODULE)
     result = home.ShardedTensorBase.__new__(
         home.ShardedTensor,

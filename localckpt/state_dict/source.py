@@ -167,14 +167,7 @@ class VerifiedBytes:
 
     Functions are given verified bytes only; memory of the caller is filled first, and is of no use
     after an error. One thread calls the methods, which raise CorruptShardError for a damaged block.
-
-    Args:
-        source: Source of the bytes; the caller closes it.
-        identity: Identity by which the digests are seeded.
-        end: Number of bytes that the digests cover, and that can be read.
-        digests: Digests of the blocks; ``None`` if nothing is verified.
-        on_read: Called with a number of bytes after each read, in the thread that has read; what it
-            raises ends the read.
+    Without digests nothing is verified. ``on_read`` gets the bytes of each read, in its thread.
     """
 
     def __init__(
@@ -269,18 +262,10 @@ class VerifiedBytes:
 
 
 class ImageBytes(VerifiedBytes):
-    """Bytes of one image before its digests.
+    """Bytes of one image before its digests, which are its last bytes.
 
-    Args:
-        source: Source of the image's bytes; the caller closes it.
-        expect: Identity that the image must have; ``None`` for any.
-        on_read: As for :class:`VerifiedBytes`; by default the progress of a long read is logged.
-
-    Attributes:
-        digest_bytes: Digests of the image's blocks, which are its last bytes.
-
-    Raises:
-        CorruptShardError: The image is another shard's.
+    Raises CorruptShardError for another shard's image than ``expect``. By default the progress of a
+    long read is logged.
     """
 
     def __init__(

@@ -84,14 +84,9 @@ class _Member(NamedTuple):
 class TargetRules:
     """Ways in which saved tensors may differ from those that are given.
 
-    Attributes:
-        free: Values that are taken as they were saved.
-        is_partial: Whether tensors that were saved may be missing; new ones are made then.
-        converts: Whether tensors may have another dtype, and are converted.
-        lets_go: Tells what may be on one side only, and is then left as it is.
-        named: Names of parts that some rank must have saved.
-        compare: Compares the names of what was saved, and of what is given, in a way of the
-            caller's: returns what does not fit, by the names of parts.
+    Values that are ``free`` are taken as saved. New tensors are made for missing ones if
+    ``is_partial``. What ``lets_go`` allows on one side only is left as it is. ``named`` parts some
+    rank must have saved. ``compare`` is a caller's own comparison of names: misfits by part.
     """
 
     free: Freedom = NO_FREEDOM
@@ -117,17 +112,10 @@ STRICT = TargetRules()
 
 @dataclass(frozen=True)
 class Targets:
-    """Tensors that are to be filled.
+    """Tensors that are to be filled, in the order in which the skeleton numbers them.
 
-    Attributes:
-        tensors: Distinct tensors, in the order in which the state's skeleton numbers them, without
-            those of device meshes.
-        names: ``id(tensor)`` to the tensor's path in the state, where known.
-        rules: Ways in which the saved tensors may differ from the given ones.
-        parts: Names of the parts and values of the state, where it has names.
-        boxes: ``id(tensor)`` to the part of a global tensor that the tensor is, where known.
-        dtensors: ``id(tensor)`` to the DTensor that has the tensor as its local tensor, where its
-            part of a global tensor is known.
+    ``names`` are paths by ``id(tensor)``, as are ``boxes``, and ``dtensors`` with boxes by the ids
+    of their local tensors.
     """
 
     tensors: list[torch.Tensor]
@@ -233,10 +221,10 @@ class Targets:
         )
 
     def _names_for(self, saved: Sequence[TableEntry], numbers: Sequence[int]) -> dict[int, str]:
-        """Return the names, with those that tensors without a path have in an image.
+        """Return the names, with those in an image for tensors without a path, in their order.
 
-        They have only their order, so where some are missing, the others get names that no saved
-        tensor has: one must never take the values of another. ``numbers`` are not made anew.
+        Where some are missing, the others get names of no saved tensor: none takes another's
+        values.
         """
         unnamed = [tensor for tensor in self.tensors if id(tensor) not in self.names]
         if not unnamed:
@@ -260,15 +248,10 @@ class Targets:
         boxes: Mapping[int, Box],
         saved_dtensors: Callable[[], Container[int]],
     ) -> bool:
-        """Return whether some are other parts of their global tensors than what was saved of these.
+        """Return whether some are other parts of global tensors than what was saved of these.
 
-        Tensors that a box says nothing of are whole. So may DTensors be, and one in place of a
-        plain tensor, or the reverse, counts as another part. Of tensors whose global shape is
-        another one, or that only one side has, nothing is said.
-
-        Args:
-            saved, boxes: As for :meth:`match`.
-            saved_dtensors: Returns the numbers of the saved tensors that are DTensors' local ones.
+        Tensors without a box are whole. A whole DTensor in place of a plain tensor, or the reverse,
+        counts as another part. Tensors of another global shape, or on one side only, do not.
         """
         there: dict[tuple[str, tuple[int, ...]], dict[Region, int]] = {}
         for number, entry in enumerate(saved):

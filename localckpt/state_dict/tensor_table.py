@@ -127,13 +127,9 @@ class TableEntry(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Source of a slot: a tensor's value, or a range of bytes of its storage.
+    """Source of a slot: a tensor's value, or a range of bytes (``span``) of its storage.
 
-    Attributes:
-        span: The range of bytes, for a blob that several views share; ``None`` for the tensor's
-            value.
-        strides: Strides of the tensor in the slot, which give the order of its items; ``None`` if
-            it is contiguous in the slot.
+    ``strides``, those in the slot, give the order of the items; ``None`` if contiguous there.
     """
 
     number: int
@@ -267,7 +263,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
 
 
 def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
-    """Return what must be equal for a load; strides may differ of what is alone in its slot."""
+    """Return what must be equal to load; strides of a tensor alone in its slot may differ."""
     views: dict[str | None, set[Any]] = {}
     for entry in entries:
         views.setdefault(entry.slot, set()).add((entry.dtype, entry.shape, entry.view))
@@ -309,7 +305,7 @@ def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tenso
 
 
 def stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor in its slot: its own unless items have gaps or overlap."""
+    """Choose strides for a tensor's value in its own slot: its own if dense, else contiguous."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if strides == _contiguous_strides(shape) or 0 in shape:
         return None

@@ -6,7 +6,6 @@ After any error a file is dead: it is removed, never written to again.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,9 +20,9 @@ import xxhash
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
-from localckpt.memory.host_memory import PAGE_NBYTES, address_of, map_memory, round_up
+from localckpt.memory.host_memory import PAGE_NBYTES, map_memory, round_up
 from localckpt.own_folders import file_mode
-from localckpt.state_dict.source import ShardSource, VerifiedBytes
+from localckpt.state_dict.source import ShardSource, VerifiedBytes, scatter
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
@@ -212,8 +211,7 @@ def gathered(parts: Iterable[bytes | memoryview], memory: memoryview) -> Iterato
             if taken < _SHORT_NBYTES or left.readonly:
                 place[:] = left[:taken]
             else:
-                # With the GIL released.
-                ctypes.memmove(address_of(place), address_of(left), taken)
+                scatter(left[:taken], [place])
             filled += taken
             left = left[taken:]
             if filled == len(memory):

@@ -52,6 +52,8 @@ from localckpt.state_dict.unpickler import Unpickler, check_skeleton
 
 __all__ = ["StorageInfo", "StoragePrefix", "create_write_items"]
 
+T = TypeVar("T")
+
 DATA_SUFFIX = DEFAULT_SUFFIX
 METADATA_NAME = _metadata_fn
 
@@ -70,8 +72,6 @@ def pickled_metadata(
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     return pickle.dumps(metadata), {name: file_nbytes(end) for name, end in ends.items()}
 
-
-T = TypeVar("T")
 
 _NOTHING = type(None)
 # Names of the fields of classes, each with the classes of its values.

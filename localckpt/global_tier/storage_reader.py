@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -182,10 +183,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             except CheckpointingException as error:
                 shared = [Failure.of(error).to_json()]
         first = 0 if group is None else dist.get_global_rank(group, 0)
-
-        def share() -> None:
-            dist.broadcast_object_list(shared, first, group)
-
+        share = partial(dist.broadcast_object_list, shared, first, group)
         try:
             if "cpu" in str(dist.get_backend_config(group)):
                 within(self._timeout_s, share)
@@ -342,7 +340,7 @@ class ItemRead:
             self._planner.commit_tensor(self._request, self._target)
 
     def _load(self, data: memoryview) -> None:
-        stream: IO[bytes] = io.BytesIO(data)
+        stream = io.BytesIO(data)
         if self.info.transform_descriptors:
             transformed = self._reader.transforms.transform_load_stream(
                 self._request, self.info.transform_descriptors, stream
@@ -350,10 +348,10 @@ class ItemRead:
             stream = io.BytesIO(transformed.read(-1))
         if self._request.type == LoadItemType.BYTE_IO:
             with self._calls:
-                self._planner.load_bytes(self._request, cast(io.BytesIO, stream))
+                self._planner.load_bytes(self._request, stream)
             return
         name = self._request.dest_index.fqn
-        saved = load_object(name, cast(io.BytesIO, stream), self._reader.safe_globals)
+        saved = load_object(name, stream, self._reader.safe_globals)
         saved = narrowed(saved, self._request.storage_offsets, self._request.lengths)
         self._target = self._find_target()
         if self._target.shape != saved.shape:

@@ -174,14 +174,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             UnsafeGlobalError: The state holds an object that could not be loaded again.
         """
-        tensors: dict[int, torch.Tensor] = {}
-        contents: dict[int, memoryview] = {}
-        for number, item in enumerate(plan.items):
-            value = self._items.read(item, planner)
-            if isinstance(value, torch.Tensor):
-                tensors[number] = value
-            else:
-                contents[number] = value
+        values = {n: self._items.read(item, planner) for n, item in enumerate(plan.items)}
+        tensors = {n: value for n, value in values.items() if isinstance(value, torch.Tensor)}
+        contents = {n: value for n, value in values.items() if isinstance(value, memoryview)}
         last = self._laid_out
         if last is None or last[0] is not plan or last[1] != contents.keys():
             files = lay_out_files(

@@ -161,9 +161,8 @@ class Committed:
         self, iteration: int | None, tried: Sequence[Version], deadline: Deadline
     ) -> CommitFound | None:
         found = self._newest(iteration, tried)
-        # A job goes on there, and pruned what was being read.
-        is_newer = found is not None and found.folder.version > max(tried, default=(0, 0))
-        if found is not None and tried and is_newer and deadline.left_s == 0:
+        if found and tried and found.folder.version > max(tried) and deadline.left_s == 0:
+            # A job goes on there, and pruned what was being read.
             raise NoReplicasAvailableError(
                 f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
                 f"before it was read, the last one iteration {tried[-1][1]}, and "

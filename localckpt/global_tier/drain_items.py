@@ -75,10 +75,9 @@ class ImageItems:
 
     def rank_plan(self, image: ImageReader, before_read: Callable[[], None]) -> RankPlan:
         """The items with the digests of their values; ``before_read`` may raise what ends it."""
-        own = {}
-        if self._world_size > 1:
-            own = {index: self._digest(index, image, before_read) for index in self._own}
-        return RankPlan(self.plan, own, self._ranks)
+        compared = self._own if self._world_size > 1 else ()
+        digests = {index: self._digest(index, image, before_read) for index in compared}
+        return RankPlan(self.plan, digests, self._ranks)
 
     def _rebuild(self, image: ImageReader) -> None:
         filled = image.arrays

@@ -132,7 +132,7 @@ class CheckpointRoot:
                     return BegunSave(folder, save_id), True
             epoch = self._epoch or _next_epoch(folders, [x for x in leftovers if not x.is_drain])
             folder = Folder(self.path, iteration, epoch)
-            begun = BegunSave(folder, save_id, True, lineage, metrics)
+            begun = BegunSave(folder, save_id, is_drain=True, lineage=lineage, metrics=metrics)
             self._require_newest(begun, folders)
             # Before it is there: the sweep of a save spares what is drained.
             self._draining.add(begun.path)
@@ -257,7 +257,7 @@ class CheckpointRoot:
         self._loaded = loaded.folder.version
 
     def go_back(self, iteration: int) -> list[Point]:
-        """Begin a new epoch at the next save, from what another tier has; return what is left."""
+        """Begin a new epoch, from what another tier has, and return what the job gives up."""
         there = self.session.whole()
         self._epoch = self.lineage = None
         older = (c.folder.version for c in there if c.folder.iteration <= iteration)

@@ -218,7 +218,13 @@ class SharedSave(BackgroundSave):
                 read=shaped((str, list | None)),
             )
             if differing is not None:
-                self._raise_differing(Divergence.from_json(differing))
+                divergence, common = Divergence.from_json(differing), self._common
+                assert common is not None, "everything is staged"
+                self._ranks.decide(
+                    f"name what differs in iteration {self.iteration}",
+                    lambda: common.told(divergence, self._ranks.rank),
+                    partial(judge_differing, self.iteration, divergence),
+                )
         self.committed = True
         return problem
 
@@ -234,15 +240,6 @@ class SharedSave(BackgroundSave):
         assert self._common is not None, "everything is staged"
         writer = self._writer
         return writer.plans.report_written(writer.planned_results(), self._common.folded())
-
-    def _raise_differing(self, divergence: Divergence) -> None:
-        common = self._common
-        assert common is not None, "everything is staged"
-        self._ranks.decide(
-            f"name what differs in iteration {self.iteration}",
-            lambda: common.told(divergence, self._ranks.rank),
-            partial(judge_differing, self.iteration, divergence),
-        )
 
     def _commit(self, reports: list[Message]) -> tuple[str, list[Any] | None]:
         """On the first rank: commit, unless values under one name differ; say on which ranks."""

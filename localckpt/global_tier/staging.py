@@ -37,7 +37,6 @@ FILE_NBYTES = 256 << 20
 # Values of this size begin on a page: copies between memory that is not aligned alike take longer.
 _PAGE_ALIGNED_NBYTES = 256 << 10
 _ALIGNMENT = 64
-_PURPOSE = "files"
 # More than tensors of one model have shapes, and bounded, since files name shapes, too.
 _FRAMES = 1 << 14
 # torch keeps what may be named in a list of the process.
@@ -400,7 +399,7 @@ class Staging:
     def stage(self, data: WriteData) -> Buffer:
         """Copy all values to their places in a buffer, which :meth:`release` may take back."""
         ranges = data.ranges()
-        buffer = self._pool.take(_PURPOSE, ranges[-1][1], self._timeout_s, owner=data)
+        buffer = self._pool.take("files", ranges[-1][1], self._timeout_s, owner=data)
         try:
             self._fill(buffer, data, ranges)
         except BaseException:

@@ -200,7 +200,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             its second argument; and the function's arguments. ``(None, None, [])`` when there is
             nothing to write on this rank, or something went wrong, which finalizing raises.
         """
-        if self._failed is not None or not (prepared := self._require_prepared()).files:
+        if self._failed is not None:
+            return None, None, []
+        prepared = self._require_prepared()
+        if not prepared.files:
             return None, None, []
         return wait_for, _Begin(self), [int(prepared.plan.storage_data.prefix.strip("_")), None]
 

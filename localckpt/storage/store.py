@@ -226,7 +226,7 @@ class Slot:
         self._buffer: Buffer | None = None
         self.reserved_at = time.monotonic()
         self._is_over = False
-        self._stop_filling: Callable[[], None] = _nothing
+        self._stop_filling: Callable[[], None] | None = None
         self._digests: Digests = "compute"
         self._copies: CopiesUnderWay | None = None
         self._computing: Task[None] | None = None
@@ -356,12 +356,9 @@ class Slot:
 
     def end_filling(self) -> None:
         """Wait until all writes into the memory have ended; raises as ``stop`` does."""
-        self._stop_filling()
+        if self._stop_filling is not None:
+            self._stop_filling()
 
     def forget_content(self) -> None:
         """Drop all references to the state. The buffer is kept: it may still be being sent."""
-        self.source, self._copies, self._stop_filling = None, None, _nothing
-
-
-def _nothing() -> None:
-    """Do nothing: no writes into the slot's memory have begun."""
+        self.source = self._copies = self._stop_filling = None

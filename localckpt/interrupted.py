@@ -36,7 +36,11 @@ class OfOneProcess:
                 f"fork; make one here"
             )
         if self._interrupted:
-            raise was_interrupted(self._noun, self._interrupted)
+            raise CheckpointingException(
+                f"{self._interrupted}() of this {self._noun} was interrupted on this rank, and the "
+                f"other ranks may wait for it: make a new one, on every rank. Checkpoints saved "
+                f"before are as they were"
+            )
         if self._closed and not also_closed:
             raise CheckpointingException(f"this {self._noun} is closed; make another")
 
@@ -59,14 +63,6 @@ def closed_by_interrupts(method: F) -> F:
             raise
 
     return called  # type: ignore[return-value]
-
-
-def was_interrupted(what: str, call: str) -> CheckpointingException:
-    """Return the error of a call of an object that was closed so."""
-    return CheckpointingException(
-        f"{call}() of this {what} was interrupted on this rank, and the other ranks may wait for "
-        f"it: make a new one, on every rank. Checkpoints saved before are as they were"
-    )
 
 
 def interrupt_behind(

@@ -84,7 +84,7 @@ _ARROWS = {
 # Lines of each room today, which a change may only lower, the goal, and modules today, of which the
 # same holds. "top" is the modules beside the rooms; parity is a room of its own in the goals.
 _BUDGETS = {
-    "top": (2023, 1300, 13),
+    "top": (2019, 1300, 13),
     "async_save": (1579, 1400, 7),
     "availability": (2630, 2000, 10),
     "checkpointer": (4154, 1800, 12),

@@ -19,7 +19,6 @@ from localckpt.availability.retention import node_rules, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.interrupted import was_interrupted
 from localckpt.storage.names import local_path
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -216,8 +215,8 @@ def in_own_words(method: F) -> F:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._interrupted and call != "close":
-            raise was_interrupted("Checkpointer", self._interrupted)
+        if call not in ("Checkpointer", "close"):
+            self._check_usable(also_closed=True)
         try:
             return method(self, *args, **kwargs)
         except CheckpointingException as error:

@@ -56,6 +56,7 @@ from localckpt.events.event import Outcome
 from localckpt.events.jsonl import JsonLines
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.interrupted import OfOneProcess
 from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
 from localckpt.managers.manager import agreed_session
 from localckpt.options import OnDivergence, PrivateRule
@@ -81,7 +82,7 @@ _PATIENCE = 4
 _LOOK_S = 1.0
 
 
-class Checkpointer:
+class Checkpointer(OfOneProcess):
     """Saves the state of a training loop, resumes it, and stops it in order.
 
     Every rank makes one and calls the same methods in the same steps. With ``torch.distributed`` it
@@ -179,8 +180,9 @@ class Checkpointer:
             their originals.
     """
 
-    # Whether a call has failed that saves, and the name of one that was interrupted.
-    _has_failed, _interrupted = False, ""
+    _noun = "Checkpointer"
+    # Whether a call has failed that saves.
+    _has_failed = False
 
     @in_own_words
     def __init__(
@@ -223,6 +225,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        OfOneProcess.__init__(self)
         with refused_together("checkpointer"):
             check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
@@ -340,12 +343,11 @@ class Checkpointer:
         self._is_counted = self._is_listening = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
-        self._is_closed = False
 
     def __repr__(self) -> str:
         shared = "" if self._shared is None else f", {self._shared.manager!r}"
         step = "not resumed" if self._last_step is None else f"after step {self._last_step}"
-        state = "closed" if self._is_closed else step
+        state = "closed" if self._closed else step
         return f"<{type(self).__name__} {state}, {self._nodes.manager!r}{shared}>"
 
     @property
@@ -719,7 +721,7 @@ class Checkpointer:
             MismatchError: The ranks end after different steps, so the last one was not saved;
                 everything is freed.
         """
-        if self._is_closed:
+        if self._closed:
             return
         if self._interrupted:
             self._end(partial(self._leave, KeyboardInterrupt(self._interrupted)))
@@ -732,7 +734,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._is_closed:
+        if self._closed:
             return
         if error is None:
             self._close_in_step(None)
@@ -1055,7 +1057,7 @@ class Checkpointer:
         """Free everything; after an error nothing else is raised in its place."""
         # An error keeps all frames that it came through.
         self._handled = None
-        self._is_closed = True
+        self._closed = True
         self._closing.set()
         step, self._last_step = self._last_step, None
         outcome: Outcome | None = None if error or self.stopped is None else "stopped"
@@ -1085,8 +1087,7 @@ class Checkpointer:
         return self._shared.manager
 
     def _require_open(self) -> None:
-        if self._is_closed:
-            raise CheckpointingException("this checkpointer is closed; make another")
+        self._check_usable()
         self._ranks.require_same_world()
 
     def _require_writable(self) -> None:

@@ -208,8 +208,14 @@ def fill(
         }
         planner.set_up_planner(state, metadata)
         plans.append(planner.create_local_plan())
-        if not is_partial:
-            _require_of_all_ranks(planner.state_dict, found)
+        first_ranks = _first_ranks(planner.state_dict, found)
+        if first_ranks and not is_partial:
+            raise MismatchError(
+                f"the ranks that saved {found.folder.path} had different values of "
+                f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
+                f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
+                f"partial=True gives every rank the first rank's"
+            )
         _require_apart({n: v for n, v in planner.state_dict.items() if n in saved}, read_apart)
         return _packed_bits([name in planner.state_dict for name in names])
 
@@ -250,16 +256,6 @@ def fill(
 def _first_ranks(given: Mapping[str, Any], found: CommitFound) -> list[str]:
     """Names of given values that differed between ranks: the data files have the first rank's."""
     return [name for name in found.record.unequal if name in given]
-
-
-def _require_of_all_ranks(given: Mapping[str, Any], found: CommitFound) -> None:
-    if first_ranks := _first_ranks(given, found):
-        raise MismatchError(
-            f"the ranks that saved {found.folder.path} had different values of "
-            f"{_listed(first_ranks)}: its data files have the first rank's, and the image of "
-            f"each rank its own, which a Checkpointer resumes from. Nothing was read. "
-            f"partial=True gives every rank the first rank's"
-        )
 
 
 def _require_apart(given: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:

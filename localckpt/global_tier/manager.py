@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.profiler import record_function
 
 from localckpt.availability.retention import plain_metrics
@@ -557,7 +557,7 @@ class GlobalCheckpointManager(OfOneProcess):
 
     def _plan(
         self, state_dict: dict[str, Any], iteration: int, lineage: Lineage | None
-    ) -> tuple[SavePlanner, list[Any]]:
+    ) -> tuple[DefaultSavePlanner, list[Any]]:
         planner = DefaultSavePlanner()
 
         def prepare(plan: SavePlan) -> SavePlan:

@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from localckpt.availability.divergence import Divergence, judge_differences
@@ -70,10 +70,9 @@ class CommonValues:
         plan: SavePlan | None,
         common: Mapping[int, CommonItems],
         global_ranks: Sequence[int],
-        planner: SavePlanner,
+        planner: DefaultSavePlanner,
     ) -> None:
         assert plan is not None, "the save is planned"
-        assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
         self._digests: dict[int, dict[str, str]] = {}
         for set_id, (ranks, numbers) in common.items():
             owners = {global_ranks[rank] for rank in ranks}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.profiler import record_function
 
 from localckpt.availability.divergence import Divergence, compare_replicas
@@ -150,7 +150,7 @@ class SharedSave(BackgroundSave):
         self._staging_error: Exception | None = None
         self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
 
-    def begin(self, planner: SavePlanner) -> None:
+    def begin(self, planner: DefaultSavePlanner) -> None:
         """Copy this rank's tensors, and have a thread do the rest."""
         writer = self._writer
         try:

@@ -141,7 +141,9 @@ def _device_digest(tensor: torch.Tensor) -> list[int]:
     whole = content.numel() // 8 * 8
     totals = []
     for start in range(0, whole, _REDUCED_NBYTES):
-        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
+        part = content[start : min(start + _REDUCED_NBYTES, whole)]
+        # Bytes that begin within a word cannot be viewed as words.
+        words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
         weights = torch.arange(1, 2 * len(words), 2, device=words.device)
         mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
         totals.append(((mixed ^ (mixed >> 29)) * weights).sum())

@@ -119,8 +119,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._prepared: WriteData | None = None
         self._failed: BaseException | None = None
 
-    # Planning, as torch asks for it.
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to the next checkpoint."""
         super().reset(checkpoint_id and local_path(checkpoint_id))
@@ -160,8 +158,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             "and get_save_function_and_args(), or GlobalCheckpointManager; for dcp.save, torch's "
             "own FileSystemWriter"
         )
-
-    # One save.
 
     def require_loadable(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Raise CheckpointingException if what a rank plans to save could not be loaded again."""

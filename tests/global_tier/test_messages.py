@@ -15,7 +15,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
 from localckpt.global_tier.metadata import StoragePrefix, pack, unpack
-from localckpt.global_tier.replicas import CommonItems, CommonValues, RankPlan, common_items
+from localckpt.global_tier.replicas import (
+    CommonItems,
+    CommonValues,
+    RankPlan,
+    _device_digest,
+    common_items,
+)
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 
@@ -54,6 +60,20 @@ def test_what_ranks_say_of_common_values_grows_with_neither_names_nor_ranks(name
     assert len(pack(told[7])) < 300 + 4 * names
     reported = CommonValues(plan, told[7], range(4096), planner).folded()
     assert len(json.dumps(reported)) < 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("first", range(1, 9))
+def test_a_digest_made_on_a_device_is_of_the_values_wherever_they_begin(
+    dtype: torch.dtype, first: int
+) -> None:
+    values = torch.arange(40).to(dtype)
+
+    # A part of a flat buffer begins anywhere, and a copy at a whole word.
+    found, expected = _device_digest(values[first:]), _device_digest(values[first:].clone())
+
+    assert found == expected
+    assert found != _device_digest(values[first - 1 : -1].clone())
 
 
 class _Command:

@@ -86,19 +86,19 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2019, 1300, 13),
     "async_save": (1579, 1400, 7),
-    "availability": (2630, 2000, 10),
+    "availability": (2625, 2000, 10),
     "checkpointer": (4154, 1800, 12),
     "cli": (2996, 3000, 16),
     "events": (592, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5745, 4900, 17),
     "integrations": (2808, 2900, 19),
-    "managers": (4987, 3600, 17),
+    "managers": (4985, 3600, 17),
     "memory": (760, 700, 7),
     "ranks": (2511, 1600, 10),
     "replication": (2822, 2900, 17),
     "replication/parity": (1731, 1700, 12),
-    "state_dict": (7117, 5000, 30),
+    "state_dict": (7085, 5000, 30),
     "storage": (3214, 3100, 17),
 }
 

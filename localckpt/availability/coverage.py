@@ -1,9 +1,7 @@
 """Coverage: checkpoints and saves that are complete, and the order of checkpoints by lineage.
 
-Pure functions of the ranks' reports, with the same result on all ranks. An epoch gives up the
-complete checkpoints that could have been loaded when it began and that have higher iterations than
-the one it resumed from: the job went back on purpose. Nothing else overrules a checkpoint. All
-other checkpoints, of any epochs, are compared by iteration.
+An epoch gives up the complete checkpoints that it could have loaded and that have higher iterations
+than the one it resumed from: the job went back on purpose. All others are compared by iteration.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Values that belong to no global tensor, compared between the ranks that saved them.
 
-A value that all ranks saved equal is given to every rank. Of others a rule says what becomes of
-them, and of a rank's place in the data, which is another one for another number of ranks. Both
-tiers decide so. Values are compared by digests, section by section: a section is what is below one
-key at the top of a state. Pure functions of plain data.
+On both tiers, what all saved equal is given to every rank. A rule says what becomes of others,
+and of a rank's place in the data. Digests are compared by the keys at the top of a state: sections.
 """
 
 from __future__ import annotations

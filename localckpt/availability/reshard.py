@@ -1,8 +1,7 @@
 """Plan of a load on other ranks, or into another sharding: who takes what, and who reads it.
 
-Tensors are described in groups: keys whose global tensors have one dtype and one shape, and of
-which a shard has the same elements. All ranks of a job have few different groups, so a description
-costs little however many tensors there are. Pure functions of plain data.
+Tensors are described in groups of one dtype and shape of which a shard has the same elements: few,
+however many tensors there are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """One load of a checkpoint that another number of ranks saved, or that is sharded otherwise now.
 
-Each shard has one reader, a rank on a node that holds it. Works in rounds: readers open their
-shards, all ranks describe what was saved and what they want, and the root plans. Each rank then
-reads what it wants of the shards of its node, straight into its tensors, and readers send the rest
-to ranks of other nodes. A copy that is damaged is left out of the next round. Whatever makes the
-load impossible is found before a tensor is changed.
+In rounds: readers open shards, all ranks describe what was saved and what they want, the root
+plans, and each rank reads the shards of its node, and sends the rest to other nodes. A damaged copy
+is left out of the next round. What makes the load impossible is found before a tensor is changed.
 """
 
 from __future__ import annotations

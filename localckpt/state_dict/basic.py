@@ -1,7 +1,6 @@
 """Wrappers of a state: the interface between a trainer's state and the managers.
 
-A state is made of nested dicts, lists, tuples and dataclasses. As in torch.distributed.checkpoint,
-a *stateful* value (a model, an optimizer, a data loader: anything with ``state_dict`` and
+As in torch.distributed.checkpoint, a *stateful* value (anything with ``state_dict`` and
 ``load_state_dict``) at the top level of a dict is saved as its ``state_dict()``, and gets
 ``load_state_dict()`` called when a checkpoint is loaded into the dict.
 """

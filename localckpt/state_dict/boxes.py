@@ -1,9 +1,7 @@
 """Boxes: for each tensor of an image the part of a global tensor that it is.
 
-A job's global tensors are known by their keys. A tensor without a box is private to its rank. The
-table of boxes is stored in the skeleton as JSON; sets of ranks stand in it once, however many
-tensors have them. A box has a region, and what two boxes have in common is a region, too: a set of
-elements that is one list of runs in each dimension. This module does not import torch.
+The table of boxes, without private tensors, is JSON in the skeleton. What two boxes have in common
+is a region: one list of runs in each dimension. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """DTensors in pickles: written in torch's own form, and replaced by those of a running job.
 
-torch describes each DTensor by about a dozen tuples, most of which are equal in all DTensors of a
-model. A pickle refers back to an object that it already holds, so equal tuples are replaced by the
-first of them. The result is read like any DTensor that torch has pickled.
+Most of the tuples that describe a DTensor are equal in all of a model. Each is the first of its
+equals, to which a pickle refers back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Pickling of values of numpy and torch that are not tensors: arrays, numbers, dtypes, generators.
 
-Each is written as plain data, so reading one calls no constructor of numpy with a file's arguments
-before these are checked. A large array is stored among the tensors, so it is saved and loaded as
-fast as a tensor.
+Each is written as plain data, and checked before a constructor of numpy is called. A large array
+is stored among the tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Part of a job's global tensors that each tensor of a state is, as the state's own classes say.
+"""Part of a job's global tensors that each tensor of a state is.
 
-DTensor, torch's ShardedTensor and Megatron-Core's ShardedTensor say it themselves; plain tensors
-are whole where :func:`localckpt.replicated` marks them. All other tensors
-are private to their rank.
+DTensor and the ShardedTensors of torch and Megatron-Core say it themselves; plain tensors are whole
+where :func:`localckpt.replicated` marks them. All others are private to their rank.
 """
 
 from __future__ import annotations

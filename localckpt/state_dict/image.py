@@ -1,8 +1,6 @@
 """Writing of a shard image: a state turned into one run of bytes.
 
-``ImagePlanner.capture`` finds the tensors of a state and the size of its image; ``Capture.write``
-copies them into a buffer; ``write_digests`` adds the digests. ``docs/format.md`` describes the
-bytes; ``reader.py`` reads them.
+Capture finds the tensors and the size, a write copies them into a buffer, and digests follow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Python attributes of tensors, such as ``parameter.tensor_model_parallel``.
 
-Public attributes with plain data as values are saved with the tensor. Other values (hooks,
-functions, other tensors) belong to the program that set them and are not saved. Names that begin
-with an underscore are not saved either: torch and its frameworks keep internal state under them,
-which is of use only as a whole.
+Public ones with plain data are saved with the tensor. Others belong to the program that set them;
+torch and its frameworks keep internal state under names with an underscore.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Divided tensors: of what several ranks have equal, whole tensors are dealt to their images.
 
-A divided slot is stored in the image of one rank of the division, its owner, and is empty in the
-others. The table of parts is stored in the skeleton as JSON, beside the table of tensors, which
-describes each tensor whether the image has it or not. The division is a pure function of what all
-of the ranks know, so each rank computes it by itself.
+A divided slot is stored in the image of its owner, and is empty in the others, as the table of
+parts in the skeleton says. Each rank computes the division by itself: a pure function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Check of a pickle's instructions, before it is read.
+"""Check of a pickle's instructions, which refuses one that takes unbounded memory or stack.
 
-It refuses a pickle that would take unbounded memory or stack. Most instructions are harmless. A
-regular expression skips runs of them, so the check takes less time than reading the pickle, and
-training can wait for it.
+A regular expression skips runs of harmless ones, since training waits for the check.
 """
 
 from __future__ import annotations

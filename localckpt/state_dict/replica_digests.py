@@ -1,10 +1,7 @@
 """Tensors of a captured image: views of them, and digests of those that other ranks have as well.
 
-No value is copied, and the skeleton is not unpickled: each tensor has its name in the image. A rank
-compares what it has with other ranks by one digest for each set of ranks: of the key, the
-place, the dtype, the shape and the bytes of each tensor that the set has in common, in the order of
-their keys. The places of tensors in an image, their order and their strides count for nothing. All
-digests are xxh3 without a seed, so that they are alike on all ranks.
+Each set of ranks has one digest, of the key, place, dtype, shape and bytes of each tensor that it
+has in common, in the order of the keys: xxh3 without a seed, alike on all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tensors of a state that is filled with parts of saved shards, whatever ranks saved them.
 
-The free parts of the state are made anew from outlines: their containers as they were saved, with a
-meta tensor for each tensor. Values and tensors of what is given take part only where they are as
-the saved ones.
+Its free parts are made anew from outlines: containers as they were saved, of meta tensors.
 """
 
 from __future__ import annotations

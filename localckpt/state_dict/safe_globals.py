@@ -1,10 +1,7 @@
 """Allow-list of the classes and functions that a shard may name: loading it runs no other code.
 
-Allowed are the value types of Python, numpy and torch listed here, the user's ``safe_globals=`` and
-``torch.serialization.add_safe_globals``, the classes listed here for libraries that are imported,
-and two kinds of class that the running program has already imported: named tuples, and subclasses
-of TensorAwareStateDict. A function that calls its arguments, or runs code in another way, is never
-allowed, not even by the user.
+Allowed are the types listed here, the user's own, named tuples and TensorAwareStateDicts that the
+program has imported. Never allowed is a function that calls its arguments or runs code.
 """
 
 from __future__ import annotations

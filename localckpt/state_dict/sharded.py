@@ -1,8 +1,6 @@
 """Pickling of torch's ShardedTensor, which FSDP1 puts into sharded and local state dicts.
 
-A ShardedTensor supports few tensor operations, and its own pickling includes its process group,
-which is valid in no other process. Saved are the tensors of the local shards and their plain
-metadata. A load makes the ShardedTensor anew in the process group of the loading process.
+Saved are the local tensors and plain metadata; a load makes it in the process group of its process.
 """
 
 from __future__ import annotations

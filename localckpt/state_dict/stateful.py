@@ -1,8 +1,6 @@
 """States of modules and optimizers: names, loading, and values that may be other ones at a load.
 
-Most values of a state are filled in place, so what was saved must have the kind, the shape and the
-dtype of what is given. *Free* values need not: they are given to ``load_state_dict`` as they were
-saved.
+Most values are filled in place. *Free* ones are given to ``load_state_dict`` as they were saved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Table of a state's tensors: the slot of each in an image, and its place and strides in the slot.
 
-Tensors that share bytes share a slot, and share bytes again after a load. Views that overlap are
-described by their places in one slot that covers all of them. A dense tensor is stored in memory
-order, whatever the order of its dimensions (channels_last). The table is stored in the skeleton as
-JSON.
+Tensors that share bytes share a slot, and share bytes again after a load. A dense tensor is stored
+in memory order, whatever the order of its dimensions. The table is JSON in the skeleton.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The one reader of pickles, and the check of a pickle before any object of it is made.
 
-Python's unpickler gives a state, or items, to whatever the pickle says: also to a class of this
-process, or to an object that all share. A check therefore reads a pickle with a stand-in for each
-class, function and object first. What it does not look at are the arguments of our own functions,
-which check these themselves.
+A pickle may change any class or shared object of the process, so a check first reads it with
+stand-ins. Arguments of our own functions these check themselves.
 """
 
 from __future__ import annotations

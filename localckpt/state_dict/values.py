@@ -1,9 +1,7 @@
 """Values of a saved state that belong to no global tensor, read without making its tensors.
 
-A state that another number of ranks saved cannot be rebuilt: its DTensors name a mesh of ranks that
-are not there. Its skeleton is read with a placeholder for each tensor, and for each value that is
-made of tensors; what is left are values, by their places in the containers. They have digests that
-are equal for equal values of different processes.
+The skeleton, whose DTensors name a mesh of ranks that are not there, is read with placeholders for
+tensors. Values are known by their places, and have digests that are equal in all processes.
 """
 
 from __future__ import annotations

@@ -61,11 +61,6 @@ logger = logging.getLogger(__name__)
 _DEADLINES = 2
 _Verdict = tuple[Mapping[str, Any], Mapping[str, Any] | None]
 """What the judge tells all ranks, and what it tells this one."""
-# What judge_structures() tells all ranks.
-_STRUCTURE = {
-    **{name: [str] for name in ("missing", "outlines", "expanded", "lines", "names")},
-    "dtypes": dict,
-}
 
 
 class ElasticLoad:
@@ -175,10 +170,11 @@ class ElasticLoad:
             outlines = [self._images.pack(saved.outlines) for saved in told]
             message = Message(record, json.dumps(outlines).encode())
         rules = self._options.rules
+        texts = "missing", "outlines", "expanded", "lines", "names"
         structure: Mapping[str, Any] = self._ranks.agree(
             *(what, telling, message),
             lambda told: judge_structures(told, self._rules, rules),
-            read=shaped(_STRUCTURE),
+            read=shaped({name: [str] for name in texts} | {"dtypes": dict}),
         )
         if missing := structure["missing"]:
             for saved in self._copies.shards.values():
@@ -210,10 +206,10 @@ class ElasticLoad:
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
                 "places": sorted(places_in(self._options.given)),
                 "shared": overlapping_keys(self._tensors.tensors),
-                "wanted": self._tensors.wanted,
+                "wanted": list(self._tensors.wanted),
                 "saved": [
                     [
-                        *(shard, self._tensors.saved(shard)),
+                        *(shard, list(self._tensors.saved(shard))),
                         {
                             name: digest_of(of, str)
                             for name, of in self._copies.sections(shard).items()
@@ -282,7 +278,8 @@ class ElasticLoad:
                 for name in names
             ]
             packs = self._copies.packs(asked, self._unequal)
-            record = {"tables": self._tensors.tables(asked["tables"]), "digests": digests}
+            tables = [self._tensors.tables[name] for name in asked["tables"]]
+            record = {"tables": tables, "digests": digests}
             message = Message(record, json.dumps(packs).encode())
         what = f"plan the load of iteration {self._checkpoint.iteration}"
         verdict: _Verdict = self._ranks.agree(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -58,17 +59,13 @@ class Packed(NamedTuple):
 def ask_for_structures(reports: Sequence[Any]) -> PerRank:
     """Ask for each different structure, saved and given, one of the ranks that have it."""
     bad = [[rank, *copy] for rank, report in enumerate(reports) for copy in report["bad"]]
-    asked: dict[int, dict[str, Any]] = {}
+    asked: defaultdict[int, dict[str, Any]] = defaultdict(lambda: {"saved": [], "given": False})
     known: set[str] = set()
-
-    def of_rank(rank: int) -> dict[str, Any]:
-        return asked.setdefault(rank, {"saved": [], "given": False})
-
     for rank, report in enumerate(reports):
         for digest in report["saved"].keys() - known:
-            of_rank(rank)["saved"].append(digest)
+            asked[rank]["saved"].append(digest)
         if f"given {report['given']}" not in known:
-            of_rank(rank)["given"] = True
+            asked[rank]["given"] = True
         known |= {*report["saved"], f"given {report['given']}"}
     return PerRank(bad, {} if bad else asked)
 
@@ -179,16 +176,18 @@ class ElasticJudge:
         self._ruled = judge_values(
             dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep", self._places
         )
-        asked: dict[int, dict[str, list[Any]]] = {}
+        asked: defaultdict[int, dict[str, list[Any]]] = defaultdict(
+            lambda: {"tables": [], "sections": [], "equal": []}
+        )
         for name, rank in names.items():
-            _ask(asked, rank)["tables"].append(name)
+            asked[rank]["tables"].append(name)
         for shard, told in tellers_of(dict(sorted(self._sections.items()))).items():
-            _ask(asked, self._readers[shard])["sections"].append([shard, told])
-        equal: dict[int, list[str]] = {}
+            asked[self._readers[shard]]["sections"].append([shard, told])
+        equal: defaultdict[int, list[str]] = defaultdict(list)
         for key, shard in self._ruled.equal.items():
-            equal.setdefault(shard, []).append(key)
+            equal[shard].append(key)
         for shard, keys in equal.items():
-            _ask(asked, self._readers[shard])["equal"].append([shard, keys])
+            asked[self._readers[shard]]["equal"].append([shard, keys])
         of_all = {"unequal": list(self._ruled.unequal), "shared": shared}
         return PerRank(of_all, asked)
 
@@ -229,11 +228,10 @@ class ElasticJudge:
         found.raise_all()
         if not self._plan.unsettled:
             return self._planned()
-        asked: dict[int, list[Any]] = {}
+        asked: defaultdict[int, list[Any]] = defaultdict(list)
         for number, (those, region, holders) in enumerate(self._plan.unsettled):
             for shard, group in holders:
-                wanted = asked.setdefault(self._readers[shard], [])
-                wanted.append([shard, number, group, those, region])
+                asked[self._readers[shard]].append([shard, number, group, those, region])
         return PerRank({"name": None}, {rank: {"digests": of} for rank, of in asked.items()})
 
     def settle(self, reports: Sequence[Any]) -> PerRank:
@@ -306,7 +304,3 @@ def ruled_values(
                     f"what the function for {key!r} in private= returned for rank {rank} cannot "
                     f"be sent to it: {error}. Nothing was changed"
                 ) from error
-
-
-def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:
-    return asked.setdefault(rank, {"tables": [], "sections": [], "equal": []})

@@ -81,37 +81,27 @@ class DescribedTensors:
         wanted: Sequence[WantedTensor],
         shards: Mapping[int, SavedShard],
         *,
-        is_doubted: bool = False,
+        is_doubted: bool,
     ) -> None:
         self._shards = shards
         self._is_doubted = is_doubted
         self.tensors = wanted
-        self._tables: dict[str, Keys] = {}
+        self.tables: dict[str, Keys] = {}
         rows = [(w.key, w.dtype, w.box.shape, w.box.runs, "") for w in wanted]
-        self._wanted = self._grouped(rows, range(len(rows)))
+        self.wanted = self._grouped(rows, range(len(rows)))
         self._saved: dict[int, _Groups] = {}
-
-    @property
-    def wanted(self) -> list[TensorGroup]:
-        return list(self._wanted)
-
-    def saved(self, shard: int) -> list[TensorGroup]:
-        return list(self._groups_of(shard))
-
-    def tables(self, names: Sequence[str]) -> list[Keys]:
-        return [self._tables[name] for name in names]
 
     def transfers_of(self, take: Take, rank: int) -> Iterator[Transfer]:
         """Yield this rank's part in what a rank takes, for each key."""
         saved, wanted = list[int](), list[list[WantedTensor]]()
         if take.receiver == rank:
-            found = self._find(self._wanted, take.wanted, take.keys)
+            found = self._find(self.wanted, take.wanted, take.keys)
             wanted = [[self.tensors[number] for number in of_key] for of_key in found]
         if take.reader == rank:
-            found = self._find(self._groups_of(take.shard), take.saved, take.keys)
+            found = self._find(self.saved(take.shard), take.saved, take.keys)
             saved = [of_key[0] for of_key in found]
         name = (take.saved if saved else take.wanted).name
-        dtype: torch.dtype = getattr(torch, self._tables[name].dtype)
+        dtype: torch.dtype = getattr(torch, self.tables[name].dtype)
         rectangles = list(rectangles_of(take.region, PARCEL_NBYTES // dtype.itemsize))
         ranks = take.shard, take.reader, take.receiver
         for number, targets in zip_longest(saved, wanted):
@@ -119,11 +109,11 @@ class DescribedTensors:
                 yield Transfer(*ranks, number, targets or (), rectangle, dtype)
 
     def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
-        found = self._find(self._groups_of(shard), TensorGroup(*tuples_of(group)), keys)
+        found = self._find(self.saved(shard), TensorGroup(*tuples_of(group)), keys)
         region = tuples_of(fields)
         return [self._shards[shard].digest_of_part(of_key[0], region) for of_key in found]
 
-    def _groups_of(self, shard: int) -> _Groups:
+    def saved(self, shard: int) -> _Groups:
         saved = self._shards[shard]
 
         def equal_on(number: int) -> str:
@@ -141,7 +131,7 @@ class DescribedTensors:
 
     def _grouped(self, rows: Sequence[Any], numbers: Sequence[int]) -> _Groups:
         groups, tables = group_tensors(rows)
-        self._tables |= tables
+        self.tables |= tables
         return {
             group: [[numbers[row] for row in of_key] for of_key in of_keys]
             for group, of_keys in groups.items()
@@ -152,7 +142,7 @@ class DescribedTensors:
     ) -> list[list[int]]:
         if keys is None:
             return groups[group]
-        of_key = dict(zip(self._tables[group.name].keys, groups[group], strict=True))
+        of_key = dict(zip(self.tables[group.name].keys, groups[group], strict=True))
         return [of_key[key] for key in keys]
 
 

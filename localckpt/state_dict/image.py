@@ -288,24 +288,17 @@ def _plan(
     if divided is not None:
         table = divided.table
     layout = lay_out(table.slots)
-    runs, others = _copies(table, layout, tensors)
-    copies = BlockCopies((run.offset, run.nbytes) for run in runs)
-    texts = render_slots(layout), table.to_json(), render_boxes(boxes)
-    return _Plan(found, table, layout, *texts, runs, copies, others, divided)
-
-
-def _copies(
-    table: TensorTable, layout: Layout, tensors: list[torch.Tensor]
-) -> tuple[tuple[_Copy, ...], tuple[_Copy, ...]]:
-    """Split the sources of all slots into runs of host memory and others."""
-    runs: list[_Copy] = []
-    others: list[_Copy] = []
+    # Runs of host memory, and others.
+    runs, others = list[_Copy](), list[_Copy]()
     for slot, source in zip(layout.slots, table.sources, strict=True):
         if slot.nbytes:
             value = source.value(tensors[source.number].detach())
             is_run = value.is_cpu and is_flat(value)
             (runs if is_run else others).append(_Copy(source, slot.offset, slot.nbytes))
-    return tuple(runs), tuple(sorted(others, key=lambda copy: copy.offset))
+    others.sort(key=lambda copy: copy.offset)
+    copies = BlockCopies((run.offset, run.nbytes) for run in runs)
+    texts = render_slots(layout), table.to_json(), render_boxes(boxes)
+    return _Plan(found, table, layout, *texts, tuple(runs), copies, tuple(others), divided)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -19,8 +19,8 @@ from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.source import MemorySource, read_header
 from localckpt.state_dict.tensor_table import (
+    DTYPES,
     TableEntry,
-    dtype_named,
     free_name,
     parse_entries,
 )
@@ -109,7 +109,7 @@ def find_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _view(image: memoryview, data_start: int, slot: TensorSlot) -> torch.Tensor:
-    dtype, start = dtype_named(slot.dtype), data_start + slot.offset
+    dtype, start = DTYPES[slot.dtype], data_start + slot.offset
     if not slot.nbytes:
         return torch.empty(slot.shape, dtype=dtype)
     return torch.frombuffer(image[start : start + slot.nbytes], dtype=dtype).view(slot.shape)

@@ -46,7 +46,8 @@ _LABELS = {
     torch.uint64: "U64",
 }
 
-_DTYPES = {label: dtype for dtype, label in _LABELS.items()}
+DTYPES = {label: dtype for dtype, label in _LABELS.items()}
+"""Dtypes by their labels in the safetensors format."""
 
 SHARED = "shared:"
 """Beginning of the names of slots that several views share."""
@@ -283,10 +284,6 @@ def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
         return entry.view[0] == 0 and entry.is_contiguous
     # A tensor that repeats items cannot take the values of one that does not.
     return not entry.is_expanded
-
-
-def dtype_named(label: str) -> torch.dtype:
-    return _DTYPES[label]
 
 
 def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:

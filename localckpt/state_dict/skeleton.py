@@ -40,7 +40,7 @@ from localckpt.state_dict.pickles import unframed
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
-from localckpt.state_dict.unpickler import Place, Unpickler, place_at
+from localckpt.state_dict.unpickler import ObjectPlace, Unpickler, place_at
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -142,13 +142,12 @@ def insert_tensors(
         ) from error
 
 
-def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]) -> Place | None:
-    """Find the object that raised an error, by loading the skeleton once more.
-
-    An unpickler does not report its position. Without frames it reads one instruction at a time, so
-    the position in the file is that of the failed instruction.
-    """
+def _place_of(
+    error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]
+) -> ObjectPlace | None:
+    """Find the object that raised an error, by loading the skeleton once more."""
     try:
+        # An unpickler tells no position, but then reads one instruction at a time from the file.
         pickled = unframed(skeleton)
         file = io.BytesIO(pickled)
         try:

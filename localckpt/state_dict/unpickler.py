@@ -130,14 +130,14 @@ class Ignored:
         pass
 
 
-class Place(NamedTuple):
+class ObjectPlace(NamedTuple):
     """Place of an object in a state: keys, indices and attributes, joined by dots."""
 
     class_name: str
     path: str
 
 
-def place_at(pickled: bytes, end: int) -> Place | None:
+def place_at(pickled: bytes, end: int) -> ObjectPlace | None:
     """Find the place of the object of the instruction before byte ``end``, without frames."""
     file = io.BytesIO(pickled)
     touched: list[_Made] = []
@@ -155,7 +155,7 @@ def place_at(pickled: bytes, end: int) -> Place | None:
         return None
     # The attribute of localckpt's wrapper that holds a plain state.
     keys = keys[1:] if keys[:1] == ("state_dict",) else keys
-    return Place(touched[0].class_name, joined(keys))
+    return ObjectPlace(touched[0].class_name, joined(keys))
 
 
 class _Made(Ignored):

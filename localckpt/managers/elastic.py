@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,7 +53,7 @@ from localckpt.state_dict.resharded import (
 )
 from localckpt.state_dict.stateful import ParametersOfStates
 from localckpt.state_dict.targets import mismatch
-from localckpt.state_dict.values import Unit, digest_of, left_as_given
+from localckpt.state_dict.values import digest_of, left_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +336,11 @@ class ElasticLoad:
             texts = [*verdict["values"], *own["values"]]
             units = [unit for text in texts for unit in self._images.unpack(text)]
             units += self._copies.unequal_of(rank, self._unequal, "keep")
-            kept, self._left = self._left_as_given({unit.key for unit in units})
+            # Of values that differ, what stays as it is: those for which a rule gives nothing.
+            loaded, free = {unit.key for unit in units}, self._options.rules.free
+            keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
+            parts = {str(key) for key in stateful_keys(self._options.given)}
+            kept, self._left = left_as_given(without_markers(self._own), parts, keys)
             self._result = with_values(self._state, [*kept, *units])
         reports = self._ranks.merge(
             "check that the states can be loaded into",
@@ -345,17 +349,6 @@ class ElasticLoad:
             read=shaped(list),
         )
         return not self._take_out(reports)
-
-    def _left_as_given(self, loaded: Collection[str]) -> tuple[list[Unit], frozenset[str]]:
-        """Find what stays as it is of values that differ: those for which a rule gives nothing.
-
-        Returns these values in the state to load into, and the keys of the parts of which all
-        stays.
-        """
-        free = self._options.rules.free
-        parts = {str(key) for key in stateful_keys(self._options.given)}
-        keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
-        return left_as_given(without_markers(self._own), parts, keys)
 
     def _say_what_is_dropped(self) -> None:
         dropped = [

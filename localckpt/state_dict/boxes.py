@@ -124,9 +124,6 @@ class Box(NamedTuple):
         except (CorruptShardError, TypeError, ValueError):
             return False
 
-    def is_at(self, other: Box) -> bool:
-        return self[:3] == other[:3]
-
 
 def render_boxes(boxes: Mapping[int, Box]) -> bytes:
     """Build the text of a table of boxes, by the numbers of their tensors."""

@@ -107,20 +107,21 @@ def _filled(container: Any, children: Mapping[Any, Any]) -> Any:
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """Copy the containers of ``state``, each once, with values of type ``leaf`` replaced."""
-    return _map(state, replace, leaf, {})
+    done: dict[int, Any] = {}
 
+    def mapped(value: Any) -> Any:
+        if isinstance(value, leaf):
+            return replace(value)
+        if id(value) in done:
+            return done[id(value)]
+        members = children_of(value)
+        if members is None:
+            return value
+        if isinstance(value, tuple):
+            children = {key: mapped(child) for key, child in members}
+            return done.setdefault(id(value), with_children(value, children))
+        # Noted before its members, of which one may hold it.
+        result = done[id(value)] = copy.copy(value)
+        return _filled(result, {key: mapped(child) for key, child in members})
 
-def _map(value: Any, replace: Callable[[Any], Any], leaf: type, done: dict[int, Any]) -> Any:
-    if isinstance(value, leaf):
-        return replace(value)
-    if id(value) in done:
-        return done[id(value)]
-    members = children_of(value)
-    if members is None:
-        return value
-    if isinstance(value, tuple):
-        children = {key: _map(child, replace, leaf, done) for key, child in members}
-        return done.setdefault(id(value), with_children(value, children))
-    # Noted before its members, of which one may hold it.
-    result = done[id(value)] = copy.copy(value)
-    return _filled(result, {key: _map(child, replace, leaf, done) for key, child in members})
+    return mapped(state)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -49,7 +48,7 @@ class Teller(NamedTuple):
         if kind == "DTensor":
             spec = value._spec
             order = getattr(spec, "shard_order", None)
-            return path, marked, _Same(spec.mesh), spec.placements, value.shape, order
+            return path, marked, spec.mesh, spec.placements, value.shape, order
         if kind == "Megatron":
             offset, prepended = value.global_offset, value.prepend_axis_num
             return path, marked, value.key, value.global_shape, offset, prepended
@@ -57,18 +56,6 @@ class Teller(NamedTuple):
             offsets = [shard.metadata.shard_offsets for shard in value.local_shards()]
             return path, marked, value.metadata().size, offsets
         return path, marked
-
-
-@dataclass(slots=True, eq=False)
-class _Same:
-    """Object that is equal to itself only: comparing two meshes of many ranks takes long."""
-
-    value: object
-
-    def __eq__(self, other: Any) -> bool:
-        return self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class NamedTensors(NamedTuple):

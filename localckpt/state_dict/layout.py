@@ -56,15 +56,11 @@ def lay_out(slots: Iterable[TensorSlot]) -> Layout:
     fifth longer (``rep movsb`` on the processors we measured).
     """
     slots = tuple(slots)
-    order = sorted(range(len(slots)), key=lambda i: -_alignment(slots[i]))
+    # The largest power of two that divides the size, at most a page.
+    order = sorted(range(len(slots)), key=lambda i: -gcd(slots[i].nbytes, PAGE_NBYTES))
     placed: dict[int, TensorSlot] = {}
     offset = 0
     for i in order:
         placed[i] = slots[i]._replace(offset=offset)
         offset += slots[i].nbytes
     return Layout(tuple(placed[i] for i in range(len(slots))), offset)
-
-
-def _alignment(slot: TensorSlot) -> int:
-    """Return the largest power of two that divides the slot's size, at most a page."""
-    return gcd(slot.nbytes, PAGE_NBYTES)

@@ -122,11 +122,15 @@ class SafeGlobals:
         module = _MOVED.get(module, module)
         libraries = _MEGATRON if "megatron.core" in sys.modules else {}
         if name in _VALUES.get(module, ()) or name in libraries.get(module, ()):
-            return _imported(module, name)
+            __import__(module)
+            return _resolve(module, name)
         if (added := self.added(module, name)) is not None:
             return added
         found = _resolve_if_imported(module, name)
-        if isinstance(found, type) and _is_value_class(found):
+        if isinstance(found, type) and (
+            issubclass(found, TensorAwareStateDict | numpy.generic)
+            or (issubclass(found, tuple) and hasattr(found, "_fields"))
+        ):
             return found
         # A memory format is pickled as "torch.channels_last" in some module that imports torch.
         if module == "torch" or name.startswith("torch."):
@@ -183,23 +187,12 @@ class SafeGlobals:
         return error
 
 
-def _is_value_class(found: type) -> bool:
-    return issubclass(found, TensorAwareStateDict | numpy.generic) or (
-        issubclass(found, tuple) and hasattr(found, "_fields")
-    )
-
-
 def _named(item: Any) -> tuple[str, Any]:
     """Return the name under which a pickle stores an item of an allow-list, and the item."""
     if isinstance(item, tuple):
         item, full_name = item
         return str(full_name), item
     return f"{item.__module__}.{item.__qualname__}", item
-
-
-def _imported(module: str, name: str) -> Any:
-    __import__(module)
-    return _resolve(module, name)
 
 
 def _resolve(module: str, name: str) -> Any:

@@ -282,7 +282,7 @@ class Targets:
         lines = []
         for number, saved in boxes.items():
             own = self.boxes.get(id(given.get(number)))
-            if own is not None and not own.is_at(saved):
+            if own is not None and own[:3] != saved[:3]:
                 key = f" {own.key}" if own.key != saved.key else ""
                 lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
         if lines:

@@ -188,8 +188,10 @@ def above(names: Iterable[str]) -> set[str]:
     return found
 
 
-def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
-    """Return the values at dotted paths of a state, by these, where there are any."""
+def left_as_given(
+    state: Any, parts: Container[str], keys: Collection[str]
+) -> tuple[list[Unit], frozenset[str]]:
+    """Find values that are not loaded, and the parts of which all stays: they would lack some."""
     on_the_way = above(keys)
     found: dict[str, Unit] = {}
 
@@ -200,26 +202,13 @@ def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
             for name, child in children_of(value) or ():
                 find(child, (*place, name))
 
-    find(root, ())
-    return found
-
-
-def left_as_given(
-    state: Any, parts: Container[str], keys: Collection[str]
-) -> tuple[list[Unit], frozenset[str]]:
-    """Find what stays as it is: values at keys that are not loaded, and parts of only such."""
-    found = found_at(state, keys)
+    find(state, ())
     whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
     return list(found.values()), frozenset(part for part in whole if part is not None)
 
 
-def placed(root: Any, units: Sequence[Unit]) -> Any:
-    """Return the containers of a state with values in their places, in copies of containers."""
-    return _placed(root, units, ())
-
-
-def _placed(root: Any, units: Sequence[Unit], above: Place) -> Any:
-    """Return a part of a state with values in their places; ``above`` is the part's place."""
+def placed(root: Any, units: Sequence[Unit], above: Place = ()) -> Any:
+    """Return the part of a state at a place with values in it, in copies of its containers."""
     below: dict[Any, list[Unit]] = {}
     for place, value in units:
         if not place:
@@ -232,7 +221,7 @@ def _placed(root: Any, units: Sequence[Unit], above: Place) -> Any:
         # A dict may get new members, but what is not there has no place for others.
         if key not in children and (deeper or not isinstance(root, dict)):
             raise LookupError(joined((*above, key, *deeper)))
-        changed[key] = _placed(children.get(key), inner, (*above, key))
+        changed[key] = placed(children.get(key), inner, (*above, key))
     return with_children(root, changed) if changed else root
 
 

@@ -86,7 +86,7 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2019, 1300, 13),
     "async_save": (1579, 1400, 7),
-    "availability": (2625, 2000, 10),
+    "availability": (2620, 2000, 10),
     "checkpointer": (4154, 1800, 12),
     "cli": (2996, 3000, 16),
     "events": (592, 700, 4),
@@ -98,7 +98,7 @@ _BUDGETS = {
     "ranks": (2511, 1600, 10),
     "replication": (2822, 2900, 17),
     "replication/parity": (1731, 1700, 12),
-    "state_dict": (7037, 5000, 30),
+    "state_dict": (7008, 5000, 30),
     "storage": (3214, 3100, 17),
 }
 

@@ -189,8 +189,7 @@ def _described(difference: Difference) -> str:
 
 
 def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    ordered = sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g))
-    return tuple(ordered)
+    return tuple(sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g)))
 
 
 def _ranks(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -179,12 +179,12 @@ class Found:
 
     def to_json(self) -> list[Any]:
         return [
-            [[*_fields(c), astuple(reached)] for c, reached in self.complete.items()],
+            [[*astuple(c), astuple(reached)] for c, reached in self.complete.items()],
             [lineage.to_json() for lineage in self.lineages],
             self.incomplete,
             self.trusts.to_json(),
-            [[*_fields(c), why] for c, why in self.quarantined.items()],
-            [[*_fields(c), why] for c, why in self.exhausted.items()],
+            [[*astuple(c), why] for c, why in self.quarantined.items()],
+            [[*astuple(c), why] for c, why in self.exhausted.items()],
         ]
 
     @classmethod
@@ -218,10 +218,6 @@ class Found:
             {_checkpoint(*of): why for *of, why in quarantined},
             {_checkpoint(*of): why for *of, why in exhausted},
         )
-
-
-def _fields(checkpoint: Checkpoint) -> list[Any]:
-    return [checkpoint.generation, checkpoint.iteration, checkpoint.world_size]
 
 
 def _checkpoint(generation: Sequence[int], iteration: int, world_size: int) -> Checkpoint:

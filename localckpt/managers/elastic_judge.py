@@ -35,9 +35,9 @@ from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
 from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
-from localckpt.state_dict.containers import joined, prefix_in
+from localckpt.state_dict.containers import joined, merged_values, prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.names import Names, merged_names
+from localckpt.state_dict.names import Names
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import TargetRules, compare_names
@@ -88,8 +88,8 @@ def judge_structures(
         dtypes |= record["dtypes"]
         expanded |= dict.fromkeys(record["expanded"])
         for names in record["saved"]:
-            saved = merged_names(saved, names)
-        given = merged_names(given, record["given"])
+            saved = merged_values(saved, names)
+        given = merged_values(given, record["given"])
         outlines += json.loads(data)
     rules.require_named(saved or ())
     differ = compare_names(

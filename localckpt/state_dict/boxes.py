@@ -65,10 +65,6 @@ class RankSet:
         """Short text, a digest, the same for equal sets."""
         return xxhash.xxh3_64_hexdigest(repr(self.runs).encode())
 
-    @property
-    def last(self) -> int:
-        return self._ranges()[-1][-1]
-
     def _ranges(self) -> list[range]:
         return [range(first, first + count * step, step) for first, count, step in self.runs]
 

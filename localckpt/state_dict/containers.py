@@ -84,6 +84,16 @@ def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return None
 
 
+def merged_values(one: Any, other: Any) -> Any:
+    """Merge nested dicts and lists that differ between ranks; of other values the first counts."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {key: merged_values(one.get(key), member) for key, member in other.items()}
+    if type(one) is list and type(other) is list:
+        members = map(merged_values, one, other)
+        return [*members, *one[len(other) :], *other[len(one) :]]
+    return other if one is None else one
+
+
 def with_children(container: Any, children: Mapping[Any, Any]) -> Any:
     """Return a copy of a container with other members in places of :func:`children_of`."""
     if isinstance(container, tuple):

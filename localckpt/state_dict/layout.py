@@ -10,22 +10,10 @@ from typing import NamedTuple
 from localckpt.memory.host_memory import PAGE_NBYTES
 
 ITEM_NBYTES = {
-    "C64": 8,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "U16": 2,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I8": 1,
-    "U8": 1,
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E5M2", "I8", "U8"), 1),
 }
 """Bytes per element of each dtype label of the safetensors format that an image uses."""
 

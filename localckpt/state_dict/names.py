@@ -75,15 +75,6 @@ def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | 
     return names_of(Unpickler(io.BytesIO(skeleton), find, lambda _: None).load(), free)
 
 
-def merged_names(one: Names | None, other: Names | None) -> Names | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one | {
-        key: merged_names(one.get(key), below) if key in one else below
-        for key, below in other.items()
-    }
-
-
 def only_in(
     names: Names, others: Names, *, is_strict: bool = False, above: str = ""
 ) -> Iterator[str]:

@@ -19,6 +19,7 @@ from localckpt.state_dict.containers import (
     children_of,
     joined,
     map_tensors,
+    merged_values,
     named_tensors,
     named_values,
     with_children,
@@ -219,7 +220,7 @@ def merged(outlines: Iterable[Sequence[Unit]]) -> list[Unit]:
     of_places: dict[tuple[Any, ...], Any] = {}
     for units in outlines:
         for place, outline in units:
-            of_places[place] = _merged(of_places.get(place), outline)
+            of_places[place] = merged_values(of_places.get(place), outline)
     return [Unit(place, outline) for place, outline in of_places.items()]
 
 
@@ -280,12 +281,3 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
         is_marked = isinstance(marker, Replicated)
         result[key] = Replicated(value, marker.ranks) if is_marked else value
     return result
-
-
-def _merged(one: Any, other: Any) -> Any:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one | {key: _merged(one.get(key), member) for key, member in other.items()}
-    if type(one) is list and type(other) is list:
-        members = map(_merged, one, other)
-        return [*members, *one[len(other) :], *other[len(one) :]]
-    return other if one is None else one

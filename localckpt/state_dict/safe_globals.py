@@ -124,8 +124,13 @@ class SafeGlobals:
         if name in _VALUES.get(module, ()) or name in libraries.get(module, ()):
             __import__(module)
             return _resolve(module, name)
-        if (added := self.added(module, name)) is not None:
-            return added
+        for package in _LISTING:
+            if f"{module}.".startswith(f"{package}.") and torch.distributed.is_available():
+                __import__(package)
+        by_torch = map(_named, torch.serialization.get_safe_globals())
+        for full_name, item in (*self._extra, *by_torch):
+            if full_name == f"{module}.{name}" and not _why_unsafe(full_name, item):
+                return item
         found = _resolve_if_imported(module, name)
         if isinstance(found, type) and (
             issubclass(found, TensorAwareStateDict | numpy.generic)
@@ -138,17 +143,6 @@ class SafeGlobals:
             if isinstance(constant, _TORCH_CONSTANTS):
                 return constant
         raise self.refusal([Name(module, name)])
-
-    def added(self, module: str, name: str) -> Any | None:
-        """Return the object that the user allows under this name; ``None`` if there is none."""
-        for package in _LISTING:
-            if f"{module}.".startswith(f"{package}.") and torch.distributed.is_available():
-                __import__(package)
-        by_torch = map(_named, torch.serialization.get_safe_globals())
-        for full_name, item in (*self._extra, *by_torch):
-            if full_name == f"{module}.{name}" and not _why_unsafe(full_name, item):
-                return item
-        return None
 
     def refusal(self, names: Sequence[Name], places: Sequence[str] = ()) -> UnsafeGlobalError:
         """Build the error that says why a state is refused, and what to do.

@@ -23,35 +23,31 @@ def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[
     if isinstance(state, wanted):
         return [(above, state)]
     found: list[tuple[str, Any]] = []
-    _find_values(state, wanted, [above] if above else [], set(), found)
+    keys: list[Any] = [above] if above else []
+    inside: set[int] = set()
+
+    def find(value: Any) -> None:
+        items = value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
+            return
+        children = children_of(value)
+        if children is None or id(value) in inside:
+            return
+        inside.add(id(value))
+        keys.append(None)
+        for key, child in children:
+            if type(child) in LEAVES:
+                continue
+            keys[-1] = key
+            if isinstance(child, wanted):
+                found.append((joined(keys), child))
+            else:
+                find(child)
+        keys.pop()
+        inside.discard(id(value))
+
+    find(state)
     return found
-
-
-def _find_values(
-    value: Any,
-    wanted: tuple[type, ...],
-    keys: list[Any],
-    inside: set[int],
-    found: list[tuple[str, Any]],
-) -> None:
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
-        return
-    children = children_of(value)
-    if children is None or id(value) in inside:
-        return
-    inside.add(id(value))
-    keys.append(None)
-    for key, child in children:
-        if type(child) in LEAVES:
-            continue
-        keys[-1] = key
-        if isinstance(child, wanted):
-            found.append((joined(keys), child))
-        else:
-            _find_values(child, wanted, keys, inside, found)
-    keys.pop()
-    inside.discard(id(value))
 
 
 def joined(keys: Iterable[Any]) -> str:

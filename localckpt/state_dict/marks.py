@@ -28,8 +28,6 @@ def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
     """Return the public attributes of a tensor that are not saved, with their classes."""
-    if not tensor.__dict__:
-        return {}
     saved = marks_of(tensor)
     return {name: type(value) for name, value in _attributes(tensor) if name not in saved}
 

@@ -50,24 +50,18 @@ def _refusal(
 ) -> CheckpointingException:
     places: dict[Name | str, str] = {}
     _find(state, (), allowed, places, set())
+    placed = {reason: f"{reason} (at {p!r})" if p else str(reason) for reason, p in places.items()}
     names = [reason for reason in places if isinstance(reason, Name)]
-    others = [
-        f"{reason}{_place(path)}" for reason, path in places.items() if isinstance(reason, str)
-    ]
+    others = [text for reason, text in placed.items() if isinstance(reason, str)]
     if not names and not others:
         return error
     texts = []
     if others:
         texts.append(f"the state cannot be saved: {'; '.join(others)}")
     if names:
-        placed = [f"{name}{_place(places[name])}" for name in names]
-        texts.append(str(allowed.refusal(names, placed)))
+        texts.append(str(allowed.refusal(names, [placed[name] for name in names])))
     kind = UnsafeGlobalError if names else CheckpointingException
     return kind(". Also, ".join(texts))
-
-
-def _place(path: str) -> str:
-    return f" (at {path!r})" if path else ""
 
 
 def _find(

@@ -90,8 +90,8 @@ def rebuild_wrapped(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
 class GivenDTensors:
     """DTensors that take the places of saved ones, by the ``id()`` of their local tensors.
 
-    The mesh may be another now. What was saved and is not given, such as states of a new optimizer,
-    gets the mesh and the placements that the given DTensors have in place of the saved ones.
+    The mesh may be another now: what was saved and is not given, as states of an optimizer, goes to
+    the mesh and the placements of the given ones.
     """
 
     def __init__(self, by_local: Mapping[int, Any]) -> None:

@@ -21,12 +21,7 @@ from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_hos
 from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
 from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
-from localckpt.state_dict.header import (
-    NO_PARTS,
-    Skeleton,
-    render_header,
-    render_slots,
-)
+from localckpt.state_dict.header import Skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
 from localckpt.state_dict.parts import Agreed, DividedTable, divide_table, render_parts
@@ -56,8 +51,8 @@ class _Plan:
     """Copies of ``runs``."""
     others: tuple[_Copy, ...]
     """Sources of the other slots, in the order of their offsets."""
-    divided: DividedTable | None = None
-    """Division of what other ranks of the node have as well; ``None`` where nothing is divided."""
+    divided: DividedTable
+    """Division of what other ranks of the node have as well."""
 
 
 class _Copy(NamedTuple):
@@ -108,7 +103,7 @@ class ImagePlanner:
             self._warn_of_unsaved_marks(tensors, names)
             plan = _plan(found, build_table(tensors, names), tensors, tellers, job, node_ranks)
             self._plans[node_ranks] = plan
-        parts = NO_PARTS if plan.divided is None else render_parts(plan.divided.parts)
+        parts = render_parts(plan.divided.parts)
         framed = Skeleton(plan.table_json, plan.boxes_json, parts, skeleton).join()
         return Capture(plan, framed, tensors)
 
@@ -157,7 +152,7 @@ class Capture:
     @property
     def agreed(self) -> tuple[Agreed, ...]:
         """Agreements with other ranks, without which the parts of divided tensors do not fit."""
-        return () if self.plan.divided is None else self.plan.divided.agreed
+        return self.plan.divided.agreed
 
     @property
     def data_nbytes(self) -> int:
@@ -281,11 +276,9 @@ def _plan(
     node_ranks: tuple[int, ...],
 ) -> _Plan:
     boxes = boxes_of(tellers, tensors, job)
-    divided = None
+    divided = DividedTable(table, {}, ())
     if len(node_ranks) > 1:
         divided = divide_table(table, boxes, job.rank, node_ranks)
-        divided = divided if divided.parts else None
-    if divided is not None:
         table = divided.table
     layout = lay_out(table.slots)
     # Runs of host memory, and others.

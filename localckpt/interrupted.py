@@ -33,7 +33,7 @@ class OfOneProcess:
         if self._is_fork:
             raise CheckpointingException(
                 f"this {self._noun} belongs to process {self._process}, of which this one is a "
-                f"fork; make one here"
+                f"fork: use it there. Nothing was changed"
             )
         if self._interrupted:
             raise CheckpointingException(
@@ -42,7 +42,10 @@ class OfOneProcess:
                 f"before are as they were"
             )
         if self._closed and not also_closed:
-            raise CheckpointingException(f"this {self._noun} is closed; make another")
+            raise CheckpointingException(
+                f"this {self._noun} is closed; make another, on every "
+                f"rank. Checkpoints saved before are as they were"
+            )
 
 
 def closed_by_interrupts(method: F) -> F:

@@ -63,6 +63,9 @@ class World:
             part: Any = ranks._part
             counts += part._clients
 
+    def num_keys(self) -> int:
+        return self._client.num_keys()
+
     def operations(self) -> list[int]:
         """How often each rank has asked the store."""
         return [sum(store.operations for store in counts) for counts in self.counts]

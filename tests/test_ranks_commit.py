@@ -18,9 +18,10 @@ from localckpt import CheckpointingException, PeerLostError, StorageError
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
+from localckpt.ranks.verdict import Verdict
 from tests.managers.jobs import error_of
 from tests.ranks import announce, await_announced, run_ranks
-from tests.simulated import gather
+from tests.simulated import PATIENCE_S, World, gather
 
 # Far more than it takes to be told, far less than the timeout.
 _AT_ONCE_S, _TIMEOUT_S = 10.0, 30.0
@@ -399,3 +400,54 @@ def test_rounds_leave_no_more_in_the_store_than_those_before() -> None:
 
     for first, second in told:
         assert first == second
+
+
+def test_what_a_root_gives_too_late_leaves_no_more_in_the_store_than_before() -> None:
+    world, counts = World(3, 1.0), []
+
+    def give_late(ranks: Ranks, given_up: threading.Event) -> Any:
+        def judge(_: list[Any]) -> PerRank:
+            assert given_up.wait(PATIENCE_S)
+            return PerRank("x" * _LARGE, dict.fromkeys(range(3), Message(None, bytes(_LARGE))))
+
+        try:
+            return ranks.decide("plan", lambda: None, judge)
+        finally:
+            if not ranks.is_root:
+                given_up.set()
+
+    for _ in range(3):
+        given_up = threading.Event()
+        late = world.all_do(lambda ranks, given_up=given_up: give_late(ranks, given_up))
+        assert {type(outcome) for outcome in late.values()} == {PeerLostError}
+        for _ in range(2):
+            world.all_do(lambda ranks: gather(ranks, "go on", None))
+        counts.append(world.num_keys())
+
+    # By turns there are two parts for each rank, of three keys each.
+    assert counts[2] <= counts[1] <= counts[0] + 9
+
+
+def test_a_rank_that_is_aborted_as_it_reads_a_verdict_hears_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, received = World(2, PATIENCE_S), Verdict.received
+    is_to_abort = threading.Event()
+
+    def receive(fields: Any, part: Callable[[], bytes | None]) -> Verdict:
+        verdict = received(fields, part)
+        if is_to_abort.is_set() and part.__self__._place.rank == 1:  # type: ignore[attr-defined]
+            is_to_abort.clear()
+            world.ranks[1].abort()
+            # The rank goes on in the meantime.
+            time.sleep(0.3)
+        return verdict
+
+    monkeypatch.setattr(Verdict, "received", receive)
+    is_to_abort.set()
+    heard = world.all_do(
+        lambda ranks: ranks.decide("plan", lambda: None, lambda _: PerRank("all", {1: "its own"}))
+    )
+
+    assert not is_to_abort.is_set()
+    assert heard == {0: ["all", None], 1: ["all", "its own"]}

@@ -35,6 +35,7 @@ AFTER_ROOT, AFTER_FIRST_S = 0.1, 2.0
 
 # Key of the part, outside of rounds.
 _HAND = "hand"
+_SMALL_PART_NBYTES = 4096
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
 # Keys of the verdict, and of what the root has done once all ranks had done their part.
@@ -230,17 +231,21 @@ class Round:
         return {self._place.ranks[rank]: entry[1] for rank, entry in shown if entry}
 
     def _own_part(self) -> bytes | None:
-        """Take this rank's part of a verdict that has parts; ``None`` if it has no part."""
-        key = _bytes_key(self._place.rank, self.number)
-        part = values.look(self._store, key)
-        if part is not None:
-            values.drop(self._store, key, len(part))
-        return part
+        """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
+        key, number = _part_key(self._place.rank, self.number), f"{self.number}:".encode()
+        value = values.look(self._store, key)
+        # An earlier verdict may have had a part for this rank, and this one none.
+        if value is None or not value.startswith(number):
+            return None
+        # Others are overwritten by the next; an aborted rank may read its part again.
+        if len(value) > _SMALL_PART_NBYTES:
+            values.drop(self._store, key, len(value))
+        return value[len(number) :]
 
     def _give(self, verdict: Verdict, key: str) -> Verdict:
         """Give a verdict with its parts, unless another rank has; return the one that holds."""
         for rank, part in (verdict.parts or {}).items():
-            values.put(self._store, _bytes_key(rank, self.number), part)
+            values.put(self._store, _part_key(rank, self.number), f"{self.number}:".encode() + part)
         return Verdict.received(self._decide(verdict, key), self._own_part)
 
     def _decide(self, verdict: Verdict, key: str) -> Any:
@@ -268,6 +273,7 @@ def remove_rounds(store: Store, rank: int) -> None:
         store.delete_key(_HAND)
     for number in (last - 1, last):
         values.delete(store, _bytes_key(rank, number))
+        values.delete(store, _part_key(rank, number))
         if rank == 0:
             _forget_verdict(store, number)
 
@@ -283,6 +289,11 @@ def _report_key(rank: int) -> str:
     return f"report/{rank}"
 
 
+def _part_key(rank: int, number: int) -> str:
+    """Key of a rank's part of a verdict: by turns, so that one that is not read stays in no way."""
+    return f"part/{rank}/{number % 2}"
+
+
 def _bytes_key(rank: int, number: int) -> str:
-    """Key of the bytes beside a rank's report, and then of its part of the verdict."""
+    """Key of the bytes beside a rank's report."""
     return f"{number}/bytes/{rank}"

@@ -40,7 +40,11 @@ def put(store: Store, key: str, value: bytes) -> None:
 def put_first(store: Store, key: str, value: bytes) -> bytes:
     """Set a value unless the key is there; return the one that holds."""
     head = _put_all_but_the_head(store, key, value)
-    return whole(store, key, store.compare_set(key, "", head))  # type: ignore[arg-type]
+    held: bytes = store.compare_set(key, "", head)  # type: ignore[arg-type]
+    # Of a value that came too late nothing stays.
+    for i in range(int.from_bytes(held[:4], "little"), int.from_bytes(head[:4], "little")):
+        store.delete_key(f"{key}.{i}")
+    return whole(store, key, held)
 
 
 def _put_all_but_the_head(store: Store, key: str, value: bytes) -> bytes:

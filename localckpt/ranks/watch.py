@@ -205,8 +205,11 @@ class Watch:
         """End the thread. No rank watches anything any more, or this one has left."""
         if self._calls:
             self.leave()
-        if (thread := self._thread) is not None:
-            thread.wait(_LEAVING_S)
+        thread = self._thread
+        if thread is None or thread.wait(_LEAVING_S):
+            # Nobody else keeps what their requests hold.
+            self._calls.clear()
+            self._added.clear()
         if self._known_ranks is not None:
             self._known_ranks.close()
 

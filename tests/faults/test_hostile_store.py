@@ -95,10 +95,11 @@ def _reshaped(value: bytes, number: int) -> bytes:
         else:
             fields = shape
         return value[:start] + json.dumps(fields).encode()
-    # A part of a verdict.
-    message = Message.from_bytes(value[4:])
+    # A part of a verdict: the number of the round, and a record.
+    start = value.index(b":") + 1
+    message = Message.from_bytes(value[start:])
     record = [shape, message.record[1]] if is_inner else shape
-    return value[:4] + Message(record, message.data).to_bytes()
+    return value[:start] + Message(record, message.data).to_bytes()
 
 
 def _instead(_: bytes, value: bytes) -> bytes:

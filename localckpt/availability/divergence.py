@@ -107,23 +107,29 @@ class Divergence:
         )
 
 
-def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence | None:
+def compare_replicas(
+    reports: Sequence[Iterable[tuple[int, int]]],
+    most_sets: int = _MOST_SETS,
+    most_groups: int = _MOST_GROUPS,
+) -> Divergence | None:
     """Compare the digests of sets of ranks that each reports; ``None`` if none differ."""
     ranks: dict[int, dict[int, list[int]]] = {}
     for rank, report in enumerate(reports):
         for set_id, digest in report:
             ranks.setdefault(set_id, {}).setdefault(digest, []).append(rank)
-    found = [_diverged(set_id, of.values()) for set_id, of in ranks.items() if len(of) > 1]
+    found = [
+        _diverged(set_id, of.values(), most_groups) for set_id, of in ranks.items() if len(of) > 1
+    ]
     if not found:
         return None
     found.sort(key=lambda of: (of.groups, of.set_id))
-    return Divergence(tuple(found[:_MOST_SETS]))
+    return Divergence(tuple(found[:most_sets]))
 
 
-def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
+def _diverged(set_id: int, groups: Iterable[Sequence[int]], most_groups: int) -> Diverged:
     ordered = _largest_first(groups)
-    others = sorted(rank for group in ordered[_MOST_GROUPS:] for rank in group)
-    return Diverged(set_id, ordered[:_MOST_GROUPS], tuple(others))
+    others = sorted(rank for group in ordered[most_groups:] for rank in group)
+    return Diverged(set_id, ordered[:most_groups], tuple(others))
 
 
 def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Divergence:

@@ -30,6 +30,8 @@ from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.values import digest_of
 
 _SHOWN = 8
+MOST_COMPARED = 1024
+"""Sets of ranks, and groups of a set that differ, of which each says what it has."""
 
 
 class CommonItems(NamedTuple):
@@ -107,6 +109,8 @@ def judge_differing(iteration: int, divergence: Divergence, told_by: Sequence[An
     ]
     more = len(texts[_SHOWN:]) + found.more_tensors
     shown = "; ".join(texts[:_SHOWN]) + f"; and {more} more" * (more > 0)
+    if others := sorted({rank for of in divergence.sets for rank in of.others}):
+        shown += f"; {ranks_named(others)} differ too, nobody asked where"
     raise MismatchError(
         f"iteration {iteration} is not saved: ranks have different values under one name, of which "
         f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "

@@ -23,7 +23,7 @@ from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.stream import EventStream, SaveRecord
 from localckpt.global_tier.data_files import StagedFiles
-from localckpt.global_tier.replicas import CommonValues, judge_differing
+from localckpt.global_tier.replicas import MOST_COMPARED, CommonValues, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
@@ -243,7 +243,9 @@ class SharedSave(BackgroundSave):
 
     def _commit(self, reports: list[Message]) -> tuple[str, list[Any] | None]:
         """On the first rank: commit, unless values under one name differ; say on which ranks."""
-        divergence = compare_replicas([message.record for message in reports])
+        divergence = compare_replicas(
+            [message.record for message in reports], MOST_COMPARED, MOST_COMPARED
+        )
         if divergence is not None:
             return "", divergence.to_json()
         self._commit_files(*self._writer.plans.pickled(reports))

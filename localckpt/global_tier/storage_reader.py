@@ -95,8 +95,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._metadata: Metadata | None = None
         self.nbytes_read = 0
         """Bytes of data files that the last load read on this rank."""
-        self._counting = threading.Lock()
-        self._at_once, self._is_stopped = 1, False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to another checkpoint."""
@@ -130,9 +128,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             CorruptShardError: A file is damaged, or of another save.
             StorageError: A file cannot be read.
         """
-        calls = threading.Lock()
+        # On all ranks, of which some may have no tensor to read.
+        metadata, calls = self.read_metadata(), threading.Lock()
         items = [
-            ItemRead(self, planner, calls, request, info)
+            ItemRead(self, planner, calls, request, info, metadata)
             for request, info in zip(plan.items, self._places(plan), strict=True)
             if request.type == LoadItemType.BYTE_IO or 0 not in request.lengths
         ]
@@ -208,27 +207,31 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def read_items(self, items: Sequence[ItemRead]) -> None:
         """Read items, of several files at once; :meth:`read_data` calls it."""
-        self.nbytes_read, self._is_stopped = 0, False
+        self.nbytes_read = 0
+        counting, stopped = threading.Lock(), threading.Event()
         by_file: dict[str, list[ItemRead]] = {}
         for item in sorted(items, key=lambda item: item.info.offset):
             by_file.setdefault(item.info.relative_path, []).append(item)
         largest = max((item.held_nbytes for item in items), default=0)
-        self._at_once = min(
-            _THREADS, len(by_file), max(1, self._concurrent_bytes // max(1, largest))
-        )
-        copier = Copier(max(1, self._at_once))
+        at_once = max(1, min(_THREADS, len(by_file), self._concurrent_bytes // max(1, largest)))
+
+        def count(nbytes: int) -> None:
+            with counting:
+                self.nbytes_read += nbytes
+            if stopped.is_set():
+                raise CheckpointingException("the load was interrupted")
 
         def work(files: Iterator[tuple[str, list[ItemRead]]]) -> None:
             for name, of_file in files:
                 with closing(FileSource(Path(self.path) / name)) as source:
-                    content = data_bytes(source, source.path, self._save_id, self._count)
-                    self._read_items(content, of_file)
+                    content = data_bytes(source, source.path, self._save_id, count)
+                    self._read_items(content, of_file, at_once)
 
-        interruptible(lambda: copier.share([*by_file.items()], work), self._stop)
+        interruptible(lambda: Copier(at_once).share([*by_file.items()], work), stopped.set)
 
-    def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
+    def _read_items(self, content: VerifiedBytes, items: Sequence[ItemRead], at_once: int) -> None:
         waiting: list[ItemRead] = []
-        held_nbytes, most_nbytes = 0, max(self._concurrent_bytes // self._at_once, _LEAST_NBYTES)
+        held_nbytes, most_nbytes = 0, max(self._concurrent_bytes // at_once, _LEAST_NBYTES)
         for item in items:
             if (stop := item.info.offset + item.info.length) > content.end:
                 raise CorruptShardError(
@@ -236,30 +239,21 @@ class CachedMetadataFileSystemReader(FileSystemReader):
                     f"values, and those from {item.info.offset} to {stop} are wanted"
                 )
             if waiting and held_nbytes + item.held_nbytes > most_nbytes:
-                self._read_together(content, waiting)
+                self._read_together(content, waiting, at_once)
                 waiting, held_nbytes = [], 0
             waiting.append(item)
             held_nbytes += item.held_nbytes
-        self._read_together(content, waiting)
+        self._read_together(content, waiting, at_once)
 
-    def _read_together(self, content: VerifiedBytes, items: Sequence[ItemRead]) -> None:
+    def _read_together(
+        self, content: VerifiedBytes, items: Sequence[ItemRead], at_once: int
+    ) -> None:
         parts = [part for item in items for part in item.parts()]
-        most_nbytes = max(
-            min(COPIED_NBYTES, self._concurrent_bytes) // self._at_once, _LEAST_NBYTES
-        )
-        read_parts(content, parts, most_nbytes, max(1, _THREADS // self._at_once))
+        most_nbytes = max(min(COPIED_NBYTES, self._concurrent_bytes) // at_once, _LEAST_NBYTES)
+        read_parts(content, parts, most_nbytes, max(1, _THREADS // at_once))
         # By another release of torch, or not contiguous: torch knows what they mean.
         if foreign := [item for item in items if not item.take()]:
-            self._read_items(content, foreign)
-
-    def _count(self, nbytes: int) -> None:
-        with self._counting:
-            self.nbytes_read += nbytes
-        if self._is_stopped:
-            raise CheckpointingException("the load was interrupted")
-
-    def _stop(self) -> None:
-        self._is_stopped = True
+            self._read_items(content, foreign, at_once)
 
 
 class ItemRead:
@@ -276,6 +270,7 @@ class ItemRead:
         calls: threading.Lock,
         request: ReadItem,
         info: StorageInfo,
+        metadata: Metadata,
     ) -> None:
         self.info = info
         self.device = torch.device("cpu")
@@ -286,7 +281,7 @@ class ItemRead:
         self._data = torch.empty(0, dtype=torch.uint8)
         self._saved: tuple[torch.dtype, torch.Size, Frame] | None = None
         if request.type != LoadItemType.BYTE_IO and not info.transform_descriptors:
-            self._saved = _saved_part(reader.read_metadata(), request, info.length)
+            self._saved = _saved_part(metadata, request, info.length)
         if self._saved is None:
             self.held_nbytes = info.length
         else:

@@ -13,14 +13,17 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from localckpt.availability.divergence import compare_replicas
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
 from localckpt.global_tier.metadata import StoragePrefix, pack, unpack
 from localckpt.global_tier.replicas import (
+    MOST_COMPARED,
     CommonItems,
     CommonValues,
     RankPlan,
     _device_digest,
     common_items,
+    judge_differing,
 )
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -44,6 +47,19 @@ def test_a_plan_is_unpacked_as_it_was() -> None:
     assert unpack(pack({3: plan}), dict, _ALLOWED) == {3: plan}
     common = {0: CommonItems(RankSet.of([0, 1]), (0, 2))}
     assert unpack(pack((plan, common)), tuple, _ALLOWED) == (plan, common)
+
+
+def test_a_value_that_differs_on_all_ranks_hides_none_that_differs_on_one() -> None:
+    count = MOST_COMPARED + 2
+    for ranks, left in ((9, ""), (count, f"ranks {count - 2} and {count - 1} differ too")):
+        reports = [[(0, 100 + rank)] for rank in range(ranks)]
+        divergence = compare_replicas(reports, MOST_COMPARED, MOST_COMPARED)
+        assert divergence is not None
+        told = [["", {"0": {"rng": str(r), "w": str(r == 8)}}] for r in range(ranks)]
+        with pytest.raises(MismatchError) as raised:
+            judge_differing(3, divergence, told)
+        assert "; w (" in str(raised.value)
+        assert left in str(raised.value)
 
 
 @pytest.mark.parametrize("names", [4, 400])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import threading
@@ -104,6 +105,37 @@ def test_one_rank_reads_the_metadata_for_all(tmp_path: Path) -> None:
     assert alone[0] is None
     assert "StorageError" in alone[1]
     assert str(tmp_path / "1" / ".metadata") in alone[1]
+
+
+def _load_an_object_on_one(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """By torch's interface for storage, with metadata that another reader has read."""
+    metadata = CachedMetadataFileSystemReader(path).read_metadata()
+    reader = CachedMetadataFileSystemReader(path, timeout_s=20.0)
+    state: dict[str, Any] = {"text": ""} if rank else {"text": "", "weight": torch.zeros(2)}
+    planner = ReshardingLoadPlanner(allow_partial_load=True)
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, rank == 0)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return state
+
+
+def test_a_rank_that_loads_no_tensor_still_reads_the_metadata_with_the_others(
+    tmp_path: Path,
+) -> None:
+    checkpoint(tmp_path, {"text": "saved", "weight": torch.ones(2)})
+
+    first, second = run_ranks(_load_an_object_on_one, 2, tmp_path)
+
+    assert first["weight"].eq(1).all()
+    assert first["text"] == second["text"] == "saved"
+
+
+def test_a_reader_can_be_copied_and_pickled_as_that_of_torch_can(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"weight": torch.ones(2)})
+    reader = CachedMetadataFileSystemReader(tmp_path)
+
+    for other in (copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))):
+        assert "weight" in other.read_metadata().state_dict_metadata
 
 
 def _read_metadata_of_each(rank: int, world_size: int, paths: list[Path]) -> list[str]:

@@ -52,12 +52,10 @@ class GroupWrapper:
             self.group = group if group is not None else dist.group.WORLD
             self.my_global_rank = dist.get_rank()
             if self.group is None or dist.get_rank(self.group) < 0:
-                # The others go on to make their manager.
-                with refused_together(MANAGER):
-                    raise MismatchError(
-                        f"rank {self.my_global_rank} is not a member of the process group it was "
-                        f"given"
-                    )
+                self._refuse(
+                    f"rank {self.my_global_rank} is not a member of the process group it was given"
+                )
+                return
             self.ranks = group_ranks(self.group)
             self.backend = dist.get_backend_config(self.group)
         elif group is not None:
@@ -66,6 +64,11 @@ class GroupWrapper:
             )
         self.supported_devices = _devices_of(self.backend)
         """Device types whose memory can be sent point to point."""
+
+    def _refuse(self, why: str) -> None:
+        # The others go on to make their manager.
+        with refused_together(MANAGER):
+            raise MismatchError(why)
 
     @classmethod
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:

@@ -298,7 +298,7 @@ def _end_differently(rank: int, world_size: int) -> str:
     with LocalCheckpointManager(node_store(), timeout=5.0) as manager, AsyncCallsQueue() as queue:
         state = {"value": torch.ones(2)}
         queue.schedule_async_request(manager.save(state, 1, is_async=True))
-        text = queue._entries[0].watched.name
+        text = queue._entries[0].name
         queue.maybe_finalize_async_calls(blocking=True)
         return text
 

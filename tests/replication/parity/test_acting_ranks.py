@@ -174,7 +174,6 @@ def _recover(
     nodes: Sequence[Path],
     damaged: Mapping[int, str],
     computed_by: Mapping[int, int],
-    is_kept: bool,
 ) -> tuple[dict[int, bytes], dict[int, int], list[int]]:
     """The images that this rank has computed, the sizes of all, and what is left reserved."""
     root = nodes[rank]
@@ -191,7 +190,7 @@ def _recover(
     store = DirectoryStore(root, "run", rank, 20.0)
     try:
         recovered = SCHEMES[PARITY_KIND].recover(
-            Lost(checkpoint, "run", inventory, wanted, computed_by, is_kept=is_kept),
+            Lost(checkpoint, "run", inventory, wanted, computed_by),
             store,
             Ranks("recover", None, timeout_s=20.0),
             20.0,
@@ -243,7 +242,6 @@ def test_fewer_ranks_compute_the_shards_of_a_group_of_four(
         today,
         {number: str(at[number]) for number in damaged},
         computed_by,
-        ranks == 2,
         init_group=len(today) > 1,
     )
 

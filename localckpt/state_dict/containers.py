@@ -23,31 +23,35 @@ def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[
     if isinstance(state, wanted):
         return [(above, state)]
     found: list[tuple[str, Any]] = []
-    keys: list[Any] = [above] if above else []
-    inside: set[int] = set()
-
-    def find(value: Any) -> None:
-        items = value.values() if isinstance(value, dict) else value
-        if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
-            return
-        children = children_of(value)
-        if children is None or id(value) in inside:
-            return
-        inside.add(id(value))
-        keys.append(None)
-        for key, child in children:
-            if type(child) in LEAVES:
-                continue
-            keys[-1] = key
-            if isinstance(child, wanted):
-                found.append((joined(keys), child))
-            else:
-                find(child)
-        keys.pop()
-        inside.discard(id(value))
-
-    find(state)
+    _find_values(state, wanted, [above] if above else [], set(), found)
     return found
+
+
+def _find_values(
+    value: Any,
+    wanted: tuple[type, ...],
+    keys: list[Any],
+    inside: set[int],
+    found: list[tuple[str, Any]],
+) -> None:
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
+        return
+    children = children_of(value)
+    if children is None or id(value) in inside:
+        return
+    inside.add(id(value))
+    keys.append(None)
+    for key, child in children:
+        if type(child) in LEAVES:
+            continue
+        keys[-1] = key
+        if isinstance(child, wanted):
+            found.append((joined(keys), child))
+        else:
+            _find_values(child, wanted, keys, inside, found)
+    keys.pop()
+    inside.discard(id(value))
 
 
 def joined(keys: Iterable[Any]) -> str:
@@ -113,21 +117,21 @@ def _filled(container: Any, children: Mapping[Any, Any]) -> Any:
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """Copy the containers of ``state``, each once, with values of type ``leaf`` replaced."""
-    done: dict[int, Any] = {}
+    return _map(state, replace, leaf, {})
 
-    def mapped(value: Any) -> Any:
-        if isinstance(value, leaf):
-            return replace(value)
-        if id(value) in done:
-            return done[id(value)]
-        members = children_of(value)
-        if members is None:
-            return value
-        if isinstance(value, tuple):
-            children = {key: mapped(child) for key, child in members}
-            return done.setdefault(id(value), with_children(value, children))
-        # Noted before its members, of which one may hold it.
-        result = done[id(value)] = copy.copy(value)
-        return _filled(result, {key: mapped(child) for key, child in members})
 
-    return mapped(state)
+def _map(value: Any, replace: Callable[[Any], Any], leaf: type, done: dict[int, Any]) -> Any:
+    # A nested function that calls itself would keep the values until a garbage collection.
+    if isinstance(value, leaf):
+        return replace(value)
+    if id(value) in done:
+        return done[id(value)]
+    members = children_of(value)
+    if members is None:
+        return value
+    if isinstance(value, tuple):
+        children = {key: _map(child, replace, leaf, done) for key, child in members}
+        return done.setdefault(id(value), with_children(value, children))
+    # Noted before its members, of which one may hold it.
+    result = done[id(value)] = copy.copy(value)
+    return _filled(result, {key: _map(child, replace, leaf, done) for key, child in members})

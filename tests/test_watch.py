@@ -283,7 +283,10 @@ def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(when: str, world
         ranks.rounds = ranks._place.forgotten = rounds
     watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
     leaving = watches[7]
-    call = _call(0, ends_after_s=0.0 if when == "it waits for others" else 2 * PATIENCE_S)
+    work = PendingCall("save")
+    call = Watched(0, work.name, work)
+    if when == "it waits for others":
+        work.end(None)
     if when == "not followed":
         leaving.add(call)
     else:
@@ -302,4 +305,5 @@ def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(when: str, world
     (text,) = {failure.text for failure in outcomes.values()}
     assert "rank 7 has left" in text
     assert {failure.kind for failure in outcomes.values()} == {PeerLostError.__name__}
+    work.end(None)
     world.ranks[7].wait_again()

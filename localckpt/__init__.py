@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from localckpt.availability.retention import Retention as Retention
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
-    from localckpt.checkpointer.parts import Values as Values
     from localckpt.checkpointer.resume import Elsewhere as Elsewhere
+    from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.cli.survival import Scheme as Scheme
     from localckpt.cli.survival import Survival as Survival
@@ -92,8 +92,8 @@ _PUBLIC = {
     "availability.retention": "Best Retention",
     "checkpointer.cadence": "Every",
     "checkpointer.checkpointer": "Checkpointer",
-    "checkpointer.parts": "Values",
     "checkpointer.resume": "Elsewhere",
+    "checkpointer.values": "Values",
     "checkpointer.workers": "worker_init_fn",
     "errors": (
         "CheckpointingException CorruptShardError DivergenceError FormatVersionError "

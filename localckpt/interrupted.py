@@ -43,8 +43,8 @@ class OfOneProcess:
             )
         if self._closed and not also_closed:
             raise CheckpointingException(
-                f"this {self._noun} is closed; make another, on every "
-                f"rank. Checkpoints saved before are as they were"
+                f"this {self._noun} is closed; make another, on every rank. Checkpoints saved "
+                f"before are as they were"
             )
 
 

@@ -87,11 +87,11 @@ _BUDGETS = {
     "top": (2022, 1300, 13),
     "async_save": (1579, 1400, 7),
     "availability": (2626, 2000, 10),
-    "checkpointer": (4154, 1800, 12),
+    "checkpointer": (4163, 1800, 13),
     "cli": (2996, 3000, 16),
     "events": (592, 700, 4),
     "exporters": (321, 500, 3),
-    "global_tier": (5746, 4900, 17),
+    "global_tier": (5784, 4900, 17),
     "integrations": (2808, 2900, 19),
     "managers": (4959, 3600, 17),
     "memory": (760, 700, 7),
@@ -104,7 +104,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (161, 150)
+_CORE_MODULES = (162, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

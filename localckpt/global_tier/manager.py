@@ -266,8 +266,16 @@ class GlobalCheckpointManager(OfOneProcess):
     ) -> Drain:
         """Begin to make a checkpoint of what the ranks keep on their nodes; all ranks call it.
 
-        The managers of the nodes call it in their ``promote``, and finalize the drain. ``shard``
-        stays until it is over, and ``rate_limit`` is in bytes a second.
+        The managers of the nodes call it in their ``promote``, and finalize the drain. It is
+        carried out behind training, beside saves.
+
+        Args:
+            shard: This rank's shard, which stays until the drain is over.
+            rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
+            metrics: Numbers that are recorded with it, as for :meth:`save`.
+
+        Raises:
+            CheckpointingException: This manager is closed, or the shard is another rank's.
         """
         self._require_writable()
         self._require_open()
@@ -357,6 +365,10 @@ class GlobalCheckpointManager(OfOneProcess):
         """Give up all that is newer: the job goes on from an older one, here or on the nodes.
 
         All ranks call it.
+
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: Some rank did not come in time.
         """
         self._require_writable()
         self._require_usable()
@@ -429,8 +441,14 @@ class GlobalCheckpointManager(OfOneProcess):
     def images(self, iteration: int) -> Iterator[tuple[SharedImages, ShardIdentity]]:
         """Context in which all ranks load the images of a checkpoint that was drained.
 
-        It has the images, and the identity of the first one. What is saved after it goes on from
-        the checkpoint, unless an error leaves the context.
+        What is saved after it goes on from the checkpoint, unless an error leaves the context.
+
+        Yields:
+            The images, and the identity of the first one.
+
+        Raises:
+            MismatchError: The checkpoint was saved by other means, and has no images.
+            NoReplicasAvailableError, CorruptShardError, StorageError: As for :meth:`load`.
         """
         self._prepare_load()
         with self._events.timed("read"):

@@ -152,7 +152,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{rank}_"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> NoReturn:
-        """Refuse, with a CheckpointingException: this writer writes behind training only."""
+        """Refuse: this writer writes behind training only.
+
+        Raises:
+            CheckpointingException: Always; it names what to use.
+        """
         raise CheckpointingException(
             "FileSystemWriterAsync does not write in the trainer: use save_state_dict_async_plan() "
             "and get_save_function_and_args(), or GlobalCheckpointManager; for dcp.save, torch's "
@@ -160,12 +164,21 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def require_loadable(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Raise CheckpointingException if what a rank plans to save could not be loaded again."""
+        """Check that what a rank plans to save could be loaded again; copies nothing.
+
+        Raises:
+            UnsafeGlobalError: The state holds an object that could not be loaded again.
+            CheckpointingException: It could not be loaded again for another reason.
+        """
         for item in plan.items:
             self._items.read(item, planner)
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Find what this rank is to write, and where. Tensors are not copied yet.
+
+        Args:
+            plan: This rank's final plan.
+            planner: Knows the state.
 
         Raises:
             UnsafeGlobalError: The state holds an object that could not be loaded again.
@@ -261,6 +274,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.
 
         Data files that are not part of it, of saves before or of some that failed, are removed.
+
+        Args:
+            metadata: What planning made.
+            results: Results of all ranks.
+
+        Raises:
+            StorageError: The file system refused.
         """
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)

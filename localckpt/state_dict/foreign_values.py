@@ -40,19 +40,19 @@ class ArrayTensor(torch.Tensor):
     run: numpy.ndarray[Any, Any]
 
 
-def is_data(value: Any) -> bool:
-    """Return whether a value of numpy is stored among the tensors."""
-    is_numpy = isinstance(value, numpy.ndarray | numpy.generic)
-    return is_numpy and value.nbytes >= _SMALL_NBYTES and not value.dtype.hasobject
-
-
 def reduce_numpy(value: Any) -> Any:
     """Reduce a value of numpy as ``__reduce__`` does; ``NotImplemented`` for other values."""
-    kind = type(value)
+    kind: Any = type(value)
+    if kind is numpy.ndarray:
+        return restore_array, _parts_of(value)
     if isinstance(value, numpy.ndarray):
         # A class that pickles itself may hold more than its items.
-        is_plain = kind.__reduce__ == numpy.ndarray.__reduce__  # type: ignore[comparison-overlap]
-        return (restore_array, _parts_of(value)) if is_plain else NotImplemented
+        if kind.__reduce__ == numpy.ndarray.__reduce__:
+            raise CheckpointingException(
+                f"{kind.__module__}.{kind.__qualname__} is a class of arrays: save "
+                f"numpy.asarray(array), and make it anew after loading"
+            )
+        return NotImplemented
     if isinstance(value, numpy.generic):
         return restore_number, _parts_of(numpy.asarray(value))
     if isinstance(value, numpy.dtype):
@@ -76,20 +76,8 @@ def _parts_of(array: numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
     """Return the arguments of :func:`restore_array`."""
     order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
     described = _described(array.dtype)
-    data: Any
-    if array.dtype.hasobject and array.dtype.names is not None:
-        raise CheckpointingException(
-            f"an array of dtype {array.dtype} has objects in its fields: save each field as an "
-            f"array of its own"
-        )
-    if array.dtype.hasobject:
-        data = array.ravel(order).tolist()
-    elif is_data(array):
-        data = _bytes_of(array)
-    else:
-        data = array.tobytes(order)
-    parts = data, described, array.shape, order, array.flags.writeable
-    return parts if type(array) is numpy.ndarray else (*parts, type(array))
+    data = array.tobytes(order) if array.nbytes < _SMALL_NBYTES else _bytes_of(array)
+    return data, described, array.shape, order, array.flags.writeable
 
 
 def _bytes_of(array: numpy.ndarray[Any, Any]) -> ArrayTensor:
@@ -107,101 +95,67 @@ def _bytes_of(array: numpy.ndarray[Any, Any]) -> ArrayTensor:
 
 
 def restore_array(
-    data: bytes | list[Any] | torch.Tensor,
-    described: tuple[Any, ...],
+    data: bytes | torch.Tensor,
+    described: tuple[str],
     shape: tuple[int, ...],
     order: str,
     is_writable: bool,
-    kind: type[numpy.ndarray[Any, Any]] = numpy.ndarray,
 ) -> numpy.ndarray[Any, Any]:
-    """Make an array from its bytes or items; a tensor's bytes are not copied."""
+    """Make an array from its bytes; those of a tensor are not copied."""
     dtype = restore_dtype(*described)
     if any(type(n) is not int or n < 0 for n in shape):
         _refuse(f"an array of shape {shape!r:.100}")
-    array: Any
     flat: Any
-    if dtype.hasobject:
-        # The items of such an array are a list; bytes would become pointers.
-        if dtype.names or type(data) is not list or len(data) != math.prod(shape):
-            _refuse("an array of other items")
-        array = numpy.fromiter(data, dtype, len(data)).reshape(shape, order=order)  # type: ignore[call-overload]
+    if isinstance(data, torch.Tensor):
+        if not data.is_cpu or not data.is_contiguous():
+            _refuse("an array of what is no array")
+        flat = data.detach().reshape(-1).view(torch.uint8).numpy()
+    elif type(data) is bytes:
+        flat = numpy.frombuffer(bytearray(data), dtype=numpy.uint8)
     else:
-        if isinstance(data, torch.Tensor):
-            if not data.is_cpu or not data.is_contiguous():
-                _refuse("an array of what is no array")
-            flat = data.detach().reshape(-1).view(torch.uint8).numpy()
-        elif type(data) is bytes:
-            flat = numpy.frombuffer(bytearray(data), dtype=numpy.uint8)
-        else:
-            _refuse("an array of something else than bytes")
-        if math.prod(shape) * dtype.itemsize != flat.nbytes:
-            _refuse(f"an array of shape {shape!r:.100} of {flat.nbytes} bytes")
-        # Neither view() nor reshape() works with an item size of 0.
-        array = numpy.ndarray(shape, dtype, flat, order="F" if order == "F" else "C")
-    if kind is not numpy.ndarray:
-        array = array.view(kind)
+        _refuse("an array of something else than bytes")
+    if math.prod(shape) * dtype.itemsize != flat.nbytes:
+        _refuse(f"an array of shape {shape!r:.100} of {flat.nbytes} bytes")
+    # Neither view() nor reshape() works with an item size of 0.
+    array: numpy.ndarray[Any, Any]
+    array = numpy.ndarray(shape, dtype, flat, order="F" if order == "F" else "C")
     array.flags.writeable = is_writable
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 def restore_number(*parts: Any) -> Any:
-    """Make a number, text, date or record of numpy."""
+    """Make a number, text or date of numpy."""
     return restore_array(*parts)[()]
 
 
-_SIMPLE = re.compile(r"[<>|=]?[?biufcmMOSUV][0-9]{0,10}(\[[0-9]*[A-Za-zμ]{1,7}\])?")
+# Dtypes that are plain data, and no pointers to objects.
+_SIMPLE = re.compile(r"[<>|=]?[?biufcmMSUV][0-9]{0,10}(\[[0-9]*[A-Za-zμ]{1,7}\])?")
 
 
-def _described(dtype: numpy.dtype[Any]) -> tuple[Any, ...]:
+def _described(dtype: numpy.dtype[Any]) -> tuple[str]:
     """Return the arguments of :func:`restore_dtype`."""
-    plain: Any
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        plain = _described(base), shape
-    elif dtype.names is not None and dtype.fields is not None:
-        fields = [dtype.fields[name] for name in dtype.names]
-        plain = {
-            "names": list(dtype.names),
-            "formats": [_described(field[0]) for field in fields],
-            "offsets": [field[1] for field in fields],
-            "titles": [field[2] if len(field) == 3 else None for field in fields],
-            "itemsize": dtype.itemsize,
-            "aligned": dtype.isalignedstruct,
-        }
-    elif dtype.metadata is None:
-        return _text_of(dtype)
-    else:
-        (plain,) = _text_of(dtype)
-    if dtype.kind == "V" and dtype.type is not numpy.void:
-        raise CheckpointingException(f"dtype {dtype} is of another class, {dtype.type.__name__}")
-    return (plain,) if dtype.metadata is None else (plain, dict(dtype.metadata))
+    # Dtypes that differ in one of these are equal for numpy, and so for a cache.
+    is_another = dtype.metadata is not None or (dtype.kind == "V" and dtype.type is not numpy.void)
+    if is_another or (described := _text_of(dtype)) is None:
+        raise CheckpointingException(
+            f"dtype {dtype} is not one of numpy's plain ones: save an array of a plain dtype for "
+            f"each field, or a list of the items (tolist())"
+        )
+    return described
 
 
 # One tuple for equal dtypes, so that it stands in a pickle once.
 @lru_cache
-def _text_of(dtype: numpy.dtype[Any]) -> tuple[str]:
-    if not _SIMPLE.fullmatch(dtype.str) or numpy.dtype(dtype.str) != dtype:
-        raise CheckpointingException(f"dtype {dtype} is not one of numpy's plain ones")
-    return (dtype.str,)
+def _text_of(dtype: numpy.dtype[Any]) -> tuple[str] | None:
+    is_simple = _SIMPLE.fullmatch(dtype.str) and numpy.dtype(dtype.str) == dtype
+    return (dtype.str,) if is_simple else None
 
 
-def restore_dtype(plain: Any, metadata: dict[str, Any] | None = None) -> numpy.dtype[Any]:
-    """Make a dtype of its description: a text, a base and a shape, or a dict of fields."""
-    described: Any = plain
-    align = False
-    if type(plain) is tuple:
-        base, shape = plain
-        described = restore_dtype(*base), shape
-    elif type(plain) is dict:
-        described = {key: value for key, value in plain.items() if key != "aligned"}
-        described["formats"] = [restore_dtype(*part) for part in plain["formats"]]
-        if not any(plain["titles"]):
-            del described["titles"]
-        align = plain["aligned"] is True
-    elif type(plain) is not str or not _SIMPLE.fullmatch(plain):
+def restore_dtype(plain: str) -> numpy.dtype[Any]:
+    """Make a dtype of its text."""
+    if type(plain) is not str or not _SIMPLE.fullmatch(plain):
         _refuse(f"a dtype of {plain!r:.100}")
-    made: numpy.dtype[Any] = numpy.dtype(described, align=align)
-    return made if metadata is None else numpy.dtype(made, metadata=metadata)
+    return numpy.dtype(plain)
 
 
 # Generators use the positions in their states as indices without a check.

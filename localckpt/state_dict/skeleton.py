@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from localckpt.errors import (
@@ -30,7 +31,6 @@ from localckpt.state_dict.dtensors import (
 )
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
-    is_data,
     reduce_generator,
     reduce_numpy,
     type_of_constant,
@@ -216,7 +216,7 @@ class _FindingPickler(_SkeletonPickler):
             # All in it that can hold tensors, in the order of its own pickle. That takes ten times
             # as long, and a restart waits for this.
             return _itself, ((vars(obj), obj._local_tensor),)
-        if type(obj) is self._parts.mesh or is_data(obj):
+        if type(obj) is self._parts.mesh or isinstance(obj, numpy.ndarray | numpy.generic):
             return type_of_constant, (None,)
         if type(obj) in _PLAIN_TENSORS and not _has_own_bytes(obj):
             # Another one may be made of more items.

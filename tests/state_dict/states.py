@@ -105,10 +105,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     elif isinstance(wanted, numpy.ndarray):
         assert found.dtype == wanted.dtype
         assert found.shape == wanted.shape
-        if wanted.dtype == object:
-            assert_same(found.tolist(), wanted.tolist())
-        else:
-            assert found.tobytes() == wanted.tobytes()
+        assert found.tobytes() == wanted.tobytes()
     elif isinstance(wanted, float):
         assert struct.pack("<d", found) == struct.pack("<d", wanted)
     elif isinstance(wanted, complex):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.foreign_values import (
@@ -34,14 +34,9 @@ from localckpt.state_dict.source import read_header
 from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, round_trip, source_of, with_pickle
 
-STRUCTURED = numpy.dtype([("a", "<i4"), ("b", ">f8", (2,)), ("c", "U3")], align=True)
-
 DTYPES = [
     *("?", "i1", "u2", "<i4", ">i4", "u8", "f2", ">f4", "f8", "c8", "c16", "g", "G"),
     *("U7", ">U2", "S5", "V3", "M8[ns]", "M8[25s]", "M8", ">m8[D]", "m8"),
-    STRUCTURED,
-    numpy.dtype({"names": ["x"], "formats": ["i2"], "offsets": [3], "itemsize": 9}),
-    numpy.dtype([(("title", "name"), "f4")]),
 ]
 
 
@@ -51,20 +46,11 @@ def _values(dtype: Any, count: int) -> numpy.ndarray[Any, Any]:
     return data.view(kind)
 
 
-def _assert_same_values(found: Any, wanted: numpy.ndarray[Any, Any]) -> None:
-    if wanted.dtype.names is None:
-        assert found.tobytes() == wanted.tobytes()
-    else:
-        # What lies between fields is nobody's.
-        assert (found == wanted).all()
-
-
 def _assert_same_array(found: Any, wanted: numpy.ndarray[Any, Any]) -> None:
     assert type(found) is numpy.ndarray
     assert found.dtype == wanted.dtype
-    assert found.dtype.isalignedstruct == wanted.dtype.isalignedstruct
     assert found.shape == wanted.shape
-    _assert_same_values(found, wanted)
+    assert found.tobytes() == wanted.tobytes()
     assert found.flags.writeable == wanted.flags.writeable
     assert found.flags.f_contiguous >= wanted.flags.fnc
 
@@ -87,20 +73,16 @@ def test_every_dtype_of_numpy_comes_back_bit_for_bit(dtype: Any, count: int) -> 
         _assert_same_array(round_trip([array])[0], array)
 
 
-def test_arrays_of_objects_and_scalars_come_back() -> None:
+def test_scalars_come_back() -> None:
     state = {
-        "objects": numpy.array([1, "a", None, 2**70, [1, 2]], dtype=object),
         "scalars": [numpy.float32(3), numpy.datetime64("2020-01-01", "s"), numpy.str_("abc")],
-        "record": _values(STRUCTURED, 1)[0],
         "void": numpy.void(b"abc"),
     }
 
     loaded = round_trip(state)
 
-    assert loaded["objects"].tolist() == state["objects"].tolist()
     assert loaded["scalars"] == state["scalars"]
     assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))
-    assert loaded["record"].tobytes() == state["record"].tobytes()
     assert loaded["void"].tobytes() == b"abc"
 
 
@@ -247,32 +229,43 @@ class Labelled(numpy.ndarray):  # type: ignore[type-arg]
     """A class of arrays without behaviour of its own."""
 
 
-def test_an_array_of_a_class_that_is_allowed_comes_back_as_one() -> None:
-    for count in (5, 5000):
-        array = numpy.arange(count).view(Labelled)
-        allowed = SafeGlobals([Labelled])
+@pytest.mark.parametrize("count", [5, 5000])
+def test_a_save_refuses_a_class_of_arrays_and_says_what_to_save(count: int) -> None:
+    array = numpy.arange(count).view(Labelled)
 
-        loaded = unpack(pack([array], IDENTITY, ImagePlanner(allowed)), allowed=allowed)[0]
+    with pytest.raises(CheckpointingException) as refused:
+        pack({"a": [array]}, IDENTITY, ImagePlanner(SafeGlobals([Labelled])))
 
-        assert type(loaded) is Labelled
-        assert loaded.tolist() == array.tolist()
-    with pytest.raises(UnsafeGlobalError, match="Labelled"):
-        pack([numpy.arange(5).view(Labelled)], IDENTITY)
+    assert "test_numpy_arrays.Labelled is a class of arrays" in str(refused.value)
+    assert "save numpy.asarray(array)" in str(refused.value)
+    assert "(at 'a.0')" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        numpy.rec.array([(1, 2)], dtype="i4,i4"),
+        numpy.asarray(numpy.rec.array([(1, 2)], dtype="i4,i4")),
         numpy.array(["a"], "T"),
+        numpy.array([1, "a", None], dtype=object),
+        numpy.zeros(5000, dtype=object),
         numpy.array([(1, "a")], dtype=[("a", "i4"), ("b", "O")]),
         numpy.zeros((2, 3), [("a", [("b", "O"), ("c", "u1")], (2,)), ("d", ">f4")]),
+        numpy.zeros(5000, [("a", "<i4"), ("b", "<f8")]),
+        numpy.zeros(1, [("a", "<i4")])[0],
+        numpy.zeros(2, numpy.dtype("f4", metadata={"unit": "s"})),
+        numpy.dtype([("a", "<i4")]),
+        numpy.dtype(("<f8", (2,))),
+        numpy.dtype((numpy.record, 8)),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:60],
 )
-def test_an_array_of_another_class_of_items_is_refused_by_a_save(value: Any) -> None:
-    with pytest.raises(CheckpointingException, match="dtype"):
-        pack([value], IDENTITY)
+def test_a_save_refuses_arrays_and_dtypes_that_are_not_plain(value: Any) -> None:
+    with pytest.raises(CheckpointingException) as refused:
+        pack({"a": [value]}, IDENTITY)
+
+    assert "is not one of numpy's plain ones" in str(refused.value)
+    assert "save an array of a plain dtype for each field, or a list" in str(refused.value)
+    assert "(at 'a.0')" in str(refused.value)
 
 
 class Call:
@@ -350,15 +343,14 @@ FORGED = {
 
 def test_the_forged_values_are_forged_from_values_that_are_made() -> None:
     good = [
-        _array(b"A" * 8, (1,), (_fields("<f8", 0, 8),)),
-        _array([1], (1,), _OBJECT),
+        _array(b"A" * 8, (1,), _F8),
         Call(restore_bit_generator, "MT19937", _MT),
         Call(restore_bit_generator, "Philox", _PHILOX),
     ]
 
     loaded = unpack(source_of(with_pickle(pickle.dumps(good, 5))))
 
-    assert [type(value).__name__ for value in loaded] == ["ndarray", "ndarray", "MT19937", "Philox"]
+    assert [type(value).__name__ for value in loaded] == ["ndarray", "MT19937", "Philox"]
 
 
 @pytest.mark.fault("hostile-file")

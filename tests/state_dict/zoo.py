@@ -195,7 +195,6 @@ class Zoo:
                 *(numpy.float32(draw.random()), numpy.int64(3), numpy.str_("a")),
                 numpy.arange(draw.randint(0, 9)).astype(draw.choice(["<i4", ">f8", "u1", "?"])),
                 numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
-                numpy.array([1, "a", None], dtype=object),
                 numpy.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
                 collections.Counter("aab"),
             ]

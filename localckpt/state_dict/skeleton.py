@@ -40,7 +40,7 @@ from localckpt.state_dict.pickles import unframed
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
-from localckpt.state_dict.unpickler import ObjectPlace, Unpickler, place_at
+from localckpt.state_dict.unpickler import Unpickler, place_at
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -135,7 +135,7 @@ def insert_tensors(
         raise
     except Exception as error:
         place = _place_of(error, bytes(skeleton), load)
-        what = f"{place.class_name} at {place.path!r}" if place else "an object in it"
+        what = "an object in it" if place is None else f"{place[0]} at {place[1]!r}"
         raise RestoreError(
             f"the state cannot be rebuilt: {what} raised {with_class(error)}",
             *(place or (None, None)),
@@ -144,7 +144,7 @@ def insert_tensors(
 
 def _place_of(
     error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]
-) -> ObjectPlace | None:
+) -> tuple[str, str] | None:
     """Find the object that raised an error, by loading the skeleton once more."""
     try:
         # An unpickler tells no position, but then reads one instruction at a time from the file.

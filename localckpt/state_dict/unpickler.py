@@ -130,15 +130,11 @@ class Ignored:
         pass
 
 
-class ObjectPlace(NamedTuple):
-    """Place of an object in a state: keys, indices and attributes, joined by dots."""
+def place_at(pickled: bytes, end: int) -> tuple[str, str] | None:
+    """Find the object of the instruction before byte ``end``, without frames.
 
-    class_name: str
-    path: str
-
-
-def place_at(pickled: bytes, end: int) -> ObjectPlace | None:
-    """Find the place of the object of the instruction before byte ``end``, without frames."""
+    Returns the name of its class, and its keys, indices and attributes in the state, with dots.
+    """
     file = io.BytesIO(pickled)
     touched: list[_Made] = []
 
@@ -155,7 +151,7 @@ def place_at(pickled: bytes, end: int) -> ObjectPlace | None:
         return None
     # The attribute of localckpt's wrapper that holds a plain state.
     keys = keys[1:] if keys[:1] == ("state_dict",) else keys
-    return ObjectPlace(touched[0].class_name, joined(keys))
+    return touched[0].class_name, joined(keys)
 
 
 class _Made(Ignored):
@@ -246,12 +242,20 @@ class _Passed(Ignored):
 
 
 class _OfLiterals(Ignored):
-    """Stand-in for a class that a pickle calls with plain containers and texts only."""
+    """Stand-in for a class that a pickle calls with plain containers, texts and numbers only."""
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
         if any(isinstance(value, Ignored) for value in args):
             _refuse("makes a value of another")
         return object.__new__(cls)
+
+
+class _Text(_OfLiterals):
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        # A number, or the text of a few nested containers, could take any memory.
+        if any(type(value) not in (str, bytes) for value in args):
+            _refuse("makes a text")
+        return super().__new__(cls, *args)
 
 
 class _Fraction(_OfLiterals):
@@ -260,18 +264,6 @@ class _Fraction(_OfLiterals):
         if any(isinstance(value, str) and "e" in value.lower() for value in args):
             _refuse("makes a fraction")
         return super().__new__(cls, *args)
-
-
-def _conversion(*kinds: type) -> type[Ignored]:
-    """Make a stand-in for a class that is called with one value of these types, or none."""
-
-    class Conversion(Ignored):
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > 1 or kwargs or any(type(value) not in kinds for value in args):
-                _refuse("converts a value")
-            return object.__new__(cls)
-
-    return Conversion
 
 
 def _stand_in_of(full_name: str, found: Any) -> type[Ignored]:
@@ -293,18 +285,13 @@ _NEVER_CALLED = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.Generator, torch.dtype),
     *(numpy.ndarray, numpy.dtype),
 )
-_CONTAINERS = list, tuple, set, frozenset, dict
 _STAND_INS: dict[str, type[Ignored]] = {
     **{
-        f"builtins.{name}": _conversion(*_CONTAINERS)
-        for name in ("list", "tuple", "set", "frozenset")
+        f"builtins.{name}": _OfLiterals
+        for name in ("list", "tuple", "set", "frozenset", "dict", "int", "bool", "float")
     },
-    "builtins.dict": _conversion(dict, list, tuple),
-    "builtins.str": _conversion(str),
-    "builtins.bytes": _conversion(bytes),
-    "builtins.int": _conversion(int, bool),
-    "builtins.bool": _conversion(int, bool),
-    "builtins.float": _conversion(float, int),
+    "builtins.str": _Text,
+    "builtins.bytes": _Text,
     **{
         f"collections.{name}": _OfLiterals
         for name in ("OrderedDict", "defaultdict", "Counter", "deque")

@@ -86,7 +86,7 @@ def composing(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     if callable(flatten := getattr(tensor, "__tensor_flatten__", None)):
         parts = (getattr(tensor, name) for name in flatten()[0])
         return [part for part in parts if isinstance(part, torch.Tensor)]
-    return list(tensor.unbind()) if tensor.is_nested else None
+    return None
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

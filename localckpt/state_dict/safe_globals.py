@@ -42,16 +42,10 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
     "torch": ("Size", "device", "Tensor", "dtype", "Generator"),
     "torch.nn.parameter": ("Parameter", "Buffer"),
-    "torch._utils": (
-        "_rebuild_sparse_tensor",
-        "_rebuild_nested_tensor",
-        "_rebuild_wrapper_subclass",
-    ),
+    "torch._utils": ("_rebuild_sparse_tensor", "_rebuild_wrapper_subclass"),
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
-    # Part of torch's own defaults (get_safe_globals()) in torch 2.13, but not in torch 2.15.
-    "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
-    # Part of torch's own defaults in torch 2.13, but not in torch 2.8.
+    # Part of torch's own defaults (get_safe_globals()) in torch 2.13, but not in torch 2.8.
     "torch.distributed.tensor.placement_types": ("_StridedShard",),
     "numpy": ("ndarray", "dtype"),
     "localckpt.state_dict.basic": ("_Hollow",),

@@ -200,6 +200,10 @@ class _SkeletonPickler(pickle.Pickler):
             )
         if isinstance(obj, torch.Tensor) and is_sharded(obj):
             return reduce_sharded(obj)
+        if isinstance(obj, torch.Tensor) and obj.is_nested:
+            raise CheckpointingException(
+                "it is a nested tensor: save the list of tensors that its unbind() gives"
+            )
         if kind in _PLAIN_TENSORS and _has_own_bytes(obj):
             return _itself, (_Bare(obj),), marks_of(obj), None, None, set_marks
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
@@ -234,8 +238,6 @@ def checked_maker(function: Any) -> Any:
     """Return the function in place of one of torch's that believes what a file says."""
     if function is torch._utils._rebuild_sparse_tensor:
         return _rebuild_sparse_tensor
-    if function is torch._utils._rebuild_nested_tensor:
-        return _rebuild_nested_tensor
     return rebuild_wrapped if function is REBUILD_WRAPPED else function
 
 
@@ -251,20 +253,6 @@ def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
     return torch.sparse_compressed_tensor(
         compressed, plain, values, size, layout=layout, check_invariants=True
     )
-
-
-def _rebuild_nested_tensor(
-    buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
-) -> Any:
-    """Replace torch's function of this name; refuses a part that reaches outside of the buffer."""
-    if any(t.dtype is not torch.int64 for t in (sizes, strides, offsets)) or buffer.dim() != 1:
-        raise CorruptShardError("the skeleton makes a nested tensor of other tensors")
-    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
-    for shape, steps, start in rows:
-        reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-        if min((start, *shape, *steps)) < 0 or (0 not in shape and start + reach >= buffer.numel()):
-            raise CorruptShardError("a nested tensor reaches outside of its bytes")
-    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
 def _has_own_bytes(tensor: torch.Tensor) -> bool:

@@ -75,7 +75,7 @@ def check_skeleton(
             for arg in args:
                 composed.update(_numbers_in(arg if isinstance(arg, tuple) else (arg,)))
 
-    own = {_MESH: Mesh, **dict.fromkeys(_COMPOSERS, Composed)}
+    own = {_MESH: Mesh, "torch._utils._rebuild_sparse_tensor": Composed}
 
     def find(module: str, name: str) -> Any:
         named.add(item := Name(module, name))
@@ -280,7 +280,6 @@ def _stand_in_of(full_name: str, found: Any) -> type[Ignored]:
 
 _FIXED = _Fixed()
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
-_COMPOSERS = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor")
 _NEVER_CALLED = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.Generator, torch.dtype),
     *(numpy.ndarray, numpy.dtype),

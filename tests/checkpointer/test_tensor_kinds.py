@@ -123,8 +123,6 @@ def _image(tensor: Any) -> Any:
     about = type(tensor).__name__, tensor.dtype, tensor.layout
     if isinstance(tensor, Pair):
         return about, _image(tensor.raw), _image(tensor.scale)
-    if tensor.is_nested:
-        return about, [_image(part) for part in tensor.unbind()]
     about = (*about, tuple(tensor.shape))
     if tensor.is_meta:
         return about

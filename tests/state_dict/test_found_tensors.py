@@ -1,7 +1,7 @@
 """Tensors of a state to load into are those that a save finds, in the same order.
 
-Left out are those of device meshes, which belong to the job, of arrays, and the parts of sparse and
-nested tensors.
+Left out are those of device meshes, which belong to the job, of arrays, and the parts of sparse
+tensors.
 """
 
 from __future__ import annotations

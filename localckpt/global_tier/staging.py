@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from localckpt.errors import CheckpointingException, UnsafeGlobalError
 from localckpt.global_tier.data_files import covered_nbytes
 from localckpt.global_tier.metadata import DATA_SUFFIX, StorageInfo
-from localckpt.memory.copying import Copier
+from localckpt.memory.copying import BlockCopies, Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
-from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
+from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
 
@@ -410,8 +410,8 @@ class Staging:
         return buffer
 
     def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
-        view, base = buffer.view, address_of(buffer.view)
-        jobs: list[tuple[int, int, int]] = []
+        view = buffer.view
+        runs: dict[tuple[int, int], int] = {}
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
         for file, (first, stop) in zip(data.files, ranges, strict=True):
             for slot in file.slots:
@@ -425,7 +425,7 @@ class Staging:
                 if not tensor.is_cpu:
                     from_gpus.append((view[begin:end], tensor))
                 elif is_flat(tensor):
-                    jobs.append((base + begin, tensor.data_ptr(), slot.nbytes))
+                    runs[begin, slot.nbytes] = tensor.data_ptr()
                 else:
                     copy_to_host(view[begin:end], tensor)
             at = first + file.nbytes
@@ -437,7 +437,7 @@ class Staging:
             buffer.pin(from_gpus[0][1].device)
         under_way = self._streams.queue(from_gpus)
         try:
-            self._copier.copy(jobs, (view, data.tensors))
+            BlockCopies(runs).copy(view, 0, 0, [*runs.values()], self._copier, None, data.tensors)
         finally:
             try:
                 under_way.wait()

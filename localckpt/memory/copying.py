@@ -28,8 +28,6 @@ from localckpt.threads import Task, end_all
 
 T = TypeVar("T")
 
-_PIECE_NBYTES = 8 << 20
-
 
 def default_copy_threads() -> int:
     """Return this rank's part of the node's cores, at most 4: more threads add nothing."""
@@ -43,13 +41,6 @@ class Copier:
         self._threads = threads or default_copy_threads()
         self._shares: Sequence[Task[None]] = ()
         self._left: Iterator[Any] = iter(())
-
-    def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
-        """Carry out copies of ``(destination address, source address, nbytes)``, without overlaps.
-
-        ``keep`` owns the memory on both sides, and is kept alive until no thread copies any more.
-        """
-        self.share([piece for job in jobs for piece in _pieces(job)], _copy_pieces, keep)
 
     def share(
         self, pieces: Iterable[T], work: Callable[[Iterator[T]], None], keep: Any = None
@@ -92,22 +83,6 @@ def _take_part(work: Callable[[Iterator[T]], None], left: Iterator[T], keep: Any
     except BaseException:
         deque(left, maxlen=0)
         raise
-
-
-def _pieces(job: tuple[int, int, int]) -> Sequence[tuple[int, int, int]]:
-    destination, source, nbytes = job
-    if nbytes <= _PIECE_NBYTES:
-        return (job,)
-    return [
-        (destination + done, source + done, min(_PIECE_NBYTES, nbytes - done))
-        for done in range(0, nbytes, _PIECE_NBYTES)
-    ]
-
-
-def _copy_pieces(pieces: Iterator[tuple[int, int, int]]) -> None:
-    memmove = ctypes.memmove
-    for destination, source, nbytes in pieces:
-        memmove(destination, source, nbytes)
 
 
 class BlockCopies:

@@ -59,13 +59,9 @@ class Teller(NamedTuple):
 
 
 class NamedTensors(NamedTuple):
-    """Tensors of a state by their paths.
+    """Paths of the tensors in a state's containers by ``id(tensor)``, and all its tellers.
 
-    Attributes:
-        names: ``id(tensor)`` to the tensor's path, for the tensors in a state's containers. The
-            inner tensors of a DTensor, a ShardedTensor or another wrapper get paths from the
-            wrapper's.
-        tellers: Values that say which part of a global tensor their tensors are.
+    The inner tensors of a DTensor, a ShardedTensor or another wrapper get paths from the wrapper's.
     """
 
     names: dict[int, str]

@@ -18,6 +18,8 @@ _MODULE = "torch.distributed._shard.sharded_tensor"
 _SPECS = "torch.distributed._shard.sharding_spec"
 _GROUPS = "torch.distributed._shard.api"
 
+_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+
 _Figures = tuple[list[int], list[int], str | None]
 """Offsets, sizes and placement of a shard."""
 _Devices = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.device]
@@ -43,13 +45,7 @@ def reduce_sharded(sharded: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         [(shard.tensor, _figures(shard.metadata)) for shard in sharded.local_shards()],
         [_figures(shard) for shard in whole.shards_metadata],
         tuple(whole.size),
-        {
-            "dtype": properties.dtype,
-            "layout": properties.layout,
-            "requires_grad": properties.requires_grad,
-            "memory_format": properties.memory_format,
-            "pin_memory": properties.pin_memory,
-        },
+        {name: getattr(properties, name) for name in _PROPERTIES},
         _spec_figures(sharded.sharding_spec()),
     )
 
@@ -67,10 +63,7 @@ def restore_sharded(
         home.ShardedTensor,
         _spec(spec),
         torch.Size(size),
-        dtype=properties["dtype"],
-        layout=properties["layout"],
-        requires_grad=properties["requires_grad"],
-        pin_memory=properties["pin_memory"],
+        **{name: properties[name] for name in _PROPERTIES if name != "memory_format"},
     )
     # load(map_location=) may have put the local tensors on other devices.
     devices = {

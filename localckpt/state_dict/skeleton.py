@@ -36,11 +36,10 @@ from localckpt.state_dict.foreign_values import (
     type_of_constant,
 )
 from localckpt.state_dict.marks import marks_of, set_marks
-from localckpt.state_dict.pickles import unframed
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
-from localckpt.state_dict.unpickler import Unpickler, place_at
+from localckpt.state_dict.unpickler import Unpickler, place_of
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -134,29 +133,12 @@ def insert_tensors(
     except UnsafeGlobalError:
         raise
     except Exception as error:
-        place = _place_of(error, bytes(skeleton), load)
+        place = place_of(error, bytes(skeleton), load)
         what = "an object in it" if place is None else f"{place[0]} at {place[1]!r}"
         raise RestoreError(
             f"the state cannot be rebuilt: {what} raised {with_class(error)}",
             *(place or (None, None)),
         ) from error
-
-
-def _place_of(
-    error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]
-) -> tuple[str, str] | None:
-    """Find the object that raised an error, by loading the skeleton once more."""
-    try:
-        # An unpickler tells no position, but then reads one instruction at a time from the file.
-        pickled = unframed(skeleton)
-        file = io.BytesIO(pickled)
-        try:
-            load(file)
-        except type(error):
-            return place_at(pickled, file.tell())
-    except Exception:  # noqa: BLE001 - the caller raises the error, with or without a place
-        return None
-    return None
 
 
 class _SkeletonPickler(pickle.Pickler):

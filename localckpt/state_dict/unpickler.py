@@ -10,6 +10,7 @@ import enum
 import io
 import pickle
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import numpy
@@ -17,7 +18,7 @@ import torch
 
 from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
 from localckpt.state_dict.containers import children_of, joined
-from localckpt.state_dict.pickles import check_opcodes
+from localckpt.state_dict.pickles import check_opcodes, unframed
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 
 
@@ -114,28 +115,21 @@ class Ignored:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __setstate__(self, _: Any) -> None:
+    # A pickle that changes a class itself calls this with one argument too few.
+    def _take(self, _: Any, *__: Any) -> None:
         pass
 
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        pass
-
-    def extend(self, _: Any) -> None:
-        pass
-
-    def add(self, _: Any) -> None:
-        pass
+    _taken: Any = _take
+    __setstate__ = __setitem__ = append = extend = add = _taken
 
 
-def place_at(pickled: bytes, end: int) -> tuple[str, str] | None:
-    """Find the object of the instruction before byte ``end``, without frames.
+def place_of(
+    error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]
+) -> tuple[str, str] | None:
+    """Find the object that raised an error in a load, by the same load and one with stand-ins.
 
     Returns the name of its class, and its keys, indices and attributes in the state, with dots.
     """
-    file = io.BytesIO(pickled)
     touched: list[_Made] = []
 
     def find(module: str, name: str) -> Any:
@@ -145,8 +139,17 @@ def place_at(pickled: bytes, end: int) -> tuple[str, str] | None:
 
         return type(name, (_Made,), {"class_name": f"{module}.{name}", "note": note})
 
-    root = Unpickler(file, find, lambda _: None).load()
-    keys = _keys_of(touched[0], root, (), set()) if touched else None
+    try:
+        # An unpickler tells no position, but then reads one instruction at a time from the file.
+        pickled = unframed(skeleton)
+        file = io.BytesIO(pickled)
+        with suppress(type(error)):
+            load(file)
+        end, file = file.tell(), io.BytesIO(pickled)
+        root = Unpickler(file, find, lambda _: None).load()
+        keys = _keys_of(touched[0], root, (), set())
+    except Exception:  # noqa: BLE001 - the caller raises the error, with or without a place
+        return None
     if keys is None:
         return None
     # The attribute of localckpt's wrapper that holds a plain state.
@@ -181,8 +184,7 @@ class _Made(Ignored):
     def extend(self, items: Any) -> None:
         self[None] = items
 
-    def add(self, item: Any) -> None:
-        self.append(item)
+    add = append
 
     def __hash__(self) -> int:
         self.note()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localckpt.memory.copying import Copier
+from localckpt.memory.copying import BlockCopies, Copier
 from localckpt.memory.host_memory import address_of
 from tests.interrupts import Interrupter
 from tests.ranks import run_ranks
@@ -23,10 +23,9 @@ def _copy_once(copier: Copier) -> None:
     source, target = (memoryview(mmap.mmap(-1, _NBYTES)) for _ in range(2))
     count = 200
     step = _NBYTES // count
-    jobs = [
-        (address_of(target[i * step :]), address_of(source[i * step :]), step) for i in range(count)
-    ]
-    copier.copy(jobs, (source, target))
+    runs = [(i * step, step) for i in range(count)]
+    sources = [address_of(source[offset:]) for offset, _ in runs]
+    BlockCopies(runs).copy(target, 0, 0, sources, copier, None, source)
 
 
 def _interrupt_copies(rank: int, world_size: int, rounds: int, again_s: float) -> int:
@@ -89,7 +88,8 @@ def test_what_is_copied_is_let_go_when_the_copies_are_over() -> None:
     copier = Copier(4)
     memory = mmap.mmap(-1, _NBYTES)
     view = memoryview(memory)
-    copier.copy([(address_of(view), address_of(view[_NBYTES // 2 :]), 1000)], view)
+    sources = [address_of(view[_NBYTES // 2 :])]
+    BlockCopies([(0, 1000)]).copy(view, 0, 0, sources, copier, None, view)
 
     view.release()
     ctypes.memset(address_of(memoryview(memory)), 0, 1)

@@ -229,15 +229,6 @@ def kind_of(metadata: dict[str, Any]) -> str:
     return SHARD_KIND
 
 
-def group_of(protects: Any, kind: str) -> Group:
-    """Parse the group that a piece protects from the JSON text in its header."""
-    try:
-        ranks, tolerated, *_ = json.loads(protects)
-        return Group(tuple(ranks), tolerated, kind)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MismatchError(f"it does not say which group it protects: {error}") from error
-
-
 def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> str:
     value = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
     return f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
@@ -294,9 +285,12 @@ def _read_claims(metadata: dict[str, Any]) -> tuple[ShardIdentity, str | None, G
         return identity, None, None
     protects = metadata[f"{kind}{_OF}"]
     try:
-        group = group_of(protects, kind)
+        ranks, tolerated, *_ = json.loads(protects)
+        group = Group(tuple(ranks), tolerated, kind)
     except MismatchError as error:
         _refuse(str(error), error)
+    except (TypeError, ValueError, RecursionError) as error:
+        _refuse(f"it does not say which group it protects: {error}", error)
     if rank not in group.ranks or max(group.ranks) >= world_size:
         _refuse(f"it says that it is rank {rank}'s of {world_size} and of {group}")
     return identity.of_kind(kind), protects, group

@@ -22,9 +22,9 @@ from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
 from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
 from localckpt.state_dict.header import Skeleton, render_header, render_slots
-from localckpt.state_dict.layout import Layout, lay_out
+from localckpt.state_dict.layout import lay_out
 from localckpt.state_dict.marks import unsaved_marks
-from localckpt.state_dict.parts import Agreed, DividedTable, divide_table, render_parts
+from localckpt.state_dict.parts import Agreed, DividedSlot, divide_table, render_parts
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.refusals import require_loadable, take_or_refuse
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
@@ -40,19 +40,17 @@ class _Plan:
     """Results that every save reuses as long as the structure of the state stays the same."""
 
     signature: tuple[Any, ...]
-    table: TensorTable
-    layout: Layout
+    data_nbytes: int
     slots_json: bytes
-    table_json: bytes
-    boxes_json: bytes
+    tables: tuple[bytes, bytes, bytes]
+    """Tables of the skeleton: of tensors, of boxes and of parts."""
     runs: tuple[_Copy, ...]
     """Sources of the slots whose bytes are one run of host memory."""
     copies: BlockCopies
     """Copies of ``runs``."""
     others: tuple[_Copy, ...]
     """Sources of the other slots, in the order of their offsets."""
-    divided: DividedTable
-    """Division of what other ranks of the node have as well."""
+    agreed: tuple[Agreed, ...]
 
 
 class _Copy(NamedTuple):
@@ -103,9 +101,7 @@ class ImagePlanner:
             self._warn_of_unsaved_marks(tensors, names)
             plan = _plan(found, build_table(tensors, names), tensors, tellers, job, node_ranks)
             self._plans[node_ranks] = plan
-        parts = render_parts(plan.divided.parts)
-        framed = Skeleton(plan.table_json, plan.boxes_json, parts, skeleton).join()
-        return Capture(plan, framed, tensors)
+        return Capture(plan, Skeleton(*plan.tables, skeleton).join(), tensors)
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
@@ -152,11 +148,11 @@ class Capture:
     @property
     def agreed(self) -> tuple[Agreed, ...]:
         """Agreements with other ranks, without which the parts of divided tensors do not fit."""
-        return self.plan.divided.agreed
+        return self.plan.agreed
 
     @property
     def data_nbytes(self) -> int:
-        return self.plan.layout.nbytes
+        return self.plan.data_nbytes
 
     @property
     def gpu(self) -> torch.device | None:
@@ -276,10 +272,9 @@ def _plan(
     node_ranks: tuple[int, ...],
 ) -> _Plan:
     boxes = boxes_of(tellers, tensors, job)
-    divided = DividedTable(table, {}, ())
+    parts, agreed = dict[str, DividedSlot](), tuple[Agreed, ...]()
     if len(node_ranks) > 1:
-        divided = divide_table(table, boxes, job.rank, node_ranks)
-        table = divided.table
+        table, parts, agreed = divide_table(table, boxes, job.rank, node_ranks)
     layout = lay_out(table.slots)
     # Runs of host memory, and others.
     runs, others = list[_Copy](), list[_Copy]()
@@ -290,8 +285,9 @@ def _plan(
             (runs if is_run else others).append(_Copy(source, slot.offset, slot.nbytes))
     others.sort(key=lambda copy: copy.offset)
     copies = BlockCopies((run.offset, run.nbytes) for run in runs)
-    texts = render_slots(layout), table.to_json(), render_boxes(boxes)
-    return _Plan(found, table, layout, *texts, tuple(runs), copies, tuple(others), divided)
+    tables = table.to_json(), render_boxes(boxes), render_parts(parts)
+    texts = render_slots(layout), tables
+    return _Plan(found, layout.nbytes, *texts, tuple(runs), copies, tuple(others), agreed)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

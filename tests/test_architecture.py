@@ -98,7 +98,7 @@ _BUDGETS = {
     "ranks": (2529, 1600, 10),
     "replication": (2825, 2900, 17),
     "replication/parity": (1731, 1700, 12),
-    "state_dict": (6878, 5000, 30),
+    "state_dict": (6868, 5000, 30),
     "storage": (3214, 3100, 17),
 }
 

@@ -35,7 +35,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "collections": ("OrderedDict", "defaultdict", "Counter", "deque"),
     "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
     "decimal": ("Decimal",),
-    "fractions": ("Fraction",),
     "uuid": ("UUID",),
     "argparse": ("Namespace",),
     "types": ("SimpleNamespace",),

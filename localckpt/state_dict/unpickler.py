@@ -260,14 +260,6 @@ class _Text(_OfLiterals):
         return super().__new__(cls, *args)
 
 
-class _Fraction(_OfLiterals):
-    def __new__(cls, *args: Any, **_: Any) -> Any:
-        # Converting a text with an exponent, such as "1e999999999", could take for ever.
-        if any(isinstance(value, str) and "e" in value.lower() for value in args):
-            _refuse("makes a fraction")
-        return super().__new__(cls, *args)
-
-
 def _stand_in_of(full_name: str, found: Any) -> type[Ignored]:
     if full_name in _STAND_INS:
         return _STAND_INS[full_name]
@@ -299,7 +291,6 @@ _STAND_INS: dict[str, type[Ignored]] = {
     },
     "torch.Size": _OfLiterals,
     "decimal.Decimal": _OfLiterals,
-    "fractions.Fraction": _Fraction,
     "localckpt.state_dict.replicated.given": _Passed,
     "localckpt.state_dict.skeleton._itself": _Passed,
 }

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import datetime
 import decimal
-import fractions
 import math
 import pathlib
 import random
@@ -123,7 +122,7 @@ def test_nan_payloads_and_signs_of_zero_survive(dtype: torch.dtype) -> None:
         *(torch.contiguous_format, torch.channels_last),
         *(datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc), datetime.date(1, 1, 1)),
         *(datetime.timedelta(1, 2, 3), datetime.time(1, 2), decimal.Decimal("1.10")),
-        *(fractions.Fraction(1, 3), uuid.UUID(int=5), pathlib.Path("/a/b")),
+        *(uuid.UUID(int=5), pathlib.Path("/a/b")),
         types.SimpleNamespace(a=1, b=[2]),
         collections.OrderedDict([("z", 1), ("a", 2)]),
         collections.defaultdict(list, {"a": [1]}),

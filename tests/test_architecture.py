@@ -91,7 +91,7 @@ _BUDGETS = {
     "cli": (2996, 3000, 16),
     "events": (592, 700, 4),
     "exporters": (321, 500, 3),
-    "global_tier": (5784, 4900, 17),
+    "global_tier": (5782, 4900, 17),
     "integrations": (2808, 2900, 19),
     "managers": (4959, 3600, 17),
     "memory": (735, 700, 7),
@@ -99,12 +99,12 @@ _BUDGETS = {
     "replication": (2825, 2900, 17),
     "replication/parity": (1731, 1700, 12),
     "state_dict": (6868, 5000, 30),
-    "storage": (3214, 3100, 17),
+    "storage": (3198, 3100, 16),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (162, 150)
+_CORE_MODULES = (161, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

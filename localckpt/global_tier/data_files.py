@@ -25,8 +25,7 @@ from localckpt.own_folders import file_mode
 from localckpt.state_dict.source import ShardSource, VerifiedBytes, scatter
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource
-from localckpt.storage.open_file import open_owned
+from localckpt.storage.files import FileSource, open_owned
 from localckpt.storage.write import replace_file, sync_folder, write_range
 
 _MAGIC = b"localckpt-trail1"

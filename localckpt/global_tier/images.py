@@ -36,8 +36,7 @@ from localckpt.state_dict.source import ShardSource, read_header
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource
-from localckpt.storage.open_file import OpenFile
+from localckpt.storage.files import FileSource, OpenFile
 from localckpt.storage.store import Claim, Slot, Store, Stored
 
 
@@ -209,7 +208,7 @@ class _Source:
             else:
                 file = self._file(segment.name)
                 with storage_errors("read", file.path):
-                    file.read_into(offset, part)
+                    file.fill(offset, part)
             done += len(part)
             number += 1
 

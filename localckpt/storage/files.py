@@ -1,18 +1,23 @@
-"""Reading of images in files: with O_DIRECT, or from the page cache if the file is cached."""
+"""Opening and reading of files: with O_DIRECT, or from the page cache if the file is cached."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
+import mmap
 import os
+import secrets
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from localckpt.errors import CorruptShardError
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.state_dict.source import scatter
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.open_file import OpenFile, close_read
 
 # 4 requests keep a disk busy, and half of these threads copy and hash at any time. Reads from the
 # page cache are bound by the cores.
@@ -22,23 +27,71 @@ _THREADS_WARM = 2
 _MAX_PARTS = 1024
 # Shorter reads gain nothing by O_DIRECT.
 _LONG_NBYTES = 1 << 20
+_PROBES = 16
 
 
-class FileSource:
-    """Source of an image in a file, which it opens as :class:`OpenFile` and owns."""
+def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
+    """Open a file as an object that closes its descriptor when it is collected; raises OSError.
+
+    An interrupt right after ``os.open`` would leak the descriptor, and so the space of the file.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        # FileIO's mode "rb" does not change how the descriptor was opened.
+        return io.FileIO(descriptor, "rb")
+    except IsADirectoryError:
+        os.close(descriptor)
+        raise
+
+
+class OpenFile:
+    """Regular file opened for reading; StorageError, or CorruptShardError for another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with storage_errors("open", path):
+            try:
+                self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except IsADirectoryError as error:
+                raise CorruptShardError(f"{path} is no regular file") from error
+            status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            _close_read(self._file)
+            raise CorruptShardError(f"{path} is no regular file")
+        self.nbytes = status.st_size
+
+    def close(self) -> None:
+        _close_read(self._file)
+
+    def fill(
+        self,
+        offset: int,
+        view: memoryview,
+        wanted: int | None = None,
+        file: io.FileIO | None = None,
+    ) -> None:
+        """Read ``wanted`` bytes, by default ``len(view)``; CorruptShardError if there are fewer."""
+        wanted = len(view) if wanted is None else wanted
+        done = 0
+        while done < wanted:
+            count = os.preadv((file or self._file).fileno(), [view[done:]], offset + done)
+            if count == 0:
+                raise CorruptShardError(
+                    f"{self.path} is cut short: it ends at byte {offset + done} of {self.nbytes}"
+                )
+            done += count
+
+
+class FileSource(OpenFile):
+    """Source of an image in a file, which it opens and owns."""
+
+    def __init__(self, path: Path) -> None:
         self._scratch = memoryview(b"")
         self._of_thread = threading.local()
-        self._file = OpenFile(path)
         self._direct: io.FileIO | None = None
         # Found out by the first long read.
         self._is_cached: bool | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._file.nbytes
+        super().__init__(path)
 
     @property
     def threads(self) -> int:
@@ -54,20 +107,20 @@ class FileSource:
             if len(self._scratch) < stop - start:
                 self._scratch = memoryview(bytearray(stop - start))
             view = self._scratch[: stop - start]
-            self._file.read_into(start, view)
+            self.fill(start, view)
             return view
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         with storage_errors("read", self.path):
             if (direct := self._open_direct()) is None:
-                self._fill(start, parts)
+                self._fill_parts(start, parts)
             else:
                 scatter(self._read_direct(direct, start, sum(map(len, parts))), parts)
 
     def close(self) -> None:
-        self._file.close()
+        super().close()
         if self._direct is not None:
-            close_read(self._direct)
+            _close_read(self._direct)
 
     def _read_direct(self, direct: io.FileIO, start: int, nbytes: int) -> memoryview:
         """Read into memory of the thread, which its next call overwrites."""
@@ -76,27 +129,65 @@ class FileSource:
         pages = getattr(self._of_thread, "pages", memoryview(b""))
         if len(pages) < whole:
             pages = self._of_thread.pages = _memory(whole).view
-        self._file.read_into(start, pages[:whole], nbytes, fd=direct.fileno())
+        self.fill(start, pages[:whole], nbytes, direct)
         return pages[:nbytes]
 
     def _open_direct(self) -> io.FileIO | None:
         """Return the file opened with O_DIRECT; ``None`` if it is cached, or cannot be."""
         if self._is_cached is None:
-            self._is_cached = self._file.is_cached()
+            self._is_cached = self._is_in_cache()
             if not self._is_cached:
-                self._direct = self._file.open_direct()
+                self._direct = _open_direct(self.path)
         return self._direct
 
-    def _fill(self, start: int, parts: Sequence[memoryview]) -> None:
+    def _is_in_cache(self) -> bool:
+        """Return whether the file is in the page cache, judged by a sample of its pages."""
+        probe = bytearray(1)
+        for _ in range(_PROBES):
+            # At random places, as the kernel begins to read what a probe does not find: the same
+            # places would be cached when the file is opened again.
+            offset = secrets.randbelow(max(1, self.nbytes))
+            try:
+                os.preadv(self._file.fileno(), [probe], offset, os.RWF_NOWAIT)
+            except OSError as error:
+                # EAGAIN: the page is not cached. EOPNOTSUPP: the file system does not support the
+                # flag, and the file counts as cached.
+                return error.errno == errno.EOPNOTSUPP
+        return True
+
+    def _fill_parts(self, start: int, parts: Sequence[memoryview]) -> None:
         """Read from the page cache straight into the parts."""
         for first in range(0, len(parts), _MAX_PARTS):
             batch = parts[first : first + _MAX_PARTS]
-            done = os.preadv(self._file.fd, batch, start)
+            done = os.preadv(self._file.fileno(), batch, start)
             for part in batch:
                 # After a short read, read the missing bytes of each part on its own.
                 have = min(done, len(part))
-                self._file.read_into(start + have, part[have:])
+                self.fill(start + have, part[have:])
                 start, done = start + len(part), done - have
+
+
+def _open_direct(path: Path) -> io.FileIO | None:
+    """Open a file with O_DIRECT; ``None`` if the file system refuses it."""
+    try:
+        file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, PAGE_NBYTES) as page:
+                os.preadv(file.fileno(), [page], 0)
+        except BaseException:
+            _close_read(file)
+            raise
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+    return file
+
+
+def _close_read(file: io.FileIO) -> None:
+    """Close a file that was only read, and ignore errors: the bytes read are verified anyway."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _memory(nbytes: int) -> PrivateBuffer:

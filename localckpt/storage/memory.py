@@ -22,8 +22,8 @@ from localckpt.memory.limits import memory_limits
 from localckpt.storage.buffers import Buffer, check_memory, map_file, wait_until_free
 from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.files import open_owned
 from localckpt.storage.names import DIRTY, RECYCLED
-from localckpt.storage.open_file import open_owned
 from localckpt.storage.preflight import IN_MEMORY, MemoryNeeds, file_system, try_out
 from localckpt.storage.store import Slot
 

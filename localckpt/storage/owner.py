@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localckpt.memory.host_memory import PAGE_NBYTES
+from localckpt.storage.files import open_owned
 from localckpt.storage.names import OWNER_NAME
-from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import replace_file
 
 _NUMBER = re.compile("[0-9]{1,20}")

@@ -16,7 +16,7 @@ from localckpt.ids import SHARD_KIND, Group
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.memory.limits import MemoryLimit
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.open_file import open_owned
+from localckpt.storage.files import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from localckpt.memory.digests import BlockHasher
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.open_file import open_owned
+from localckpt.storage.files import open_owned
 from localckpt.threads import Task, end_all
 
 Digests = Literal["compute", "check", "done"]

@@ -27,8 +27,7 @@ from localckpt.state_dict.source import (
     ShardSource,
 )
 from localckpt.state_dict.targets import find_targets
-from localckpt.storage.files import FileSource
-from localckpt.storage.open_file import open_owned
+from localckpt.storage.files import FileSource, open_owned
 from tests.storage.shards import identity
 
 WHO = identity(1)

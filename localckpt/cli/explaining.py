@@ -113,13 +113,13 @@ class _Session:
             say(f"Iteration {self.on_nodes.loads.iteration} was saved {age(self.saved_at)} ago.")
         for number, listing in enumerate(self.shared):
             say(*[""][: number > 0 or bool(self.on_nodes.nodes)])
-            say(f"shared storage {listing.session.root}", "")
+            say(f"shared storage {listing.session.path}", "")
             listing.say()
         newest, local = self.newest_shared, self.on_nodes.loads
         if self.shared and newest is None:
             say("", "From shared storage a restart finds nothing to load.")
         if newest is not None:
-            ranks = newest.record.world_size if newest.record is not None else 0
+            ranks = newest.record.world_size
             say(
                 "",
                 f"From shared storage a restart loads iteration {newest.folder.iteration} (epoch "

@@ -248,7 +248,7 @@ class SharedListing:
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added."""
         return {
-            "root": str(self.session.root),
+            "root": str(self.session.path),
             "loads": None if self.loads is None else self._to_json(self.loads),
             "checkpoints": [self._to_json(c) for c in self.checkpoints if c.problem is None],
             "retention": self._retention.to_json(),
@@ -271,12 +271,12 @@ class SharedListing:
                 str(known.folder.epoch),
                 str(known.record.world_size),
                 str(len(known.record.files)),
-                size(known.nbytes),
+                size(known.record.nbytes),
                 age(known.saved_at),
                 *([self._why_kept(known.folder, known.record)] * says_why),
             )
             for known in self.checkpoints
-            if known.problem is None and known.record is not None
+            if known.problem is None
         ]
         names = ["iteration", "epoch", "ranks", "files", "size", "age"]
         if rows:
@@ -297,8 +297,7 @@ class SharedListing:
     @property
     def _retention(self) -> Retention:
         """Rules of the job that saved the newest checkpoint."""
-        newest = None if self.loads is None else self.loads.record
-        return Retention() if newest is None else newest.retention
+        return Retention() if self.loads is None else self.loads.record.retention
 
     def _why_kept(self, folder: Folder, record: CommitRecord) -> str:
         rules = self._retention
@@ -320,11 +319,11 @@ class SharedListing:
             "path": str(known.folder.path),
             "iteration": known.folder.iteration,
             "epoch": known.folder.epoch,
-            "world_size": None if record is None else record.world_size,
-            "files": 0 if record is None else len(record.files),
-            "nbytes": known.nbytes,
+            "world_size": record.world_size,
+            "files": len(record.files),
+            "nbytes": record.nbytes,
             "saved_at": known.saved_at,
-            "metrics": {} if record is None else metrics_to_json(record.metrics),
+            "metrics": metrics_to_json(record.metrics),
             "pinned": known.is_pinned,
             "kept": list(self.kept.get(known.folder.version, ())),
         }

@@ -151,16 +151,15 @@ def _check_shard(session: SessionFolder, shard: ShardFile, on_read: _OnRead) -> 
 
 def _of_shared(sessions: Sequence[SharedSession], outcome: _Verified) -> Iterator[_Check]:
     for known in (known for session in sessions for known in session.checkpoints()):
-        if known.record is None and known.problem is not None:
+        if known.problem is not None and not known.files:
             outcome.take(uncounted_file(known.folder.path, known.problem))
-        for path, nbytes in known.files().items():
+        for path, nbytes in known.files.items():
             yield nbytes or 0, partial(_check_file, known, path, nbytes)
 
 
 def _check_file(
     known: SharedCheckpoint, path: Path, nbytes: int | None, on_read: _OnRead
 ) -> _Result:
-    assert known.record is not None, "only a record tells of files"
     try:
         return verify_file(path, nbytes, known.record, on_read)
     except CheckpointingException as error:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from struct import Struct
 
 import xxhash
 
-from localckpt.errors import CorruptShardError, StorageError
-from localckpt.memory.copying import Copier
+from localckpt.errors import CorruptShardError
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, map_memory, round_up
 from localckpt.own_folders import file_mode
 from localckpt.state_dict.source import ShardSource, VerifiedBytes, scatter
-from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource, open_owned
 from localckpt.storage.write import replace_file, sync_folder, write_range
@@ -34,8 +31,6 @@ _FOOTER = Struct("<16sQ16sQ")
 FOOTER_NBYTES = _FOOTER.size
 
 _SHORT_NBYTES = 64 << 10
-# Whole digest blocks, hashed before they are written.
-_PIECE_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,41 +223,3 @@ def write_durably(path: Path, data: bytes) -> None:
         # The umask says who may read it.
         replace_file(path, data, file_mode(path.parent))
         sync_folder(path.parent)
-
-
-@dataclass(frozen=True, slots=True)
-class StagedFiles:
-    """Data files of one rank in one save, staged in a buffer, each from a page on."""
-
-    folder: Path
-    save_id: str
-    buffer: Buffer
-    ranges: Mapping[str, tuple[int, int]]
-    sync: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file_nbytes(stop - start) for start, stop in self.ranges.values())
-
-    def write(self) -> None:
-        """Write all files side by side, in place of what is there, and give the buffer back."""
-        try:
-            Copier(len(self.ranges)).share(self.ranges, self._write)
-            if self.sync:
-                with storage_errors("make durable", self.folder):
-                    sync_folder(self.folder)
-        finally:
-            self.buffer.give_back()
-
-    def _write(self, names: Iterator[str]) -> None:
-        for name in names:
-            pieces = partial(self._pieces, self.folder / name, *self.ranges[name])
-            write_data_file(self.folder / name, self.save_id, pieces, sync=self.sync)
-
-    def _pieces(self, path: Path, start: int, stop: int) -> Iterator[memoryview]:
-        # This view keeps the memory mapped if the save is given up meanwhile.
-        view = self.buffer.view[start:stop]
-        if len(view) < stop - start:
-            raise StorageError(f"{path} is not written: its save was given up")
-        for at in range(0, len(view), _PIECE_NBYTES):
-            yield view[at : at + _PIECE_NBYTES]

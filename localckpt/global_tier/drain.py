@@ -35,17 +35,16 @@ from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranks_named, said_by
 from localckpt.global_tier.data_files import gathered, verify_data_file, write_data_file
-from localckpt.global_tier.drain_items import ImageItems
-from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.images import envelope_name
-from localckpt.global_tier.metadata import pack, pickled_metadata, unpack
-from localckpt.global_tier.replicas import (
+from localckpt.global_tier.drain_items import (
+    ImageItems,
     Merged,
-    RankPlan,
     choose_readers,
     fingerprint,
     merge_plans,
 )
+from localckpt.global_tier.folders import Folder
+from localckpt.global_tier.images import envelope_name
+from localckpt.global_tier.metadata import RankPlan, pack, pickled_metadata, unpack
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import BackgroundSave
 from localckpt.global_tier.save_plan import require_same
@@ -267,7 +266,7 @@ class Drain(BackgroundSave):
             return
         if not self._ranks.is_root:
             folder = Folder(self._root.path, self.iteration, epoch)
-            self._begun = BegunSave(folder, save_id, is_drain=True)
+            self._begun = BegunSave(folder.unfinished(save_id, is_drain=True), save_id)
         plans = {} if part is None else unpack(part.data, dict, self._allowed)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
@@ -307,7 +306,8 @@ class Drain(BackgroundSave):
                 *(self.iteration, ", ".join(merged.unequal[:10])),
             )
         save_id = _save_id(self._identity, merged)
-        begun, is_there = self._root.begin_drain(self.iteration, save_id, lineage, self._metrics)
+        begun = self._root.begin_drain(self.iteration, save_id, lineage, self._metrics)
+        is_there = not begun.folder.label
         sizes = [
             sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
             for plan in merged.plans
@@ -329,7 +329,9 @@ class Drain(BackgroundSave):
 
     def _write(self, plans: dict[int, SavePlan], unequal: Sequence[str]) -> Message:
         assert self._begun is not None, "it is planned"
-        began, path = time.monotonic(), self._begun.path
+        began, path = time.monotonic(), self._begun.folder.path
+        if self._ranks.is_root:
+            self._root.sweep(self._begun)
         self._written_nbytes = self._kept_nbytes = 0
         results: list[WriteResult] = []
         envelopes: list[list[int]] = []
@@ -359,7 +361,7 @@ class Drain(BackgroundSave):
         content: Callable[[], Iterable[bytes | memoryview]],
     ) -> None:
         """Write a file by way of ``memory``, unless an attempt before has, where it has a size."""
-        path, save_id = begun.path / name, begun.save_id
+        path, save_id = begun.folder.path / name, begun.save_id
         if nbytes is not None and path.exists():
             with suppress(CorruptShardError):
                 verify_data_file(path, save_id, nbytes, lambda _: self._before_write(0))

@@ -5,9 +5,11 @@ The keys are those that DCP's planner gives the same state.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -15,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -25,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from localckpt.errors import MismatchError, RestoreError
 from localckpt.global_tier.data_files import file_nbytes
 from localckpt.global_tier.images import ItemPlace, envelope_name, envelope_of
-from localckpt.global_tier.metadata import create_write_items
-from localckpt.global_tier.replicas import RankPlan
+from localckpt.global_tier.metadata import RankPlan, create_write_items
 from localckpt.global_tier.staging import FileLayout, ItemReader, frame_of, lay_out_in_order
 from localckpt.memory.host_memory import memory_at
 from localckpt.memory.tensor_bytes import is_number, narrowed
@@ -333,3 +335,110 @@ def why_misdescribed(value: DTensor) -> str | None:
     if local != sizes:
         return f"its placements give a local tensor of shape {sizes}, and it has one of {local}"
     return None
+
+
+class Merged(NamedTuple):
+    """Plans of all ranks, in which each value is written once; ``unequal`` keys differ on ranks."""
+
+    plans: list[SavePlan]
+    metadata: Metadata
+    unequal: list[str]
+
+
+def choose_readers(
+    lacking: Sequence[int], readable: Sequence[Collection[int]]
+) -> dict[int, list[int]]:
+    """Choose ranks to read the shards that the nodes of their own ranks lack, where any can."""
+    # The others have a shard of their own to read.
+    loads = [int(rank not in lacking) for rank in range(len(readable))]
+    chosen: dict[int, list[int]] = {}
+    for owner in lacking:
+        able = [rank for rank, shards in enumerate(readable) if owner in shards]
+        if able:
+            reader = min(able, key=lambda rank: (loads[rank], rank))
+            loads[reader] += 1
+            chosen.setdefault(reader, []).append(owner)
+    return chosen
+
+
+def merge_plans(parts: Sequence[RankPlan]) -> Merged:
+    """Merge the plans of all ranks, in rank order; a pure function."""
+    firsts, diverged = _firsts_of_unequal(parts), _diverged(parts)
+    plans = [
+        replace(
+            part.plan,
+            items=[
+                item
+                for item in part.plan.items
+                if item.type == WriteItemType.SHARD or firsts.get(item.index.fqn, rank) == rank
+            ],
+        )
+        for rank, part in enumerate(parts)
+    ]
+    try:
+        finals, metadata = DefaultSavePlanner().create_global_plan(plans)
+    except ValueError as error:
+        raise MismatchError(
+            f"the parts that ranks have of a tensor overlap, or do not make it up: {error}. "
+            f"Nothing was drained"
+        ) from error
+    return Merged(finals, metadata, sorted({*firsts, *diverged}))
+
+
+def _firsts_of_unequal(parts: Sequence[RankPlan]) -> dict[str, int | None]:
+    """Find keys whose values differ, and the first rank that has each of them.
+
+    No rank is the first to have a value that is under the key of a global tensor of others.
+    """
+    found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
+    sharded: set[str] = set()
+    for rank, part in enumerate(parts):
+        for item in part.plan.items:
+            if item.type == WriteItemType.SHARD:
+                sharded.add(item.index.fqn)
+            else:
+                found[item.index.fqn][rank] = (part.digests.get(item.index), item.type)
+    return {
+        key: None if key in sharded else min(values)
+        for key, values in found.items()
+        if len(set(values.values())) > 1 or key in sharded
+    }
+
+
+def _diverged(parts: Sequence[RankPlan]) -> set[str]:
+    """Find keys of global tensors of which ranks differ that the image says are equal.
+
+    If parts of one name differ that are on meshes of their own, they are of two tensors, which is a
+    MismatchError.
+    """
+    sets: dict[MetadataIndex, list[tuple[int, RankSet]]] = {}
+    diverged: set[str] = set()
+    for rank, part in enumerate(parts):
+        for index, ranks in part.ranks.items():
+            digest = part.digests.get(index)
+            known = sets.setdefault(index, [])
+            first = next((first for first, owners in known if rank in owners), None)
+            if first is not None:
+                if digest != parts[first].digests.get(index):
+                    diverged.add(index.fqn)
+                continue
+            known.append((rank, ranks))
+            first = known[0][0]
+            if first != rank and (digest is None or digest != parts[first].digests.get(index)):
+                raise MismatchError(
+                    f"{index.fqn} at {list(index.offset or ())} is on ranks {first} and {rank}, "
+                    f"and their values differ: two global tensors have one name. Give one of them "
+                    f"another key. Nothing was drained"
+                )
+    return diverged
+
+
+def fingerprint(merged: Merged) -> str:
+    """Digest of what is written where, the same for the same images."""
+
+    def row(item: WriteItem) -> tuple[Any, ...]:
+        name, data = (item.index.fqn, item.index.offset, item.type.name), item.tensor_data
+        return name if data is None else (*name, data.chunk.sizes, data.properties.dtype)
+
+    rows = [[row(item) for item in plan.items] for plan in merged.plans]
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())

@@ -14,9 +14,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -55,20 +54,23 @@ PIN_NAME = "localckpt.pin"
 
 _METADATA_NAME = ".metadata"
 _FORMAT = 3
-_PARTIAL = ".partial"
 _DRAIN = "drain_"
-_REMOVED = ".removed"
+_REMOVED = "old.removed"
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"(\.?)iteration_(\d{8,})\.(\d{4,})(?:\.(\w+)\.(partial|removed))?")
+_NAME = re.compile(r"\.?iteration_(\d{8,})\.(\d{4,})(?:\.(\w+\.(?:partial|removed)))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One checkpoint's directory, by its name; ordered from old to new by :attr:`version`."""
+    """One checkpoint's directory, by its name; ordered from old to new by :attr:`version`.
+
+    With a ``label`` it is hidden: of a save or a drain until it is complete, or half removed.
+    """
 
     root: Path
     iteration: int
     epoch: int
+    label: str = ""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -81,16 +83,22 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        return self.root / self._name
-
-    def unfinished(self, save_id: str, *, is_drain: bool) -> Path:
-        """Directory of a save or drain until it is complete; a next drain goes on in it."""
-        return self.root / f".{self._name}.{_DRAIN * is_drain}{save_id[:8]}{_PARTIAL}"
+        name = f"iteration_{self.iteration:08d}.{self.epoch:04d}"
+        return self.root / (f".{name}.{self.label}" if self.label else name)
 
     @property
-    def removed(self) -> Path:
-        """Name of the directory while it is being removed."""
-        return self.root / f".{self._name}.old{_REMOVED}"
+    def is_drain(self) -> bool:
+        """True if it is the directory of a drain, which the next attempt may go on in."""
+        return self.label.startswith(_DRAIN)
+
+    def unfinished(self, save_id: str, *, is_drain: bool) -> Folder:
+        """Directory of a save or drain until it is complete; a next drain goes on in it."""
+        return replace(self, label=f"{_DRAIN * is_drain}{save_id[:8]}.partial")
+
+    @property
+    def finished(self) -> Folder:
+        """Directory of the checkpoint when it is complete."""
+        return replace(self, label="")
 
     @property
     def has_record(self) -> bool:
@@ -105,10 +113,6 @@ class Folder:
     def _holds(self, name: str) -> bool:
         with storage_errors("look at", self.path):
             return _is_there(self.path / name)
-
-    @property
-    def _name(self) -> str:
-        return f"iteration_{self.iteration:08d}.{self.epoch:04d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,57 +245,41 @@ def session_root(root: Path, session_id: str) -> Path:
     return root / session_name(session_id) if session_id else root
 
 
-class Leftover(NamedTuple):
-    """A directory that is unfinished or half removed, and the checkpoint it would be."""
-
-    path: Path
-    folder: Folder
-
-    @property
-    def is_drain(self) -> bool:
-        """True if it is the directory of a drain, which the next attempt may go on in."""
-        return f".{_DRAIN}" in self.path.name
-
-
-def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
+def folders_in(root: Path) -> tuple[list[Folder], list[Folder]]:
     """List the directories of a root: those that may be checkpoints, the newest first, and others.
 
     The others are unfinished, or were about to be removed.
     """
-    folders, leftovers = [], []
     with storage_errors("read", root):
         paths = sorted(root.iterdir()) if root.is_dir() else []
+    found = []
     for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        hidden, iteration, epoch, _, ending = match.groups()
-        folder = Folder(root, int(iteration), int(epoch))
-        if hidden and ending:
-            leftovers.append(Leftover(path, folder))
-        elif path == folder.path:
-            folders.append(folder)
-    return sorted(folders, key=lambda folder: folder.version, reverse=True), leftovers
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            folder = Folder(root, int(match[1]), int(match[2]), match[3] or "")
+            # Other names of the same numbers are nobody's.
+            found += [folder] if folder.path == path else []
+    folders = sorted((f for f in found if not f.label), key=lambda f: f.version, reverse=True)
+    return folders, [folder for folder in found if folder.label]
 
 
 def remove(folder: Folder) -> bool:
     """Remove a checkpoint unless it is pinned, which it may be since; return whether it is gone."""
+    removed = replace(folder, label=_REMOVED)
     with storage_errors("remove", folder.path):
         if folder.is_pinned:
             return False
-        folder.path.rename(folder.removed)
-        if put_back_if_pinned(folder):
+        folder.path.rename(removed.path)
+        if put_back_if_pinned(removed):
             return False
-        _remove_folder(folder.removed)
+        _remove_folder(removed.path)
         return True
 
 
-def put_back_if_pinned(folder: Folder) -> bool:
+def put_back_if_pinned(removed: Folder) -> bool:
     """Give a half-removed checkpoint its name again if it is pinned; return whether it was."""
-    removed = folder.removed
-    if not (_is_there(removed / PIN_NAME) and _is_there(removed / RECORD_NAME)):
+    if removed.label != _REMOVED or not (removed.is_pinned and removed.has_record):
         return False
-    removed.rename(folder.path)
+    removed.path.rename(removed.finished.path)
     return True
 
 
@@ -336,64 +324,50 @@ def unpin(folder: Folder) -> None:
 class SharedCheckpoint:
     """One directory that was committed; without a ``problem`` it can be loaded, as it seems.
 
-    ``record`` is ``None`` if it cannot be read, or speaks of another directory.
+    The record is that of no save if it cannot be read, or speaks of another directory.
     """
 
     folder: Folder
-    record: CommitRecord | None
-    problem: CheckpointingException | None
-    saved_at: float
-    is_pinned: bool
+    record: CommitRecord
+    problem: CheckpointingException | None = None
+    saved_at: float = 0.0
+    is_pinned: bool = False
 
     @property
     def is_whole(self) -> bool:
         return self.problem is None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its data files; 0 if its record cannot be read."""
-        return 0 if self.record is None else self.record.nbytes
-
     def files(self) -> dict[Path, int | None]:
         """Its files, and how many bytes each has, if that is recorded."""
-        if self.record is None:
-            return {}
-        names: dict[str, int | None] = {_METADATA_NAME: None, **self.record.files}
+        names: dict[str, int | None] = {**self.record.files}
+        if self.record.save_id:
+            names[_METADATA_NAME] = None
         return {self.folder.path / name: nbytes for name, nbytes in names.items()}
 
 
-class CommitFound(NamedTuple):
-    """A checkpoint whose files are all there."""
-
-    folder: Folder
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
 class SharedSession:
     """One training run's part of a root."""
 
-    root: Path
-    session_id: str
+    def __init__(self, path: Path, session_id: str) -> None:
+        self.path, self.session_id = path, session_id
 
     def checkpoints(self) -> list[SharedCheckpoint]:
         """Directories that were committed, the newest first; data is not read."""
-        found = [self.look(folder) for folder in folders_in(self.root)[0]]
+        found = [self._look(folder) for folder in folders_in(self.path)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
-    def whole(self) -> list[CommitFound]:
+    def whole(self) -> list[SharedCheckpoint]:
         """Checkpoints whose files are all there, the newest first; others are logged."""
-        found = [self.find(folder) for folder in folders_in(self.root)[0]]
+        found = [self.committed_in(folder) for folder in folders_in(self.path)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
-    def find(self, folder: Folder, *, asked_for: bool = False) -> CommitFound | None:
+    def committed_in(self, folder: Folder, *, asked_for: bool = False) -> SharedCheckpoint | None:
         """The checkpoint in a directory whose files are all there; damage is logged, or raised."""
-        known = self.look(folder)
-        if known is None:
-            return None
-        if known.problem is None and known.record is not None:
-            return CommitFound(folder, known.record)
-        if known.problem is not None and (asked_for or isinstance(known.problem, StorageError)):
+        known = self._look(folder)
+        if known is None or known.problem is None:
+            return known
+        if asked_for or isinstance(known.problem, StorageError):
             raise known.problem
         # A checkpoint that a job prunes meanwhile is not damaged.
         if folder.has_record:
@@ -401,15 +375,16 @@ class SharedSession:
         return None
 
     def noted_trusts(self) -> Trusts:
-        return NotesFile(self.root).trusts()
+        return NotesFile(self.path).trusts()
 
-    def leftovers(self) -> list[Path]:
+    def leftovers(self) -> list[Folder]:
         """Directories of saves under way, of saves that were cut off, and of what is removed."""
-        return [leftover.path for leftover in folders_in(self.root)[1]]
+        return folders_in(self.path)[1]
 
-    def look(self, folder: Folder) -> SharedCheckpoint | None:
+    def _look(self, folder: Folder) -> SharedCheckpoint | None:
         """The checkpoint in a directory, whole or not; ``None`` if none is committed there."""
-        record, problem, saved_at, is_pinned = None, None, 0.0, False
+        record = CommitRecord("", folder.iteration, folder.epoch, "", 0, {}, 0)
+        problem, saved_at, is_pinned = None, 0.0, False
         try:
             found = CommitRecord.read(folder.path)
             if found is None:
@@ -428,19 +403,22 @@ class SharedSession:
         return SharedCheckpoint(folder, record, problem, saved_at, is_pinned)
 
 
-def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Reason, ...]]:
-    """Why checkpoints stay, by the rules of the job that saved the newest; others are to go."""
-    records: dict[Version, CommitRecord] = {}
-    candidates = []
-    for known in checkpoints:
-        if known.is_whole and known.record is not None:
-            version = known.folder.version
-            records[version] = known.record
-            candidates.append(Candidate(version, known.record.metrics, known.is_pinned))
-    if not records:
+def why_kept(
+    checkpoints: Sequence[SharedCheckpoint], saved: SharedCheckpoint | None = None
+) -> dict[Version, tuple[Reason, ...]]:
+    """Why checkpoints stay, by the rules of the job that saved one; others are to go.
+
+    That is by default the newest, as another process sees it.
+    """
+    whole = [known for known in checkpoints if known.is_whole]
+    saved = saved or max(whole, key=lambda known: known.folder.version, default=None)
+    if saved is None:
         return {}
-    saved = max(records)
-    return reasons_to_keep(records[saved].retention, candidates, saved, records[saved].resumed_from)
+    return reasons_to_keep(
+        saved.record.retention,
+        [Candidate(c.folder.version, c.record.metrics, c.is_pinned) for c in whole],
+        *(saved.folder.version, saved.record.resumed_from),
+    )
 
 
 def find_shared_sessions(root: Path) -> list[SharedSession]:
@@ -458,7 +436,7 @@ def find_shared_sessions(root: Path) -> list[SharedSession]:
     named = sorted(name for name in names if name.startswith(SESSION_PREFIX))
     sessions = [SharedSession(root, "")]
     sessions += [SharedSession(root / name, session_of(name)) for name in named]
-    return [session for session in sessions if _is_root(session.root)]
+    return [session for session in sessions if _is_root(session.path)]
 
 
 def _is_root(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, MismatchError, StorageError
 from localckpt.global_tier.data_files import data_bytes
-from localckpt.global_tier.folders import CommitFound
+from localckpt.global_tier.folders import SharedCheckpoint
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.staging import frame_of
 from localckpt.ids import ShardIdentity
@@ -96,7 +96,9 @@ def _ranges(image: ImageReader, places: Mapping[MetadataIndex, ItemPlace]) -> It
 class SharedImages(Store):
     """Images of the ranks that have saved one checkpoint on shared storage, to read."""
 
-    def __init__(self, found: CommitFound, places: Mapping[MetadataIndex, StorageInfo]) -> None:
+    def __init__(
+        self, found: SharedCheckpoint, places: Mapping[MetadataIndex, StorageInfo]
+    ) -> None:
         super().__init__(str(found.folder.path), Claim())
         self._folder, self._save_id = found.folder.path, found.record.save_id
         self._places = places

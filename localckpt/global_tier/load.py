@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from localckpt.errors import MismatchError
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.folders import CommitFound
+from localckpt.global_tier.folders import SharedCheckpoint
 from localckpt.global_tier.staging import load_object
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
@@ -168,7 +168,7 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
 
 def fill(
     state_dict: dict[str, Any],
-    found: CommitFound,
+    found: SharedCheckpoint,
     reader: CachedMetadataFileSystemReader,
     ranks: Ranks,
     *,
@@ -253,7 +253,7 @@ def fill(
     )
 
 
-def _first_ranks(given: Mapping[str, Any], found: CommitFound) -> list[str]:
+def _first_ranks(given: Mapping[str, Any], found: SharedCheckpoint) -> list[str]:
     """Names of given values that differed between ranks: the data files have the first rank's."""
     return [name for name in found.record.unequal if name in given]
 
@@ -261,7 +261,10 @@ def _first_ranks(given: Mapping[str, Any], found: CommitFound) -> list[str]:
 def _require_apart(given: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
     """Refuse tensors that share memory, unless it can hold what was saved of both."""
     for one, other in _sharing_memory(given):
-        values = {name: _empty_like(given[name]) for name in (one, other)}
+        values = {
+            name: torch.empty_like(given[name], memory_format=torch.contiguous_format)
+            for name in (one, other)
+        }
         read(values)
         if not _hold_both(*((_local(given[name]), _local(values[name])) for name in values)):
             raise MismatchError(
@@ -328,11 +331,9 @@ def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
         view.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
         view = view.conj() if tensor.is_conj() else view
         view = torch._neg_view(view) if tensor.is_neg() else view
-        # Like every load; the caller has asked for it where dtypes differ.
-        value = value.detach().to(tensor.device, tensor.dtype)
-        copy_values(view, value)
+        copy_values(view, value.detach())
         views.append(view)
-        wanted.append(value)
+        wanted.append(value.detach())
     return all(map(_are_equal, views, wanted))
 
 
@@ -345,16 +346,3 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _empty_like(value: torch.Tensor) -> torch.Tensor:
-    """Make a tensor of the shape and the sharding of another one, in memory of its own."""
-    empty = torch.empty_like(_local(value).detach(), memory_format=torch.contiguous_format)
-    if not isinstance(value, DTensor):
-        return empty
-    return DTensor.from_local(
-        *(empty, value.device_mesh, value.placements),
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )

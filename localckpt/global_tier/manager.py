@@ -27,9 +27,8 @@ from localckpt.availability.retention import plain_metrics
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
-from localckpt.global_tier.committed import Committed
 from localckpt.global_tier.drain import Drain, Drains
-from localckpt.global_tier.folders import CommitFound, Folder
+from localckpt.global_tier.folders import Folder, SharedCheckpoint
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.load import fill
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -94,7 +93,7 @@ class GlobalCheckpointManager(OfOneProcess):
         process_group = options.get("process_group")
         with refused_together("global manager", process_group, timeout_in(options)):
             chosen = Options.of_shared(options)
-            timeout, read_only = chosen.timeout, chosen.read_only
+            timeout = chosen.timeout
             if concurrent_bytes < 1:
                 raise CheckpointingException(
                     f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
@@ -102,16 +101,12 @@ class GlobalCheckpointManager(OfOneProcess):
             self.session_id = session_id
             self.timeout = timeout
             self.is_to_stop: Callable[[], bool] = lambda: False
-            self._root = CheckpointRoot(
-                local_path(root),
-                session_id,
-                retention=chosen.retention,
-                timeout_s=timeout,
-            )
             allowed = tuple(chosen.safe_globals)
             # The most frequent cause of ranks that do not come to plan a save.
             self._hint = ""
+            path = local_path(root)
             self._ranks = Ranks("global manager", process_group, timeout, hint=lambda: self._hint)
+            self._root = CheckpointRoot(path, session_id, self._ranks, chosen)
             # Saves end behind training, whatever is called meanwhile.
             self._saving = Ranks("global saves", process_group, timeout)
             draining = Ranks("global drains", process_group, timeout)
@@ -127,14 +122,10 @@ class GlobalCheckpointManager(OfOneProcess):
             self._local = local
             self._events = chosen.events or EventStream()
             self._drains = Drains(draining, self._root, allowed, self._events)
-            self.read_only = read_only
+            self.read_only = chosen.read_only
             self._newest_iteration = -1
             self._save: SharedSave | None = None
 
-            self._committed = Committed(
-                *(self._root.session, self._ranks, chosen.max_attempts),
-                (lambda: None) if read_only else self._root.lock.look,
-            )
             self._make_reader = partial(
                 CachedMetadataFileSystemReader,
                 concurrent_bytes=concurrent_bytes,
@@ -221,7 +212,7 @@ class GlobalCheckpointManager(OfOneProcess):
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = begun
-            folder = Folder(self.root, iteration, epoch)
+            folder = Folder(self.root, iteration, epoch).unfinished(save_id, is_drain=False)
             save = self._save = SharedSave(
                 BegunSave(folder, save_id, lineage=self._root.lineage, metrics=plain),
                 number,
@@ -289,7 +280,7 @@ class GlobalCheckpointManager(OfOneProcess):
     def unfinished_drains(self) -> list[int]:
         """List iterations whose drains were begun and cut off, oldest first; all ranks call it."""
         self._require_usable()
-        return self._committed.unfinished_drains()
+        return self._root.unfinished_drains()
 
     def note_drained(self, iteration: int) -> None:
         """Note on every rank that a drain is committed: what is saved next is newer."""
@@ -341,7 +332,7 @@ class GlobalCheckpointManager(OfOneProcess):
         """
         self._require_usable()
         with self._events.timed("find"):
-            found = self._committed.find(self._lineage_on_nodes(on_nodes))
+            found = self._root.find_latest(self._lineage_on_nodes(on_nodes))
         return -1 if found is None else found.folder.iteration
 
     @closed_by_interrupts
@@ -358,7 +349,7 @@ class GlobalCheckpointManager(OfOneProcess):
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._committed.iterations(self._lineage_on_nodes(on_nodes))
+        return self._root.iterations(self._lineage_on_nodes(on_nodes))
 
     @closed_by_interrupts
     def go_back(self, iteration: int) -> None:
@@ -424,7 +415,7 @@ class GlobalCheckpointManager(OfOneProcess):
         given = without_markers(into)
         self._prepare_load()
         with self._events.timed("read"):
-            found = self._committed.load_newest(
+            found = self._root.load_newest(
                 iteration,
                 lambda found: fill(
                     *(given, found, self._reader_of(found), self._ranks),
@@ -452,7 +443,7 @@ class GlobalCheckpointManager(OfOneProcess):
         """
         self._prepare_load()
         with self._events.timed("read"):
-            found = self._committed.load_newest(iteration, lambda _: None, tries_others=False)
+            found = self._root.load_newest(iteration, lambda _: None, tries_others=False)
             # While all are here, since they share it.
             images = SharedImages(found, self._reader_of(found).read_metadata().storage_data)
 
@@ -469,7 +460,7 @@ class GlobalCheckpointManager(OfOneProcess):
             yield images, ShardIdentity(session_id, generation, iteration, 0, world_size)
         self._go_on_from(found)
 
-    def _reader_of(self, found: CommitFound) -> CachedMetadataFileSystemReader:
+    def _reader_of(self, found: SharedCheckpoint) -> CachedMetadataFileSystemReader:
         return self._make_reader(
             found.folder.path,
             save_id=found.record.save_id,
@@ -483,33 +474,33 @@ class GlobalCheckpointManager(OfOneProcess):
         except CheckpointingException as error:
             logger.error("the last save had failed: %s", error)
 
-    def _go_on_from(self, found: CommitFound) -> None:
+    def _go_on_from(self, found: SharedCheckpoint) -> None:
         """Have what is saved from here on belong to a new epoch, newer than all there is."""
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)
         if self.rank == 0:
-            self._committed.resuming.begin(found.folder.as_checkpoint)
+            self._root.resuming.begin(found.folder.as_checkpoint)
         if self._local is not None and not self.read_only:
             self._local.begin(found.folder.iteration, lineage=found.record.lineage)
 
     def note_progress(self, iteration: int) -> None:
         """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
-        self._committed.resuming.note_progress(iteration)
+        self._root.resuming.note_progress(iteration)
 
     def forget_attempts(self) -> None:
         """Count no start so far as one in vain: the job has got on by its own account."""
         if self.rank == 0:
-            self._committed.resuming.forget()
+            self._root.resuming.forget()
 
     def count_attempt(self) -> None:
         """Count this start from here on, as the managers of the nodes do on request."""
         if self.rank == 0 and not self._is_fork:
-            self._committed.resuming.count()
+            self._root.resuming.count()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""
         if not self._is_fork:
-            self._committed.resuming.take_back()
+            self._root.resuming.take_back()
 
     def close(self) -> None:
         """Wait for the last save, then free everything. May be called twice.
@@ -611,7 +602,7 @@ class GlobalCheckpointManager(OfOneProcess):
     def _change_pin(self, what: str, iteration: int) -> None:
         self._require_writable()
         self._require_usable()
-        self._committed.change_pin(what, operator.index(iteration))
+        self._root.change_pin(what, operator.index(iteration))
 
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import PosixPath, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -44,7 +45,6 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.data_files import file_nbytes
-from localckpt.global_tier.replicas import CommonItems, RankPlan
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
@@ -71,6 +71,25 @@ def pickled_metadata(
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     return pickle.dumps(metadata), {name: file_nbytes(end) for name, end in ends.items()}
+
+
+class CommonItems(NamedTuple):
+    """Items of one rank's plan that a set of ranks has in common."""
+
+    ranks: RankSet
+    numbers: tuple[int, ...]
+
+
+@dataclass
+class RankPlan:
+    """Items that one rank's image has, with digests of values that other ranks may have, too.
+
+    ``ranks`` are those on which the image says that a part of a global tensor is equal.
+    """
+
+    plan: SavePlan
+    digests: dict[MetadataIndex, str] = field(default_factory=dict)
+    ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
 
 
 _NOTHING = type(None)

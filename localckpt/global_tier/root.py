@@ -1,4 +1,4 @@
-"""Root of checkpoints on shared storage, where the first rank begins, commits and prunes them.
+"""Root of checkpoints on shared storage: what all ranks see there, and the first rank does there.
 
 One rank sees the root for all, so that ranks whose clients cache directories differently agree.
 """
@@ -11,32 +11,42 @@ import secrets
 import socket
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
 
-from localckpt.availability.retention import Candidate, Retention, reasons_to_keep
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.availability.retention import Version
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
-    CommitFound,
     CommitRecord,
     Folder,
-    Leftover,
+    SharedCheckpoint,
     SharedSession,
     folders_in,
+    pin,
     put_back_if_pinned,
     remove,
     session_root,
     try_to_remove,
+    unpin,
+    why_kept,
 )
 from localckpt.global_tier.metadata import METADATA_NAME
+from localckpt.global_tier.save_plan import require_same
 from localckpt.lineage import EpochId, Lineage, Origin, Point, Resumed, begin_lineage
+from localckpt.options import Options
 from localckpt.own_folders import (
     file_mode,
     folder_mode,
@@ -44,9 +54,14 @@ from localckpt.own_folders import (
     make_own_folders,
     require_own_file,
 )
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.resuming import Resuming
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.notes import NotesFile
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import replace_file, sync_folder
+from localckpt.trust import choose
 
 logger = logging.getLogger(__name__)
 
@@ -55,62 +70,220 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _OWNER_NAME = ".localckpt.owner"
 # Storage may take that long to see that the node of the job before is gone.
 _PATIENCE_S = 120.0
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class BegunSave:
-    """Save or drain that the first rank has begun, whose lineage and metrics are recorded."""
+    """Save or drain that the first rank has begun, in a folder with a label until it is committed.
+
+    Its lineage and metrics are recorded.
+    """
 
     folder: Folder
     save_id: str
-    is_drain: bool = False
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def path(self) -> Path:
-        """Directory in which it is written until it is committed."""
-        return self.folder.unfinished(self.save_id, is_drain=self.is_drain)
 
+class CheckpointRoot(SharedSession):
+    """Directory of one session's checkpoints; all ranks make the same calls of some methods."""
 
-class CheckpointRoot:
-    """Directory of one session's checkpoints."""
-
-    def __init__(
-        self, root: Path, session_id: str, *, retention: Retention, timeout_s: float
-    ) -> None:
-        self.path = session_root(root, session_id)
+    def __init__(self, root: Path, session_id: str, ranks: Ranks, options: Options) -> None:
+        super().__init__(session_root(root, session_id), session_id)
         self.lock = RootLock(root, *self.path.relative_to(root).parts)
-        self.session = SharedSession(self.path, session_id)
-        self._retention = retention
-        self._timeout_s = timeout_s
+        self._ranks = ranks
+        self._retention, self._timeout_s = options.retention, options.timeout
+        self._read_only = options.read_only
+        self.resuming = Resuming(NotesFile(self.path), options.max_attempts)
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
-        self._draining: set[Path] = set()
+        # Directory of the drain (True) and of the save (False) that are written.
+        self._under_way: dict[bool, Path] = {}
         # Of this start's saves, from the first of them on.
         self._epoch: int | None = None
         self.lineage: Lineage | None = None
         self._resumed = Resumed()
-        self._loaded: tuple[int, int] | None = None
+        self._loaded: Version | None = None
+
+    # On all ranks.
+
+    def find_latest(self, left_by: Lineage | None) -> SharedCheckpoint | None:
+        """The newest checkpoint; none that a lineage has left behind."""
+        return self._find(None, lambda: self._newest(left_by=left_by))
+
+    def load_newest(
+        self, iteration: int | None, load: Callable[[SharedCheckpoint], None], *, tries_others: bool
+    ) -> SharedCheckpoint:
+        """Call ``load`` with the newest checkpoint, or that of an iteration, which it fills in.
+
+        If that ``tries_others``, a damaged one makes way for the one before, and one that a job
+        prunes meanwhile for the newest that is there then.
+        """
+        deadline = Deadline.after(self._ranks.timeout_s)
+        tried: list[Version] = []
+        while found := self._find(iteration, lambda: self._next(iteration, tried, deadline)):
+            try:
+                load(found)
+            except (CorruptShardError, StorageError) as error:
+                if not tries_others:
+                    raise
+                logger.error(
+                    "iteration %d cannot be loaded, trying another one: %s",
+                    *(found.folder.iteration, error),
+                )
+            else:
+                return found
+            tried.append(found.folder.version)
+        where, what = f"under {self.path}", "there is no checkpoint"
+        if tried:
+            raise NoReplicasAvailableError(
+                f"no checkpoint {where} can be loaded; see the errors above"
+            )
+        if iteration is not None:
+            raise NoReplicasAvailableError(f"{what} of iteration {iteration} {where}")
+        raise NoReplicasAvailableError(f"{what} {where}: load() only if find_latest() is not -1")
+
+    def iterations(self, left_by: Lineage | None) -> list[int]:
+        """Iterations of the checkpoints that a restart tries, in their order."""
+
+        def look() -> list[int]:
+            self._check_root()
+            found = (c.folder for c in self.whole() if not c.record.is_left_by(left_by))
+            return list(dict.fromkeys(folder.iteration for folder in self._usable([*found])))
+
+        iterations: list[int] = self._ask("find all checkpoints", "all", look, shaped([int]))
+        return iterations
+
+    def unfinished_drains(self) -> list[int]:
+        """Iterations whose drains were begun, and are not committed, in their order."""
+
+        def look() -> list[int]:
+            return sorted({left.iteration for left in self.leftovers() if left.is_drain})
+
+        found: list[int] = self._ask("find unfinished drains", "all", look, shaped([int]))
+        return found
+
+    def change_pin(self, what: str, iteration: int) -> None:
+        """``"pin"`` the newest checkpoint of an iteration, or ``"unpin"`` all of it."""
+
+        def change() -> None:
+            folders = [f for f in folders_in(self.path)[0] if f.iteration == iteration]
+            if what == "pin":
+                found = self._newest(iteration)
+                folders = [] if found is None else [found.folder]
+            if not folders:
+                there = ", ".join(str(c.folder.iteration) for c in self.whole()[:_SHOWN])
+                raise NoReplicasAvailableError(
+                    f"there is no checkpoint of iteration {iteration} under {self.path}; the "
+                    f"newest are: {there or 'none'}. Nothing was changed"
+                )
+            for folder in folders:
+                (pin if what == "pin" else unpin)(folder)
+
+        self._ask(f"{what} a checkpoint", iteration, change, lambda _: None)
+
+    def _ask(self, what: str, tag: Any, look: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+        """Call ``look`` on the first rank, and give what it returns to all."""
+
+        def judge(tags: list[Any]) -> Any:
+            require_same(tags, self._ranks.global_ranks)
+            return look()
+
+        return self._ranks.commit(what, lambda: [self.session_id, tag], judge, read=read)
+
+    def _find(
+        self, iteration: int | None, find: Callable[[], SharedCheckpoint | None]
+    ) -> SharedCheckpoint | None:
+        def look() -> str | None:
+            found = find()
+            # Only the first rank needs to know the files.
+            return None if found is None else replace(found.record, files={}).to_bytes().decode()
+
+        def read(text: Any) -> SharedCheckpoint | None:
+            if text is None:
+                return None
+            try:
+                record = CommitRecord.parse(self.path, shaped(str)(text).encode())
+            except CorruptShardError as error:
+                raise ValueError(error.text) from error
+            return SharedCheckpoint(Folder(self.path, record.iteration, record.epoch), record)
+
+        found: SharedCheckpoint | None = self._ask("find a checkpoint", iteration, look, read)
+        return found
+
+    # On the first rank, for all.
+
+    def _check_root(self) -> None:
+        """Raise StorageError if others can write to the directory, or it is gone."""
+        if not self._read_only:
+            self.lock.look()
+
+    def _next(
+        self, iteration: int | None, tried: Sequence[Version], deadline: Deadline
+    ) -> SharedCheckpoint | None:
+        found = self._newest(iteration, tried)
+        if found and tried and found.folder.version > max(tried) and deadline.left_s == 0:
+            # A job goes on there, and pruned what was being read.
+            raise NoReplicasAvailableError(
+                f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
+                f"before it was read, the last one iteration {tried[-1][1]}, and "
+                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
+                f"let the load take longer"
+            )
+        return found
+
+    def _newest(
+        self,
+        iteration: int | None = None,
+        tried: Sequence[Version] = (),
+        left_by: Lineage | None = None,
+    ) -> SharedCheckpoint | None:
+        self._check_root()
+        listed: list[Folder] | None = None
+        while True:
+            before, (listed, _) = listed, folders_in(self.path)
+            if listed == before:
+                return None
+            # Else a job has committed one and pruned those that were listed, so look again.
+            for folder in self._usable(listed) if iteration is None else listed:
+                if iteration not in (None, folder.iteration) or folder.version in tried:
+                    continue
+                found = self.committed_in(folder, asked_for=iteration is not None)
+                if found is not None and not found.record.is_left_by(left_by):
+                    return found
+
+    def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
+        """The directories that the job has not resumed from in vain too often."""
+        trusts = self.resuming.trusts = self.noted_trusts()
+        by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
+        choice = choose([*by_checkpoint], trusts, self.resuming.max_attempts)
+        given_up = {**choice.quarantined, **choice.exhausted}
+        texts = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
+        if given_up and not choice.usable:
+            raise NoReplicasAvailableError(
+                f"no checkpoint on shared storage is left to resume from, and nothing was started "
+                f"over or removed. {'; '.join(texts)}. That several checkpoints fail alike speaks "
+                f"for the program or its data: once the cause is gone, start with "
+                f"max_attempts=None; with another session_id the job starts from the beginning"
+            )
+        for text in texts:
+            logger.warning("passed over: %s", text)
+        return [by_checkpoint[checkpoint] for checkpoint in choice.usable]
 
     def begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
-        """Make the directory of a save on the first rank."""
+        """Make the directory of a save."""
         with self._beginning:
             self.lock.take(self._timeout_s)
             epoch = self._epoch or _next_epoch(*folders_in(self.path))
-            begun = BegunSave(Folder(self.path, iteration, epoch), uuid.uuid4().hex)
-            with storage_errors("make", begun.path):
-                begun.path.mkdir(folder_mode(self.path))
-                try:
-                    sync_folder(self.path)
-                except BaseException:
-                    begun.path.rmdir()
-                    raise
-            self._epoch, self.lineage = epoch, lineage or self.lineage
+            save_id = uuid.uuid4().hex
+            folder = Folder(self.path, iteration, epoch).unfinished(save_id, is_drain=False)
+            self._make(folder, None)
+            self.lineage = lineage or self.lineage
             if self.lineage is None:
                 started = EpochId(epoch, secrets.randbelow(2**32))
                 self.lineage = begin_lineage(started, self._resumed, [], {})
-            return begun
+            return BegunSave(folder, save_id)
 
     def begin_drain(
         self,
@@ -118,64 +291,62 @@ class CheckpointRoot:
         save_id: str,
         lineage: Lineage | None,
         metrics: Mapping[str, float],
-    ) -> tuple[BegunSave, bool]:
-        """Make the directory of a drain on the first rank, or go on in that of an attempt before.
+    ) -> BegunSave:
+        """Make the directory of a drain, or go on in that of an attempt before.
 
-        ``save_id`` is the same for all attempts. Returns also whether the checkpoint is there.
+        ``save_id`` is the same for all attempts. If one was committed, its folder is returned.
         """
         with self._beginning:
             self.lock.take(self._timeout_s)
             folders, leftovers = folders_in(self.path)
             for folder in (folder for folder in folders if folder.iteration == iteration):
-                found = self.session.find(folder)
+                found = self.committed_in(folder)
                 if found is not None and found.record.save_id == save_id:
-                    return BegunSave(folder, save_id), True
-            epoch = self._epoch or _next_epoch(folders, [x for x in leftovers if not x.is_drain])
+                    return BegunSave(folder, save_id)
+            epoch = self._epoch or _next_epoch(folders, leftovers)
             folder = Folder(self.path, iteration, epoch)
-            begun = BegunSave(folder, save_id, is_drain=True, lineage=lineage, metrics=metrics)
-            self._require_newest(begun, folders)
-            # Before it is there: the sweep of a save spares what is drained.
-            self._draining.add(begun.path)
-            try:
-                self._make_drain(begun, [left for left in leftovers if left.is_drain])
-            except BaseException:
-                self._draining.discard(begun.path)
-                raise
-            self._epoch = epoch
-            return begun, False
+            self._require_newest(folder, lineage, folders)
+            folder = folder.unfinished(save_id, is_drain=True)
+            same = (left for left in leftovers if replace(left, epoch=epoch) == folder)
+            self._make(folder, next(same, None))
+            return BegunSave(folder, save_id, lineage, metrics)
 
-    def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
-        mine: Path | None = None
-        for path, folder in before:
-            if mine is None and path == replace(drain, folder=folder).path:
-                mine = path
-            elif path not in self._draining:
-                try_to_remove(path)
-        with storage_errors("make", drain.path):
-            if mine is None:
-                drain.path.mkdir(folder_mode(self.path))
-            elif mine != drain.path:
-                mine.rename(drain.path)
-            sync_folder(self.path)
+    def _make(self, folder: Folder, before: Folder | None) -> None:
+        """Make a directory, or give that of an attempt ``before`` its name."""
+        # Before it is there: the sweep of another save spares it.
+        self._under_way[folder.is_drain] = folder.path
+        try:
+            with storage_errors("make", folder.path):
+                if before is None:
+                    folder.path.mkdir(folder_mode(self.path))
+                elif before != folder:
+                    before.path.rename(folder.path)
+                sync_folder(self.path)
+        except BaseException:
+            del self._under_way[folder.is_drain]
+            raise
+        self._epoch = folder.epoch
 
-    def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:
+    def _require_newest(
+        self, drained: Folder, lineage: Lineage | None, folders: Sequence[Folder]
+    ) -> None:
         """Check that what a restart would take from here is not newer than what is drained."""
-        if drain.folder.has_record:
+        if drained.has_record:
             raise CheckpointingException(
-                f"iteration {drain.folder.iteration} is on shared storage already, saved in "
-                f"another way: {drain.folder.path}. It was left as it is"
+                f"iteration {drained.iteration} is on shared storage already, saved in "
+                f"another way: {drained.path}. It was left as it is"
             )
         for folder in folders:
-            if folder.epoch == drain.folder.epoch or folder.iteration < drain.folder.iteration:
+            if folder.epoch == drained.epoch or folder.iteration < drained.iteration:
                 continue
             if self._loaded is not None and folder.version > self._loaded:
                 # The job went back from it.
                 continue
-            found = self.session.find(folder)
-            if found is None or found.record.is_left_by(drain.lineage):
+            found = self.committed_in(folder)
+            if found is None or found.record.is_left_by(lineage):
                 continue
             raise CheckpointingException(
-                f"{folder.path} is newer than iteration {drain.folder.iteration}, which would "
+                f"{folder.path} is newer than iteration {drained.iteration}, which would "
                 f"stand before it: nothing was drained. If the job went back from it, load() what "
                 f"it goes on from by this manager, or remove it"
             )
@@ -189,9 +360,9 @@ class CheckpointRoot:
         unequal: Sequence[str],
     ) -> None:
         """Make a checkpoint of what all ranks have written. After an error it is no checkpoint."""
-        folder = save.folder
+        path, folder = save.folder.path, save.folder.finished
         record = CommitRecord(
-            *(self.session.session_id, folder.iteration, folder.epoch, save.save_id, world_size),
+            *(self.session_id, folder.iteration, folder.epoch, save.save_id, world_size),
             files=files,
             metadata_digest=xxhash.xxh3_64_intdigest(metadata),
             lineage=save.lineage,
@@ -200,15 +371,15 @@ class CheckpointRoot:
             unequal=[*unequal],
             resumed_from=self._loaded,
         )
-        write_durably(save.path / METADATA_NAME, metadata)
-        write_durably(save.path / RECORD_NAME, record.to_bytes())
+        write_durably(path / METADATA_NAME, metadata)
+        write_durably(path / RECORD_NAME, record.to_bytes())
         with storage_errors("commit", folder.path):
-            save.path.rename(folder.path)
+            path.rename(folder.path)
             try:
                 sync_folder(self.path)
             except BaseException:
                 # It may be gone after a power cut, so it is none.
-                folder.path.rename(save.path)
+                folder.path.rename(path)
                 raise
         logger.info(
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
@@ -217,38 +388,37 @@ class CheckpointRoot:
     def end(self, save: BegunSave, *, is_failed: bool) -> None:
         """Leave a save or a drain, and remove what there is of it if it failed."""
         if is_failed:
-            try_to_remove(save.path)
-        self._draining.discard(save.path)
+            try_to_remove(save.folder.path)
+        self._under_way.pop(save.folder.is_drain, None)
 
     def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves have left that were never committed, and put back what is pinned.
 
-        What a drain has left stays until something newer is there: the next attempt goes on there.
+        What a drain has left stays until something as new is there, or another one is written: the
+        next attempt goes on there.
         """
         try:
             folders, leftovers = folders_in(self.path)
-            newest = -1
-            if any(leftover.is_drain for leftover in leftovers):
-                newest = max((f.iteration for f in folders if f.has_record), default=-1)
+            newest = max((f.iteration for f in folders if f.has_record), default=-1)
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
-        for leftover in leftovers:
-            path, folder = leftover
-            if path in self._draining or (save is not None and path == save.path):
+        is_drain = save is not None and save.folder.is_drain
+        for left in leftovers:
+            if left.path in self._under_way.values():
                 continue
-            if leftover.is_drain and folder.iteration > newest:
+            if left.is_drain and not is_drain and left.iteration > newest:
                 continue
             try:
-                if path == folder.removed and put_back_if_pinned(folder):
+                if put_back_if_pinned(left):
                     continue
-            except OSError as error:
-                logger.warning("%s is pinned, and cannot be put back yet: %s", path, error)
+            except (OSError, StorageError) as error:
+                logger.warning("%s is pinned, and cannot be put back yet: %s", left.path, error)
                 continue
-            logger.info("removing %s, which is no checkpoint", path)
-            try_to_remove(path)
+            logger.info("removing %s, which is no checkpoint", left.path)
+            try_to_remove(left.path)
 
-    def go_on_from(self, loaded: CommitFound) -> None:
+    def go_on_from(self, loaded: SharedCheckpoint) -> None:
         """Begin a new epoch at the next save. What is newer until then was left behind."""
         lineage = loaded.record.lineage
         origin: Origin = "elsewhere" if lineage is None else "shared"
@@ -258,7 +428,7 @@ class CheckpointRoot:
 
     def go_back(self, iteration: int) -> list[Point]:
         """Begin a new epoch, from what another tier has, and return what the job gives up."""
-        there = self.session.whole()
+        there = self.whole()
         self._epoch = self.lineage = None
         older = (c.folder.version for c in there if c.folder.iteration <= iteration)
         self._loaded = max(older, default=None)
@@ -271,14 +441,12 @@ class CheckpointRoot:
         if self._retention.keeps_all:
             return removed
         try:
-            whole = self.session.whole()
-            kept = reasons_to_keep(
-                self._retention,
-                [Candidate(c.folder.version, c.record.metrics, c.folder.is_pinned) for c in whole],
-                *(save.folder.version, self._loaded),
-            )
-            going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
-            removed.extend(folder.iteration for folder in going if remove(folder))
+            whole = self.whole()
+            saved = next((c for c in whole if c.folder == save.folder.finished), None)
+            if saved is not None:
+                kept = why_kept(whole, saved)
+                going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
+                removed.extend(folder.iteration for folder in going if remove(folder))
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
         return removed
@@ -291,8 +459,9 @@ class CheckpointRoot:
         self.lock.release()
 
 
-def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int:
-    epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
+def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Folder]) -> int:
+    """Return an epoch above all that there are; a drain that goes on is in one of its own."""
+    epochs = [f.epoch for f in (*folders, *leftovers) if not f.is_drain]
     return 1 + max(epochs, default=0)
 
 

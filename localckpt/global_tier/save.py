@@ -22,9 +22,9 @@ from torch.profiler import record_function
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.stream import EventStream, SaveRecord
-from localckpt.global_tier.data_files import StagedFiles
-from localckpt.global_tier.replicas import MOST_COMPARED, CommonValues, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
+from localckpt.global_tier.save_plan import MOST_COMPARED, CommonValues, judge_differing
+from localckpt.global_tier.staging import StagedFiles
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
@@ -139,7 +139,7 @@ class SharedSave(BackgroundSave):
         events: EventStream,
     ) -> None:
         super().__init__(begun.folder.iteration, begun, ranks, root, events, on_over)
-        self._not_done = f"{begun.folder.path} was not saved"
+        self._not_done = f"{begun.folder.finished.path} was not saved"
         self.record = SaveRecord(events, self.iteration, began, "shared")
         self.record.waited_s = called - began
         self._number = number
@@ -155,7 +155,7 @@ class SharedSave(BackgroundSave):
         writer = self._writer
         try:
             with record_function("localckpt.global.stage"):
-                writer.reset(self._begun.path)
+                writer.reset(self._begun.folder.path)
                 writer.save_id = self._begun.save_id
                 writer.prepare_write_data(planner.finish_plan(writer.plans.plan), planner)
                 self._common = CommonValues(
@@ -263,6 +263,6 @@ class SharedSave(BackgroundSave):
         logger.info(
             "wrote %s: %.3f GB, planned in %.3f s, staged in %.3f s (%.2f GB/s), written in %.3f s "
             "(%.2f GB/s)",
-            *(self._begun.folder.path, nbytes, plan, stage, nbytes / max(stage, 1e-9)),
+            *(self._begun.folder.finished.path, nbytes, plan, stage, nbytes / max(stage, 1e-9)),
             *(write, nbytes / max(write, 1e-9)),
         )

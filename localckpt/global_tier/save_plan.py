@@ -8,27 +8,38 @@ as before; and after a plan that was refused only the coordinator goes on from i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
+from localckpt.availability.divergence import Divergence, judge_differences
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.drain_items import why_misdescribed
-from localckpt.global_tier.metadata import pack, pickled_metadata, unpack
-from localckpt.global_tier.replicas import CommonItems, common_items
+from localckpt.global_tier.metadata import CommonItems, pack, pickled_metadata, unpack
+from localckpt.memory.tensor_bytes import flat_bytes
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
+from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
+from localckpt.state_dict.values import digest_of
+
+_SHOWN = 8
+MOST_COMPARED = 1024
+"""Sets of ranks, and groups of a set that differ, of which each says what it has."""
 
 
 class PlanCache:
@@ -219,3 +230,117 @@ def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
             f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
             f"calls in the same order. What was saved before stands"
         )
+
+
+def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
+    """Group the items of each rank's plan that others plan, too, by the number of their set."""
+    owners: dict[MetadataIndex, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            owners.setdefault(item.index, []).append(rank)
+    sets: dict[tuple[int, ...], int] = {}
+    of_index = {
+        index: sets.setdefault(tuple(ranks), len(sets))
+        for index, ranks in owners.items()
+        if len(ranks) > 1
+    }
+    of_set = [RankSet.of(ranks) for ranks in sets]
+    found: list[dict[int, CommonItems]] = []
+    for plan in plans:
+        items: dict[int, list[int]] = {}
+        for number, item in enumerate(plan.items):
+            if (set_id := of_index.get(item.index)) is not None:
+                items.setdefault(set_id, []).append(number)
+        found.append({n: CommonItems(of_set[n], tuple(numbers)) for n, numbers in items.items()})
+    return found
+
+
+class CommonValues:
+    """Digests of the values that this rank saves and other ranks save, too, by its own plan."""
+
+    def __init__(
+        self,
+        plan: SavePlan | None,
+        common: Mapping[int, CommonItems],
+        global_ranks: Sequence[int],
+        planner: DefaultSavePlanner,
+    ) -> None:
+        assert plan is not None, "the save is planned"
+        self._digests: dict[int, dict[str, str]] = {}
+        for set_id, (ranks, numbers) in common.items():
+            owners = {global_ranks[rank] for rank in ranks}
+            for number in numbers:
+                index = plan.items[number].index
+                part = planner.lookup_object(index)
+                if owners <= _kept_equal_on(planner.state_dict[index.fqn]):
+                    continue
+                digests = self._digests.setdefault(set_id, {})
+                # A rank may have several parts of one tensor.
+                digests[index.fqn] = digests.get(index.fqn, "") + _digest(part)
+
+    def folded(self) -> list[list[Any]]:
+        """Return pairs of the number of a set of ranks and the digest of all values in common."""
+        return [
+            [set_id, xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())]
+            for set_id, digests in self._digests.items()
+        ]
+
+    def told(self, divergence: Divergence, rank: int) -> list[Any]:
+        """Return the digests of single values for sets in which this rank is asked for them."""
+        asked = [of.set_id for of in divergence.sets if rank in of.asked]
+        return ["", {str(set_id): self._digests[set_id] for set_id in asked}]
+
+
+def judge_differing(iteration: int, divergence: Divergence, told_by: Sequence[Any]) -> None:
+    """Raise MismatchError that names the values that differ, and the ranks."""
+    found = judge_differences(divergence, told_by)
+    texts = [
+        f"{one.key} ({' differs from '.join(map(ranks_named, sorted(one.groups)))})"
+        for one in found.differences
+    ]
+    more = len(texts[_SHOWN:]) + found.more_tensors
+    shown = "; ".join(texts[:_SHOWN]) + f"; and {more} more" * (more > 0)
+    if others := sorted({rank for of in divergence.sets for rank in of.others}):
+        shown += f"; {ranks_named(others)} differ too, nobody asked where"
+    raise MismatchError(
+        f"iteration {iteration} is not saved: ranks have different values under one name, of which "
+        f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "
+        f"were. Give each of them a name of its own, such as f'stage{{rank}}' for the stages of a "
+        f"pipeline, or have Checkpointer save one for each rank: private={{name: 'keep'}}. If they "
+        f"are meant to be equal, the ranks have diverged: see check_replicas"
+    )
+
+
+def _kept_equal_on(value: Any) -> set[int]:
+    """Return the ranks of the job that shard a global tensor together, and keep replicas equal."""
+    if isinstance(value, DTensor):
+        return set(value.device_mesh.mesh.flatten().tolist())
+    if isinstance(value, ShardedTensor):
+        return set(dist.get_process_group_ranks(value._process_group))
+    return set()
+
+
+def _digest(value: Any) -> str:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_cpu:
+        return digest_of(value, str)
+    return f"{value.dtype}{tuple(value.shape)}{_device_digest(value)}"
+
+
+# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
+_REDUCED_NBYTES = 64 << 20
+
+
+def _device_digest(tensor: torch.Tensor) -> list[int]:
+    """Reduce a tensor to integers where it is: its bytes, mixed as hash tables do, with weights."""
+    content = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    whole = content.numel() // 8 * 8
+    totals = []
+    for start in range(0, whole, _REDUCED_NBYTES):
+        part = content[start : min(start + _REDUCED_NBYTES, whole)]
+        # Bytes that begin within a word cannot be viewed as words.
+        words = (part.clone() if part.storage_offset() % 8 else part).view(torch.int64)
+        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
+        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
+        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
+    rest = content[whole:].tolist()
+    return [*(int(total) for total in totals), *rest]

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -22,14 +23,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from localckpt.errors import CheckpointingException, UnsafeGlobalError
-from localckpt.global_tier.data_files import covered_nbytes
+from localckpt.errors import CheckpointingException, StorageError, UnsafeGlobalError
+from localckpt.global_tier.data_files import covered_nbytes, file_nbytes, write_data_file
 from localckpt.global_tier.metadata import DATA_SUFFIX, StorageInfo
 from localckpt.memory.copying import BlockCopies, Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.write import sync_folder
 
 FILE_NBYTES = 256 << 20
 """Bytes of tensors after which a file ends: what a drain that is cut off writes again at most."""
@@ -37,6 +40,8 @@ FILE_NBYTES = 256 << 20
 # Values of this size begin on a page: copies between memory that is not aligned alike take longer.
 _PAGE_ALIGNED_NBYTES = 256 << 10
 _ALIGNMENT = 64
+# Whole digest blocks, hashed before they are written.
+_PIECE_NBYTES = 16 << 20
 # More than tensors of one model have shapes, and bounded, since files name shapes, too.
 _FRAMES = 1 << 14
 # torch keeps what may be named in a list of the process.
@@ -363,13 +368,25 @@ def _placed(name: str, plan: SavePlan, bucket: Sequence[int], others: Set[int]) 
 
 
 @dataclass(eq=False)
-class WriteData:
-    """Items that one rank writes in one save: tensors until they are staged, and other contents."""
+class StagedFiles:
+    """Items that one rank writes in one save: tensors until they are staged, and other contents.
+
+    In ``folder`` their names have a ``mark`` that those of the layout lack.
+    """
 
     plan: SavePlan
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     contents: dict[int, memoryview]
+    folder: Path
+    save_id: str
+    mark: str
+    sync: bool
+    buffer: Buffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file_nbytes(stop - start) for start, stop in self.ranges())
 
     def ranges(self) -> list[tuple[int, int]]:
         """Where each file's content lies in a buffer, from a page on."""
@@ -384,6 +401,40 @@ class WriteData:
     def results(self) -> list[WriteResult]:
         return [place for file in self.files for place in file.results(self.plan, self.contents)]
 
+    def write(self) -> None:
+        """Write all files side by side, in place of what is there, and give the buffer back."""
+        assert self.buffer is not None, "it is staged"
+        try:
+            Copier(len(self.files)).share(
+                [*zip(self.files, self.ranges(), strict=True)], self._write
+            )
+            if self.sync:
+                with storage_errors("make durable", self.folder):
+                    sync_folder(self.folder)
+        finally:
+            self.buffer.give_back()
+
+    def _write(self, files: Iterator[tuple[FileLayout, tuple[int, int]]]) -> None:
+        for file, within in files:
+            path = self.folder / marked(file.name, self.mark)
+            write_data_file(
+                path, self.save_id, partial(self._pieces, path, *within), sync=self.sync
+            )
+
+    def _pieces(self, path: Path, start: int, stop: int) -> Iterator[memoryview]:
+        assert self.buffer is not None, "it is staged"
+        # This view keeps the memory mapped if the save is given up meanwhile.
+        view = self.buffer.view[start:stop]
+        if len(view) < stop - start:
+            raise StorageError(f"{path} is not written: its save was given up")
+        for at in range(0, len(view), _PIECE_NBYTES):
+            yield view[at : at + _PIECE_NBYTES]
+
+
+def marked(name: str, mark: str) -> str:
+    """Return the name of a data file with a mark, such as that of its save."""
+    return f"{name.removesuffix(DATA_SUFFIX)}{mark}{DATA_SUFFIX}"
+
 
 class Staging:
     """Staging buffer of one writer, and the threads that copy."""
@@ -396,7 +447,7 @@ class Staging:
         self._pool = BufferPool(PrivateBuffer, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
 
-    def stage(self, data: WriteData) -> Buffer:
+    def stage(self, data: StagedFiles) -> None:
         """Copy all values to their places in a buffer, which :meth:`release` may take back."""
         ranges = data.ranges()
         buffer = self._pool.take("files", ranges[-1][1], self._timeout_s, owner=data)
@@ -406,10 +457,9 @@ class Staging:
             buffer.give_back()
             raise
         # The values are those of the call: nothing of the state is kept.
-        data.tensors = {}
-        return buffer
+        data.tensors, data.buffer = {}, buffer
 
-    def _fill(self, buffer: Buffer, data: WriteData, ranges: Sequence[tuple[int, int]]) -> None:
+    def _fill(self, buffer: Buffer, data: StagedFiles, ranges: Sequence[tuple[int, int]]) -> None:
         view = buffer.view
         runs: dict[tuple[int, int], int] = {}
         from_gpus: list[tuple[memoryview, torch.Tensor]] = []
@@ -447,7 +497,7 @@ class Staging:
                 self._stuck.append((buffer, under_way))
                 raise
 
-    def release(self, data: WriteData) -> None:
+    def release(self, data: StagedFiles) -> None:
         """Take out a buffer that nobody is going to give back."""
         self._copier.stop()
         self._pool.release(data)

@@ -31,7 +31,7 @@ from localckpt.async_save.foreign import HandedOver, given, wait_for
 from localckpt.async_save.request import do_nothing
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
 from localckpt.failure_texts import with_class
-from localckpt.global_tier.data_files import StagedFiles, write_durably
+from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.metadata import (
     DATA_SUFFIX,
     METADATA_NAME,
@@ -39,7 +39,14 @@ from localckpt.global_tier.metadata import (
     pickled_metadata,
 )
 from localckpt.global_tier.save_plan import PlanCache, plan_save
-from localckpt.global_tier.staging import FileLayout, ItemReader, Staging, WriteData, lay_out_files
+from localckpt.global_tier.staging import (
+    FileLayout,
+    ItemReader,
+    StagedFiles,
+    Staging,
+    lay_out_files,
+    marked,
+)
 from localckpt.own_folders import folder_mode
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.values import Message
@@ -116,7 +123,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         weakref.finalize(self, _close, self._staging, self._thread, timeout_s, os.getpid())
         self._process = os.getpid()
         self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
-        self._prepared: WriteData | None = None
+        self._prepared: StagedFiles | None = None
         self._failed: BaseException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -195,7 +202,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 separation_hint=self.separation_hint,
             )
             last = self._laid_out = plan, frozenset(contents), files
-        self._prepared = WriteData(plan, last[2], tensors, contents)
+        self._prepared = StagedFiles(
+            *(plan, last[2], tensors, contents, Path(self.path), self.save_id),
+            mark=self._mark,
+            sync=self.sync_files,
+        )
 
     def get_save_function_and_args(
         self,
@@ -221,10 +232,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         if not prepared.files:
             return None
-        buffer = self._staging.stage(prepared)
-        names = [self._name(file.name) for file in prepared.files]
-        ranges = dict(zip(names, prepared.ranges(), strict=True))
-        return StagedFiles(Path(self.path), self.save_id, buffer, ranges, self.sync_files)
+        self._staging.stage(prepared)
+        return prepared
 
     def begin(self) -> Callable[[], None]:
         """Stage, and have a thread write; return what waits for it, in any process."""
@@ -316,15 +325,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _named(self, result: WriteResult) -> WriteResult:
         """A result of any rank with the name that the file has in this save."""
         info = result.storage_data
-        named = dataclasses.replace(info, relative_path=self._name(info.relative_path))
+        named = dataclasses.replace(info, relative_path=marked(info.relative_path, self._mark))
         return dataclasses.replace(result, storage_data=named)
 
-    def _name(self, name: str) -> str:
-        if self._own_folders:
-            return name
-        return f"{name.removesuffix(DATA_SUFFIX)}.{self.save_id[:8]}{DATA_SUFFIX}"
+    @property
+    def _mark(self) -> str:
+        return "" if self._own_folders else f".{self.save_id[:8]}"
 
-    def _require_prepared(self) -> WriteData:
+    def _require_prepared(self) -> StagedFiles:
         if self._prepared is None:
             raise CheckpointingException(
                 "nothing is prepared: call prepare_write_data() or save_state_dict_async_plan() "

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from localckpt.global_tier.folders import CommitFound, CommitRecord, Folder
+from localckpt.global_tier.folders import CommitRecord, Folder, SharedCheckpoint
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import METADATA_NAME, read_metadata
@@ -70,7 +70,7 @@ def kept_in_image(folder: Path, rank: int) -> Any:
     record = CommitRecord.read(folder)
     assert record is not None
     metadata = read_metadata((folder / METADATA_NAME).read_bytes(), SafeGlobals())
-    found = CommitFound(Folder(folder.parent, record.iteration, record.epoch), record)
+    found = SharedCheckpoint(Folder(folder.parent, record.iteration, record.epoch), record)
     images = SharedImages(found, metadata.storage_data)
     identity = images.identity(rank)
     with closing(images.open(identity)) as source:

@@ -7,7 +7,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ from localckpt import (
 )
 from localckpt.events.stream import EventStream
 from localckpt.global_tier import drain as drain_module
+from localckpt.global_tier import root as root_module
 from localckpt.global_tier import staging
 from localckpt.global_tier.drain_items import ImageItems
-from localckpt.global_tier.folders import CommitRecord, Leftover
-from localckpt.global_tier.root import BegunSave, CheckpointRoot
+from localckpt.global_tier.folders import CommitRecord
 from tests.events.sinks import Kept
 from tests.global_tier.models import (
     MAX_S,
@@ -439,13 +439,13 @@ def test_a_save_that_sweeps_leaves_the_drain_alone_that_begins_meanwhile(
         job.nodes.save({"w": torch.ones(4)}, 2)
         job.nodes.save({"w": torch.ones(4)}, 3)
         job.promote(3)
-        made = CheckpointRoot._make_drain
+        sync_folder = root_module.sync_folder
 
-        def make(own: CheckpointRoot, drain: BegunSave, before: Sequence[Leftover]) -> None:
-            made(own, drain, before)
-            own.sweep(None)
+        def sync(folder: Path) -> None:
+            job.shared._root.sweep(None)
+            sync_folder(folder)
 
-        monkeypatch.setattr(CheckpointRoot, "_make_drain", make)
+        monkeypatch.setattr(root_module, "sync_folder", sync)
         job.promote(2)
 
         assert set(job.shared.all_iterations()) == {2, 3}

@@ -29,7 +29,7 @@ from localckpt import (
     replicated,
 )
 from localckpt.global_tier import staging
-from localckpt.global_tier.replicas import choose_readers
+from localckpt.global_tier.drain_items import choose_readers
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.global_tier.models import (

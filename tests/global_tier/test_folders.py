@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -67,16 +67,17 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
 ) -> None:
     empty(tmp_path)
     folder = Folder(tmp_path, iteration, epoch)
-    folder.unfinished(save_id, is_drain=False).mkdir()
-    folder.removed.mkdir()
+    unfinished = [folder.unfinished(save_id, is_drain=is_drain) for is_drain in (False, True)]
+    removed = replace(folder, label="old.removed")
+    for made in (*unfinished, removed):
+        made.path.mkdir()
 
     found, leftovers = folders_in(tmp_path)
 
     assert found == []
-    assert {(path, of) for path, of in leftovers} == {
-        (folder.unfinished(save_id, is_drain=False), folder),
-        (folder.removed, folder),
-    }
+    assert set(leftovers) == {*unfinished, removed}
+    assert {of.finished for of in leftovers} == {folder}
+    assert [of.is_drain for of in unfinished] == [False, True]
 
 
 @pytest.mark.parametrize(

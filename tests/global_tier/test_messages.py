@@ -15,12 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from localckpt.availability.divergence import compare_replicas
 from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobalError
-from localckpt.global_tier.metadata import StoragePrefix, pack, unpack
-from localckpt.global_tier.replicas import (
+from localckpt.global_tier.metadata import CommonItems, RankPlan, StoragePrefix, pack, unpack
+from localckpt.global_tier.save_plan import (
     MOST_COMPARED,
-    CommonItems,
     CommonValues,
-    RankPlan,
     _device_digest,
     common_items,
     judge_differing,

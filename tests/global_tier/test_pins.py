@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_what_a_job_that_died_was_removing_is_put_back_if_it_is_pinned(tmp_path:
     folder = _checkpoint(tmp_path)
     pin(folder)
     # It was pinned after the job had looked, and the job was killed after this rename.
-    folder.path.rename(folder.removed)
+    folder.path.rename(replace(folder, label="old.removed").path)
 
     with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {3: None})

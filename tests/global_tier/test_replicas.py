@@ -22,12 +22,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from localckpt import MismatchError
-from localckpt.global_tier.drain_items import _chunks
-from localckpt.global_tier.replicas import (
-    RankPlan,
-    fingerprint,
-    merge_plans,
-)
+from localckpt.global_tier.drain_items import _chunks, fingerprint, merge_plans
+from localckpt.global_tier.metadata import RankPlan
 from localckpt.global_tier.staging import FILE_NBYTES, lay_out_in_order
 from localckpt.memory.tensor_bytes import narrowed
 from localckpt.state_dict.boxes import Box, RankSet, Run

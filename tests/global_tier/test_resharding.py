@@ -292,6 +292,24 @@ def test_another_shape_is_refused_and_nothing_is_read(
     assert not wanted["weight"].any()
 
 
+def _load_into_tied_dtensors(rank: int, world_size: int, root: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    one, other = values_of("one", (5, 3)), values_of("other", (5, 3))
+    with manager_on(root) as manager:
+        manager.save({"a": spread(one, mesh, Shard(0)), "b": spread(one, mesh, Replicate())}, 1)
+        manager.save({"a": spread(one, mesh, Shard(0)), "b": spread(other, mesh, Shard(0))}, 2)
+        tied = torch.nn.Parameter(spread(torch.zeros(5, 3), mesh, Shard(0)))
+        text = error_of(lambda: manager.load(into={"a": tied, "b": tied}), MismatchError)
+        assert "a and b share memory now" in text
+        assert not tied.full_tensor().any()
+        manager.load(into={"a": tied, "b": tied}, iteration=1)
+    assert_same(tied.detach().full_tensor(), one)
+
+
+def test_tied_dtensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) -> None:
+    run_sharded(_load_into_tied_dtensors, 2, tmp_path)
+
+
 # With torch's own reader and writer.
 
 

@@ -241,7 +241,7 @@ class SharedListing:
     @property
     def loads(self) -> SharedCheckpoint | None:
         """The checkpoint that a restart loads from it, as far as records and notes tell."""
-        whole = {known.folder.as_checkpoint: known for known in self.checkpoints if known.is_whole}
+        whole = {c.folder.as_checkpoint: c for c in self.checkpoints if c.problem is None}
         usable = choose([*whole], self.trusts, self.trusts.most_starts).usable
         return whole[usable[0]] if usable else None
 

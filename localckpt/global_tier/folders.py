@@ -334,10 +334,6 @@ class SharedCheckpoint:
     is_pinned: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        return self.problem is None
-
-    @property
     def files(self) -> dict[Path, int | None]:
         """Its files, and how many bytes each has, if that is recorded."""
         names: dict[str, int | None] = {**self.record.files}
@@ -410,7 +406,7 @@ def why_kept(
 
     That is by default the newest, as another process sees it.
     """
-    whole = [known for known in checkpoints if known.is_whole]
+    whole = [known for known in checkpoints if known.problem is None]
     saved = saved or max(whole, key=lambda known: known.folder.version, default=None)
     if saved is None:
         return {}

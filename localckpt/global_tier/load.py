@@ -193,6 +193,8 @@ def fill(
     )
     planner = new_planner()
     plans: list[LoadPlan] = []
+    # Names of given values that differed between ranks: the data files have the first rank's.
+    first_ranks: list[str] = []
 
     def read_apart(values: dict[str, Any]) -> None:
         apart = new_planner()
@@ -207,7 +209,7 @@ def fill(
         }
         planner.set_up_planner(state, metadata)
         plans.append(planner.create_local_plan())
-        first_ranks = _first_ranks(planner.state_dict, found)
+        first_ranks.extend(name for name in found.record.unequal if name in planner.state_dict)
         if first_ranks and not is_partial:
             raise MismatchError(
                 f"the ranks that saved {found.folder.path} had different values of "
@@ -227,7 +229,7 @@ def fill(
             "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
             *(iteration, _listed(unwanted), _listed(absent)),
         )
-    if first_ranks := _first_ranks(planner.state_dict, found):
+    if first_ranks:
         # Of what this rank gives, which other ranks may not.
         logger.warning(
             "rank %d has loaded what the first rank of those that saved iteration %d had of %s",
@@ -250,11 +252,6 @@ def fill(
         "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
         *(found.folder.path, nbytes, seconds, nbytes / seconds),
     )
-
-
-def _first_ranks(given: Mapping[str, Any], found: SharedCheckpoint) -> list[str]:
-    """Names of given values that differed between ranks: the data files have the first rank's."""
-    return [name for name in found.record.unequal if name in given]
 
 
 def _require_apart(given: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -65,6 +65,8 @@ from localckpt.trust import choose
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # What file systems answer that cannot lock files; anything else is an error.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _OWNER_NAME = ".localckpt.owner"
@@ -98,8 +100,8 @@ class CheckpointRoot(SharedSession):
         self.resuming = Resuming(NotesFile(self.path), options.max_attempts)
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
-        # Directory of the drain (True) and of the save (False) that are written.
-        self._under_way: dict[bool, Path] = {}
+        # Directories of the save and the drain that are written.
+        self._under_way: set[Path] = set()
         # Of this start's saves, from the first of them on.
         self._epoch: int | None = None
         self.lineage: Lineage | None = None
@@ -122,7 +124,20 @@ class CheckpointRoot(SharedSession):
         """
         deadline = Deadline.after(self._ranks.timeout_s)
         tried: list[Version] = []
-        while found := self._find(iteration, lambda: self._next(iteration, tried, deadline)):
+
+        def find_next() -> SharedCheckpoint | None:
+            found = self._newest(iteration, tried)
+            if found and tried and found.folder.version > max(tried) and deadline.left_s == 0:
+                # A job goes on there, and pruned what was being read.
+                raise NoReplicasAvailableError(
+                    f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
+                    f"before it was read, the last one iteration {tried[-1][1]}, and "
+                    f"{found.folder.iteration} is the newest now: have the job keep more of them, "
+                    f"or let the load take longer"
+                )
+            return found
+
+        while found := self._find(iteration, find_next):
             try:
                 load(found)
             except (CorruptShardError, StorageError) as error:
@@ -135,14 +150,15 @@ class CheckpointRoot(SharedSession):
             else:
                 return found
             tried.append(found.folder.version)
-        where, what = f"under {self.path}", "there is no checkpoint"
         if tried:
-            raise NoReplicasAvailableError(
-                f"no checkpoint {where} can be loaded; see the errors above"
+            why = f"no checkpoint under {self.path} can be loaded; see the errors above"
+        elif iteration is not None:
+            why = f"there is no checkpoint of iteration {iteration} under {self.path}"
+        else:
+            why = (
+                f"there is no checkpoint under {self.path}: load() only if find_latest() is not -1"
             )
-        if iteration is not None:
-            raise NoReplicasAvailableError(f"{what} of iteration {iteration} {where}")
-        raise NoReplicasAvailableError(f"{what} {where}: load() only if find_latest() is not -1")
+        raise NoReplicasAvailableError(why)
 
     def iterations(self, left_by: Lineage | None) -> list[int]:
         """Iterations of the checkpoints that a restart tries, in their order."""
@@ -152,8 +168,7 @@ class CheckpointRoot(SharedSession):
             found = (c.folder for c in self.whole() if not c.record.is_left_by(left_by))
             return list(dict.fromkeys(folder.iteration for folder in self._usable([*found])))
 
-        iterations: list[int] = self._ask("find all checkpoints", "all", look, shaped([int]))
-        return iterations
+        return self._ask("find all checkpoints", "all", look, shaped([int]))
 
     def unfinished_drains(self) -> list[int]:
         """Iterations whose drains were begun, and are not committed, in their order."""
@@ -161,8 +176,7 @@ class CheckpointRoot(SharedSession):
         def look() -> list[int]:
             return sorted({left.iteration for left in self.leftovers() if left.is_drain})
 
-        found: list[int] = self._ask("find unfinished drains", "all", look, shaped([int]))
-        return found
+        return self._ask("find unfinished drains", "all", look, shaped([int]))
 
     def change_pin(self, what: str, iteration: int) -> None:
         """``"pin"`` the newest checkpoint of an iteration, or ``"unpin"`` all of it."""
@@ -183,14 +197,15 @@ class CheckpointRoot(SharedSession):
 
         self._ask(f"{what} a checkpoint", iteration, change, lambda _: None)
 
-    def _ask(self, what: str, tag: Any, look: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
-        """Call ``look`` on the first rank, and give what it returns to all."""
+    def _ask(self, what: str, tag: Any, look: Callable[[], Any], read: Callable[[Any], T]) -> T:
+        """Call ``look`` on the first rank, and give what ``read`` makes of the result to all."""
 
         def judge(tags: list[Any]) -> Any:
             require_same(tags, self._ranks.global_ranks)
             return look()
 
-        return self._ranks.commit(what, lambda: [self.session_id, tag], judge, read=read)
+        given: T = self._ranks.commit(what, lambda: [self.session_id, tag], judge, read=read)
+        return given
 
     def _find(
         self, iteration: int | None, find: Callable[[], SharedCheckpoint | None]
@@ -209,8 +224,7 @@ class CheckpointRoot(SharedSession):
                 raise ValueError(error.text) from error
             return SharedCheckpoint(Folder(self.path, record.iteration, record.epoch), record)
 
-        found: SharedCheckpoint | None = self._ask("find a checkpoint", iteration, look, read)
-        return found
+        return self._ask("find a checkpoint", iteration, look, read)
 
     # On the first rank, for all.
 
@@ -218,20 +232,6 @@ class CheckpointRoot(SharedSession):
         """Raise StorageError if others can write to the directory, or it is gone."""
         if not self._read_only:
             self.lock.look()
-
-    def _next(
-        self, iteration: int | None, tried: Sequence[Version], deadline: Deadline
-    ) -> SharedCheckpoint | None:
-        found = self._newest(iteration, tried)
-        if found and tried and found.folder.version > max(tried) and deadline.left_s == 0:
-            # A job goes on there, and pruned what was being read.
-            raise NoReplicasAvailableError(
-                f"for {deadline.timeout_s:g} s every checkpoint under {self.path} was pruned "
-                f"before it was read, the last one iteration {tried[-1][1]}, and "
-                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
-                f"let the load take longer"
-            )
-        return found
 
     def _newest(
         self,
@@ -314,7 +314,7 @@ class CheckpointRoot(SharedSession):
     def _make(self, folder: Folder, before: Folder | None) -> None:
         """Make a directory, or give that of an attempt ``before`` its name."""
         # Before it is there: the sweep of another save spares it.
-        self._under_way[folder.is_drain] = folder.path
+        self._under_way.add(folder.path)
         try:
             with storage_errors("make", folder.path):
                 if before is None:
@@ -323,7 +323,7 @@ class CheckpointRoot(SharedSession):
                     before.path.rename(folder.path)
                 sync_folder(self.path)
         except BaseException:
-            del self._under_way[folder.is_drain]
+            self._under_way.discard(folder.path)
             raise
         self._epoch = folder.epoch
 
@@ -389,7 +389,7 @@ class CheckpointRoot(SharedSession):
         """Leave a save or a drain, and remove what there is of it if it failed."""
         if is_failed:
             try_to_remove(save.folder.path)
-        self._under_way.pop(save.folder.is_drain, None)
+        self._under_way.discard(save.folder.path)
 
     def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves have left that were never committed, and put back what is pinned.
@@ -399,13 +399,15 @@ class CheckpointRoot(SharedSession):
         """
         try:
             folders, leftovers = folders_in(self.path)
-            newest = max((f.iteration for f in folders if f.has_record), default=-1)
+            newest = -1
+            if any(left.is_drain for left in leftovers):
+                newest = max((f.iteration for f in folders if f.has_record), default=-1)
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
         is_drain = save is not None and save.folder.is_drain
         for left in leftovers:
-            if left.path in self._under_way.values():
+            if left.path in self._under_way:
                 continue
             if left.is_drain and not is_drain and left.iteration > newest:
                 continue
@@ -444,7 +446,9 @@ class CheckpointRoot(SharedSession):
             whole = self.whole()
             saved = next((c for c in whole if c.folder == save.folder.finished), None)
             if saved is not None:
-                kept = why_kept(whole, saved)
+                # The job may have gone back since.
+                record = replace(saved.record, resumed_from=self._loaded)
+                kept = why_kept(whole, replace(saved, record=record))
                 going = (c.folder for c in reversed(whole) if c.folder.version not in kept)
                 removed.extend(folder.iteration for folder in going if remove(folder))
         except StorageError as error:

@@ -23,7 +23,7 @@ from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.stream import EventStream, SaveRecord
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import MOST_COMPARED, CommonValues, judge_differing
+from localckpt.global_tier.save_plan import MOST_COMPARED, common_digests, folded, judge_differing
 from localckpt.global_tier.staging import StagedFiles
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ranks.ranks import Ranks, shaped
@@ -145,7 +145,8 @@ class SharedSave(BackgroundSave):
         self._number = number
         self._writer = writer
         self._on_commit = on_commit
-        self._common: CommonValues | None = None
+        # Of values that other ranks save, too.
+        self._digests: dict[int, dict[str, str]] = {}
         self._staged: StagedFiles | None = None
         self._staging_error: Exception | None = None
         self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
@@ -158,7 +159,7 @@ class SharedSave(BackgroundSave):
                 writer.reset(self._begun.folder.path)
                 writer.save_id = self._begun.save_id
                 writer.prepare_write_data(planner.finish_plan(writer.plans.plan), planner)
-                self._common = CommonValues(
+                self._digests = common_digests(
                     *(writer.plans.local, writer.plans.common, self._ranks.global_ranks, planner)
                 )
                 self._staged = writer.preload_tensors()
@@ -218,11 +219,11 @@ class SharedSave(BackgroundSave):
                 read=shaped((str, list | None)),
             )
             if differing is not None:
-                divergence, common = Divergence.from_json(differing), self._common
-                assert common is not None, "everything is staged"
+                divergence, rank = Divergence.from_json(differing), self._ranks.rank
+                asked = [of.set_id for of in divergence.sets if rank in of.asked]
                 self._ranks.decide(
                     f"name what differs in iteration {self.iteration}",
-                    lambda: common.told(divergence, self._ranks.rank),
+                    lambda: ["", {str(set_id): self._digests[set_id] for set_id in asked}],
                     partial(judge_differing, self.iteration, divergence),
                 )
         self.committed = True
@@ -237,9 +238,8 @@ class SharedSave(BackgroundSave):
             with record_function("localckpt.global.write"):
                 self._staged.write()
         self._log_written()
-        assert self._common is not None, "everything is staged"
-        writer = self._writer
-        return writer.plans.report_written(writer.planned_results(), self._common.folded())
+        results = [] if self._staged is None else self._staged.results()
+        return self._writer.plans.report_written(results, folded(self._digests))
 
     def _commit(self, reports: list[Message]) -> tuple[str, list[Any] | None]:
         """On the first rank: commit, unless values under one name differ; say on which ranks."""

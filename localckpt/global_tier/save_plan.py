@@ -255,40 +255,34 @@ def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
     return found
 
 
-class CommonValues:
-    """Digests of the values that this rank saves and other ranks save, too, by its own plan."""
+def common_digests(
+    plan: SavePlan | None,
+    common: Mapping[int, CommonItems],
+    global_ranks: Sequence[int],
+    planner: DefaultSavePlanner,
+) -> dict[int, dict[str, str]]:
+    """Digest the values that this rank and others save, by the number of their set, and by name."""
+    assert plan is not None, "the save is planned"
+    found: dict[int, dict[str, str]] = {}
+    for set_id, (ranks, numbers) in common.items():
+        owners = {global_ranks[rank] for rank in ranks}
+        for number in numbers:
+            index = plan.items[number].index
+            part = planner.lookup_object(index)
+            if owners <= _kept_equal_on(planner.state_dict[index.fqn]):
+                continue
+            digests = found.setdefault(set_id, {})
+            # A rank may have several parts of one tensor.
+            digests[index.fqn] = digests.get(index.fqn, "") + _digest(part)
+    return found
 
-    def __init__(
-        self,
-        plan: SavePlan | None,
-        common: Mapping[int, CommonItems],
-        global_ranks: Sequence[int],
-        planner: DefaultSavePlanner,
-    ) -> None:
-        assert plan is not None, "the save is planned"
-        self._digests: dict[int, dict[str, str]] = {}
-        for set_id, (ranks, numbers) in common.items():
-            owners = {global_ranks[rank] for rank in ranks}
-            for number in numbers:
-                index = plan.items[number].index
-                part = planner.lookup_object(index)
-                if owners <= _kept_equal_on(planner.state_dict[index.fqn]):
-                    continue
-                digests = self._digests.setdefault(set_id, {})
-                # A rank may have several parts of one tensor.
-                digests[index.fqn] = digests.get(index.fqn, "") + _digest(part)
 
-    def folded(self) -> list[list[Any]]:
-        """Return pairs of the number of a set of ranks and the digest of all values in common."""
-        return [
-            [set_id, xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())]
-            for set_id, digests in self._digests.items()
-        ]
-
-    def told(self, divergence: Divergence, rank: int) -> list[Any]:
-        """Return the digests of single values for sets in which this rank is asked for them."""
-        asked = [of.set_id for of in divergence.sets if rank in of.asked]
-        return ["", {str(set_id): self._digests[set_id] for set_id in asked}]
+def folded(digests: Mapping[int, Mapping[str, str]]) -> list[list[Any]]:
+    """Return pairs of the number of a set of ranks and one digest of all its values."""
+    return [
+        [set_id, xxhash.xxh3_64_hexdigest(repr(sorted(of_set.items())).encode())]
+        for set_id, of_set in digests.items()
+    ]
 
 
 def judge_differing(iteration: int, divergence: Divergence, told_by: Sequence[Any]) -> None:

@@ -275,10 +275,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise SaveFailedError(f"this rank's part of {self.path} was not written: {error}")
         return prepared.results()
 
-    def planned_results(self) -> list[WriteResult]:
-        """Return where each item of this rank is once everything is written, as prepared."""
-        return self._require_prepared().results()
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.
 

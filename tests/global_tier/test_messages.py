@@ -18,9 +18,10 @@ from localckpt.errors import CheckpointingException, MismatchError, UnsafeGlobal
 from localckpt.global_tier.metadata import CommonItems, RankPlan, StoragePrefix, pack, unpack
 from localckpt.global_tier.save_plan import (
     MOST_COMPARED,
-    CommonValues,
     _device_digest,
+    common_digests,
     common_items,
+    folded,
     judge_differing,
 )
 from localckpt.state_dict.boxes import RankSet
@@ -72,7 +73,7 @@ def test_what_ranks_say_of_common_values_grows_with_neither_names_nor_ranks(name
     assert common.ranks == RankSet.of(range(4096))
     assert len(common.numbers) == names
     assert len(pack(told[7])) < 300 + 4 * names
-    reported = CommonValues(plan, told[7], range(4096), planner).folded()
+    reported = folded(common_digests(plan, told[7], range(4096), planner))
     assert len(json.dumps(reported)) < 40
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -447,6 +448,29 @@ def test_a_save_that_sweeps_leaves_the_drain_alone_that_begins_meanwhile(
 
         monkeypatch.setattr(root_module, "sync_folder", sync)
         job.promote(2)
+
+        assert set(job.shared.all_iterations()) == {2, 3}
+
+
+def test_a_drain_that_sweeps_leaves_the_save_alone_that_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained, write = threading.Event(), staging.write_data_file
+
+    def wait_and_write(*args: Any, **options: Any) -> int:
+        assert drained.wait(MAX_S)
+        return write(*args, **options)
+
+    monkeypatch.setattr(staging, "write_data_file", wait_and_write)
+    left = tmp_path / "shared" / ".iteration_00000001.0001.01234567.partial"
+    left.mkdir(parents=True, mode=0o700)
+    with _Job(tmp_path) as job:
+        job.nodes.save({"w": torch.ones(4)}, 2)
+        job.shared.save({"w": torch.ones(4)}, 3, is_async=True)
+        job.promote(2)
+        assert not left.exists()
+        drained.set()
+        job.shared.wait_until_finished()
 
         assert set(job.shared.all_iterations()) == {2, 3}
 

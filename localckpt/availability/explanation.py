@@ -24,7 +24,6 @@ from localckpt.availability.retention import metrics_to_json
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranges
 from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, ShardIdentity
-from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.storage.names import shard_named
 from localckpt.storage.store import Stored
 from localckpt.trust import Choice, Trust, Trusts, choose, resumed_in_vain
@@ -89,32 +88,6 @@ class ExplainedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochLeft:
-    """Epoch of which checkpoints are left; its lineage is ``None`` where only file names say so."""
-
-    id: EpochId
-    iterations: tuple[int, ...]
-    lineage: Lineage | None
-
-    @property
-    def went_back_from(self) -> list[Point]:
-        """Points that the epoch gave up, without those below the iteration that it resumed from."""
-        lineage = self.lineage
-        return [p for p in lineage.given_up if p.iteration > lineage.resumed_at] if lineage else []
-
-    def to_json(self) -> dict[str, Any]:
-        lineage = self.lineage
-        return {
-            "epoch": str(self.id),
-            "origin": lineage and lineage.origin,
-            "resumed_at": lineage.resumed_at if lineage else -1,
-            "parent": str(lineage.ancestors[0].epoch) if lineage and lineage.ancestors else None,
-            "iterations": list(self.iterations),
-            "given_up": {str(epoch): iteration for epoch, iteration in self.went_back_from},
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
     """Pieces that all nodes have, and what a restart makes of them. ``str()`` is for people.
 
@@ -126,7 +99,6 @@ class Explanation:
         breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
             that breaks it contains one of them, and none contains another.
         bad: What each node has that is not counted.
-        lineages: Epochs of the checkpoints, each behind the one that it resumed from.
         drained: Checkpoints that were drained to shared storage.
         least_nodes: Number of nodes on which ``newest`` at least is, with no more of its pieces
             than it needs: a restart on fewer nodes does not have it.
@@ -139,7 +111,6 @@ class Explanation:
     refusal: str | None
     breaking: tuple[tuple[str, ...], ...]
     bad: Mapping[str, tuple[Stored, ...]]
-    lineages: tuple[EpochLeft, ...] = ()
     drained: tuple[Checkpoint, ...] = ()
     least_nodes: int = 0
     reshards: bool = False
@@ -174,7 +145,6 @@ class Explanation:
             "may_be_lost_alone": list(self.may_be_lost_alone),
             "breaking": [list(nodes) for nodes in self.breaking],
             "bad": {node: list(map(str, files)) for node, files in self.bad.items()},
-            "lineages": [epoch.to_json() for epoch in self.lineages],
             "drained": [_checkpoint_json(checkpoint) for checkpoint in self.drained],
             "least_nodes": self.least_nodes,
             "reshards": self.reshards,
@@ -189,8 +159,6 @@ class Explanation:
         if self.drained:
             drained = ranges(checkpoint.iteration for checkpoint in self.drained)
             lines.append(f"Drained to shared storage, too: {drained}")
-        if len(self.lineages) > 1:
-            lines += ["Lineages:", *map(_epoch, self.lineages)]
         for node, files in self.bad.items():
             lines += [f"Not counted, on {keys[node]}: {file}" for file in files]
         return "\n".join(lines)
@@ -242,7 +210,6 @@ def explain(
         refusal,
         breaking,
         {node: tuple(files) for node, files in bad.items() if files},
-        _epochs((standing.checkpoint for standing in standings), inventory.lineages),
         tuple(s.checkpoint for s in standings if s.trust.is_drained),
         least_nodes=least_nodes,
         reshards=newest is not None and world_size not in (None, newest.world_size),
@@ -316,18 +283,6 @@ def _standing(
         computed,
         inventory.trusts[checkpoint],
         _why_passed_over(checkpoint, choice, inventory.trusts),
-    )
-
-
-def _epochs(
-    checkpoints: Iterable[Checkpoint], lineages: Mapping[EpochId, Lineage]
-) -> tuple[EpochLeft, ...]:
-    left: dict[EpochId, set[int]] = {}
-    for checkpoint in checkpoints:
-        left.setdefault(checkpoint.generation.epoch_id, set()).add(checkpoint.iteration)
-    # An epoch has a higher number than the one that it resumed from.
-    return tuple(
-        EpochLeft(id_, tuple(sorted(left[id_])), lineages.get(id_)) for id_ in sorted(left)
     )
 
 
@@ -487,22 +442,6 @@ def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
         f"Iteration {explanation.newest.iteration} survives the loss of {survived}. "
         f"It is lost together with {', or '.join(shown)}" + (f", or {more} more." if more else ".")
     ]
-
-
-def _epoch(epoch: EpochLeft) -> str:
-    """Describe one epoch: the source of its state, its checkpoints, and what it gave up."""
-    source, lineage = "nothing more is known of it", epoch.lineage
-    if lineage is not None and lineage.origin == "nothing":
-        source = "from the beginning"
-    elif lineage is not None and not lineage.ancestors:
-        source = f"from elsewhere, after iteration {lineage.resumed_at}"
-    elif lineage is not None:
-        where = "of shared storage, " if lineage.origin == "shared" else ""
-        source = f"from iteration {lineage.resumed_at} {where}of epoch {lineage.ancestors[0].epoch}"
-    back = ", ".join(map(str, epoch.went_back_from))
-    return f"  epoch {epoch.id}, {source}: iterations {ranges(epoch.iterations)}" + (
-        f"; it went back from {back}" if back else ""
-    )
 
 
 def _named(checkpoint: Checkpoint, is_by_name: bool = False) -> str:

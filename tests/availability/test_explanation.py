@@ -231,10 +231,6 @@ Iteration 1200 (generation 3.2, 4 ranks) is newer, and lacks:
 Iteration 1200 (generation 2.9, 4 ranks) is of an earlier attempt: the job went back, and saved \
 iteration 1150 later.
 Iteration 1150 survives the loss of any one node. It is lost together with A+B, or C+D.
-Lineages:
-  epoch 2-00000000, nothing more is known of it: iterations 1200
-  epoch 3-00000000, from elsewhere, after iteration 1100: iterations 1150,1200; it went back from \
-iteration 1200 of epoch 2-00000000
 Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
     )
 

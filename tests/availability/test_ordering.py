@@ -22,7 +22,6 @@ from localckpt.availability.coverage import (
     unrelated,
 )
 from localckpt.availability.durability import Found, durability_saved
-from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.retention import Retention
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardRecord
@@ -412,40 +411,3 @@ def test_a_job_that_says_nothing_went_on_from_elsewhere_if_it_saves_above_all_th
     assert (lineage.origin, lineage.resumed_at) == (origin, resumed_at)
     gives_up = [lineage.gives_up(_OLD, iteration) for iteration in seen]
     assert gives_up == [origin == "nothing"] * len(seen)
-
-
-def test_the_lineages_are_listed_with_their_sources_and_what_they_gave_up() -> None:
-    known: dict[EpochId, Lineage] = {}
-    first = _begin(1, Resumed(), [], known)
-    second = _begin(2, Resumed("local", 18, first), [Point(first.epoch, 18)], known)
-    back = _begin(3, Resumed("local", 10, first), [Point(second.epoch, 25)], known)
-    shared = _begin(1, Resumed("shared", 5000, second), [], known)
-    there = [
-        *(_checkpoint(second.epoch, n) for n in (19, 20, 21, 25)),
-        *(_checkpoint(back.epoch, n) for n in (11, 12)),
-        _checkpoint(shared.epoch, 5012),
-        _checkpoint(_OLD, 7),
-    ]
-    shards = [replace(c.shard(0, "run"), lineage=known.get(c.generation.epoch_id)) for c in there]
-
-    explanation = explain(Inventory.found({"node": [ShardRecord(shard, 1) for shard in shards]}))
-
-    lines = str(explanation).splitlines()
-    assert lines[lines.index("Lineages:") + 1 :] == [
-        "  epoch 2-00000000, nothing more is known of it: iterations 7",
-        "  epoch 2-00000066, from iteration 18 of epoch 1-00000065: iterations 19-21,25",
-        (
-            "  epoch 3-00000065, from iteration 5000 of shared storage, of epoch 2-00000066: "
-            "iterations 5012"
-        ),
-        (
-            "  epoch 3-00000067, from iteration 10 of epoch 1-00000065: iterations 11-12; it "
-            "went back from iteration 25 of epoch 2-00000066, iteration 18 of epoch 1-00000065"
-        ),
-    ]
-    assert [epoch["parent"] for epoch in explanation.to_json()["lineages"]] == [
-        None,
-        "1-00000065",
-        "2-00000066",
-        "1-00000065",
-    ]

@@ -340,32 +340,3 @@ def test_what_it_says_is_what_a_restart_does(
     assert results == [said] * 4
     assert len(set(said)) > 1
     record_property("cases", count)
-
-
-def test_the_lineages_are_listed_with_what_is_left_of_each(tmp_path: Path) -> None:
-    for resumes, saves in ((False, (10, 20)), (True, (30,)), (False, (40,))):
-        with make_manager("disk", tmp_path, "run", keep_last=9) as manager:
-            if resumes:
-                manager.find_latest()
-                manager.load()
-            for iteration in saves:
-                manager.save(state_of(0, iteration), iteration)
-
-    (told,) = call("explain", tmp_path, "--json").json()["sessions"]
-    lines = run("explain", tmp_path).out.splitlines()
-
-    first, second, third = (branch["epoch"] for branch in told["lineages"])
-    at = lines.index("Lineages:")
-    assert lines[at + 1 : at + 4] == [
-        f"  epoch {first}, from the beginning: iterations 10,20",
-        f"  epoch {second}, from iteration 20 of epoch {first}: iterations 30",
-        f"  epoch {third}, from elsewhere, after iteration 30: iterations 40",
-    ]
-    assert told["lineages"][1] == {
-        "epoch": second,
-        "origin": "local",
-        "resumed_at": 20,
-        "parent": first,
-        "iterations": [30],
-        "given_up": {},
-    }

@@ -121,10 +121,6 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "drained": [],
                 "least_nodes": "int",
                 "reshards": "bool",
-                "lineages": [
-                    {"epoch": "str", "origin": "NoneType", "resumed_at": "int"}
-                    | {"parent": "NoneType", "iterations": ["int"], "given_up": {}}
-                ],
                 "saved_at": "float",
                 "shared": [],
             }

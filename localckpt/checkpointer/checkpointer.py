@@ -356,11 +356,6 @@ class Checkpointer(OfOneProcess):
         return self._nodes.manager
 
     @property
-    def _is_busy(self) -> bool:
-        """True if a save is under way; the same on all ranks."""
-        return any(tier.is_busy for tier in self._tiers)
-
-    @property
     def newest(self) -> int | None:
         """Step of the newest save to the nodes that is complete; ``None`` before the first.
 
@@ -555,7 +550,7 @@ class Checkpointer(OfOneProcess):
             MismatchError: The ranks do not work together.
             PeerLostError: Some rank did not come in time.
         """
-        is_busy = self._is_busy
+        is_busy = any(tier.is_busy for tier in self._tiers)
         entered = self._meter.enter(is_beside_save=self._nodes.is_busy)
         if step is None:
             step = 0 if self._last_step is None else self._last_step + 1

@@ -193,10 +193,10 @@ class Resumption:
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.takes_nodes:
             try:
-                step = self._nodes.load(load, None)
+                step, source = self._nodes.load(load, None)
                 # A damaged checkpoint makes way for the one before, which may be too old.
                 if step >= newest.beside:
-                    return step, self._source
+                    return step, source
             except (MismatchError, NoReplicasAvailableError) as error:
                 _leave_nodes(error, newest.beside, newest.given_up)
         if newest.is_elsewhere:
@@ -222,20 +222,13 @@ class Resumption:
     def _load_step(self, load: Selection, step: int) -> tuple[int, str]:
         """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""
         try:
-            self._nodes.load(load, step)
-            source = self._source
+            _, source = self._nodes.load(load, step)
         except (MismatchError, NoReplicasAvailableError) as error:
             self._with_step(step, error).load(load, [step])
             source = _SHARED_SOURCE
         if not self._nodes.manager.read_only:
             self._go_back(step)
         return step, source
-
-    @property
-    def _source(self) -> str:
-        report = self._nodes.manager.last_load
-        assert report is not None, "a load came before"
-        return report.source
 
     def _with_step(self, step: int, error: MismatchError | NoReplicasAvailableError) -> SharedTier:
         """Return shared storage; raise the error of the nodes unless it has a step."""

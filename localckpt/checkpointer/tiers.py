@@ -51,6 +51,8 @@ _NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalE
 class _Tier:
     """Saves of one tier, behind training; ``newest`` is the step of the newest complete one."""
 
+    manager: NodeManager | GlobalCheckpointManager
+
     def __init__(self, what: str, timeout_s: float, most_failures: int) -> None:
         self.queue = AsyncCallsQueue(timeout_s=timeout_s)
         self.newest: int | None = None
@@ -120,9 +122,19 @@ class _Tier:
     def _note_complete(self, step: int) -> None:
         self.newest = step
 
+    def close(self, *, is_in_step: bool) -> None:
+        """Free everything. Unless ``is_in_step``, nobody is waited for."""
+        left = CheckpointingException("the training loop was left with an error")
+        how = (None, None, None) if is_in_step else (type(left), left, None)
+        with ExitStack() as closing:
+            closing.callback(self.manager.__exit__, *how)
+            closing.callback(self.queue.__exit__, *how)
+
 
 class NodeTier(_Tier):
     """Checkpoints on the nodes; ``begun`` is the step of the last save that has not failed."""
+
+    manager: NodeManager
 
     def __init__(
         self,
@@ -179,21 +191,22 @@ class NodeTier(_Tier):
             self._schedule(request, step)
             self.begun = step
 
-    def load(self, load: Selection, step: int | None) -> int:
-        """Fill the state from the newest checkpoint, or from that of a step; returns its step."""
-        return self.manager.load_as(_options_of(load), step)[1].iteration
+    def load(self, load: Selection, step: int | None) -> tuple[int, str]:
+        """Fill the state from the newest checkpoint, or that of a step; its step and its source."""
+        step = self.manager.load_as(_options_of(load), step)[1].iteration
+        assert self.manager.last_load is not None
+        return step, self.manager.last_load.source
 
     def _note_complete(self, step: int) -> None:
         super()._note_complete(step)
         self.on_complete(step)
 
     def close(self, *, is_in_step: bool) -> None:
-        """Free everything. Unless ``is_in_step``, nobody is waited for."""
+        """Free everything, also a strategy that was made for this tier."""
         with ExitStack() as closing:
             if self._strategy is not None:
                 closing.callback(self._strategy.close)
-            closing.callback(_close, self.manager, is_in_step=is_in_step)
-            closing.callback(_close, self.queue, is_in_step=is_in_step)
+            closing.callback(super().close, is_in_step=is_in_step)
 
     def _note_failure(self, error: CheckpointingException) -> None:
         self.begun = self.newest
@@ -202,6 +215,8 @@ class NodeTier(_Tier):
 
 class SharedTier(_Tier):
     """Checkpoints on shared storage, which are drained from the nodes."""
+
+    manager: GlobalCheckpointManager
 
     def __init__(
         self,
@@ -296,12 +311,6 @@ class SharedTier(_Tier):
             self._note_failure(self._refused.pop(0))
         super().finalize(step, blocking=blocking)
 
-    def close(self, *, is_in_step: bool) -> None:
-        """Free everything, as :meth:`NodeTier.close` does. What is not drained yet stays so."""
-        with ExitStack() as closing:
-            closing.callback(_close, self.manager, is_in_step=is_in_step)
-            closing.callback(_close, self.queue, is_in_step=is_in_step)
-
 
 def _options_of(load: Selection) -> LoadOptions:
     about = described(load.everything)[ABOUT]
@@ -313,13 +322,6 @@ def _options_of(load: Selection) -> LoadOptions:
     )
     into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
     return LoadOptions.of(into, rules=rules, private=load.private)
-
-
-def _close(
-    closes: NodeManager | GlobalCheckpointManager | AsyncCallsQueue, *, is_in_step: bool
-) -> None:
-    left = CheckpointingException("the training loop was left with an error")
-    closes.__exit__(*((None, None, None) if is_in_step else (type(left), left, None)))
 
 
 def with_redundancy(

@@ -153,17 +153,17 @@ class JobCheckpoints:
         newest = max((checkpoint.iteration for checkpoint in sound), default=-1)
         # Of bad ones that are newer than all others, the newest is the last resort.
         last_bad = [checkpoint for checkpoint in bad if checkpoint.iteration > newest][:1]
-        also = frozenset(bad).difference(last_bad, self._held)
+        reached = self._reached
+        whole = [c for c in sound if c in reached and reached[c].survives_node_loss]
+        good = [c for c in sound if self.trusts[c].mark == "good"]
+        best = self._best(sound, retention, lineage)
+        but = frozenset((*sound[:count], *whole[:1], *good[:1], *best, *last_bad, *self._held))
+        also = frozenset(bad) - but
         if len(sound) >= count:
-            reached = {c: self._reached[c] for c in sound if c in self._reached}
-            whole = [c for c, durability in reached.items() if durability.survives_node_loss]
-            good = [c for c in sound if self.trusts[c].mark == "good"]
-            best = self._best(sound, retention, lineage)
-            but = (*sound[:count], *whole[:1], *good[:1], *best, *last_bad, *self._held)
             up_to = min(checkpoint.iteration for checkpoint in sound[:count])
-            retirement = Retirement(up_to, lineage, frozenset(but), also)
+            retirement = Retirement(up_to, lineage, but, also)
         elif also:
-            retirement = Retirement(-1, None, frozenset(), also)
+            retirement = Retirement(-1, None, but, also)
         else:
             return None
         self.complete = [c for c in self.complete if not retirement.takes(c)]

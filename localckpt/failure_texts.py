@@ -71,7 +71,6 @@ def _text(error: BaseException) -> str:
 
 
 def shown(manager: Any, session_id: str, place: object = None) -> str:
-    """Return the ``repr`` of a manager of checkpoints."""
     where = "" if place is None else f" in {str(place)!r}"
     mode = ", read only" if manager.read_only else ""
     rank = f"rank {manager.rank} of {manager.world_size}"
@@ -123,7 +122,6 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Find the first and the last of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         start = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number

@@ -166,7 +166,6 @@ def _check_way_to(path: Path) -> None:
 
 
 def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_sticky: bool) -> None:
-    """Raise StorageError if another user can replace what is in a folder."""
     status, mine = os.fstat(folder), os.geteuid()
     mode, is_in_group = status.st_mode, shares and status.st_gid in (os.getegid(), *os.getgroups())
     writers = mode & (stat.S_IWOTH if is_in_group else stat.S_IWOTH | stat.S_IWGRP)

@@ -75,7 +75,6 @@ class HandedOver:
             self.close()
 
     def await_error(self) -> str | None:
-        """Wait until the work is over; returns what went wrong."""
         # Less than the other ranks wait for this one, so that this one reports the reason.
         patience_s = OWN_WORK * self._timeout_s
         is_over = self.task.wait(patience_s)

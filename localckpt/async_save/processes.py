@@ -126,7 +126,6 @@ class _OtherProcess(ABC):
             raise pickle.loads(reply).rebuild()
 
     def _new_output(self) -> str:
-        """Return what it has printed since the last call, where that is kept."""
         return ""
 
     def _await_reply(self) -> bytes | None:

@@ -315,7 +315,6 @@ class AsyncCallsQueue(OfOneProcess):
             self._finalize_oldest(blocking=True)
 
     def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:
-        """Finalize the oldest call if it is over on all ranks; whether it was."""
         entry = self._entries[0]
         verdict = self._watch.verdict(
             entry, blocking, no_dist, partial(self._wait_for_own_work, entry)

@@ -66,7 +66,6 @@ def answer(connection: Connection, failure: WorkerFailure | None) -> None:
 
 
 def carry_out(function: Any, args: Any, kwargs: Any) -> WorkerFailure | None:
-    """Call, and give what went wrong in a form that can be sent."""
     try:
         function(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - sent to the trainer, which raises it

@@ -37,7 +37,6 @@ def complete_checkpoints(inventory: Inventory) -> list[Checkpoint]:
 
 
 def describe_incomplete(inventory: Inventory) -> str:
-    """Describe each checkpoint that lacks shards, the newest first."""
     lines = [
         f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
         f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
@@ -48,7 +47,6 @@ def describe_incomplete(inventory: Inventory) -> str:
 
 
 def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
-    """Describe the choice of a checkpoint over others of unrelated lineages, in one line."""
     left = ", ".join(
         f"iteration {other.iteration} of epoch {other.generation.epoch_id}" for other in others
     )
@@ -60,7 +58,6 @@ def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
 
 
 def _available(checkpoint: Checkpoint, inventory: Inventory) -> set[int]:
-    """Return the ranks whose shards are held or can be computed."""
     return inventory.shards(checkpoint).keys() | computable(checkpoint, inventory).keys()
 
 
@@ -252,7 +249,6 @@ def _tuples(fields: Any) -> Any:
 
 
 def division_problem(divided: Sequence[Division]) -> str | None:
-    """Return why the parts that ranks divide do not fit together; ``None`` if they do."""
     told = [{tuple(ranks): digest for ranks, digest in of_rank} for of_rank in divided]
     for rank, of_rank in enumerate(told):
         for ranks, digest in of_rank.items():
@@ -291,7 +287,6 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
 
 
 def why_bad(outcomes: Sequence[SaveOutcome]) -> str | None:
-    """Return why the state of a save is bad, naming ranks; ``None`` if no rank found it so."""
     told = {rank: outcome.bad for rank, outcome in enumerate(outcomes) if outcome.bad is not None}
     return said_by(told) if told else None
 

@@ -77,7 +77,6 @@ class Divergence:
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """Ranks that are in the minority for some tensor."""
         return tuple(sorted({rank for d in self.differences for rank in d.minority}))
 
     @property
@@ -169,7 +168,6 @@ def _difference(key: str, groups: Iterable[Sequence[int]], count: int) -> Differ
 
 
 def describe(divergence: Divergence) -> str:
-    """Describe which ranks differ in which tensors, and on which nodes they are."""
     parts = [_described(difference) for difference in divergence.differences[:_SHOWN]]
     more = len(divergence.differences) - len(parts) + divergence.more_tensors
     if more:

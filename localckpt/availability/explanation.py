@@ -387,7 +387,6 @@ def _verdict(explanation: Explanation) -> list[str]:
 
 
 def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
-    """Why checkpoints that look newer are not loaded."""
     lines = []
     newest = explanation.newest
     is_newer = True
@@ -426,7 +425,6 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
 
 
 def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
-    """Nodes that may be lost before the newest complete checkpoint is."""
     if explanation.newest is None:
         return []
     most, alone = explanation.survives_any, explanation.may_be_lost_alone
@@ -511,7 +509,6 @@ def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint
 
 
 def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[BadCopy]) -> str:
-    """Return the text of the error that a requested checkpoint cannot be loaded."""
     bad = [f"{shard}, from the node of rank {holder}: {why}" for shard, holder, why in unreadable]
     return (
         f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."

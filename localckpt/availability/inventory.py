@@ -234,7 +234,6 @@ class Inventory:
             self.merge(node, reports[self.leader(node)])
 
     def reports(self) -> list[Any]:
-        """Make reports of all nodes from the inventory, for :meth:`merge_all`."""
         messages: list[Any] = [None] * len(self._node_of)
         lineages = [lineage.to_json() for lineage in self.lineages.values()]
         for node in self.ranks_on:
@@ -248,7 +247,6 @@ class Inventory:
         return self._node_of[rank]
 
     def leader(self, node: str) -> int:
-        """Return the rank that reports a node's pieces."""
         return self.ranks_on[node][0]
 
     def is_leader(self, rank: int) -> bool:

@@ -50,7 +50,6 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
-    """Compare the arguments that must be the same on all ranks."""
     lines = []
     for name, first in told_by[0].items():
         other = next((rank for rank, told in enumerate(told_by) if told[name] != first), None)

@@ -368,7 +368,6 @@ class Schedule:
         return step >= self._next[tier]
 
     def takes_pulse(self, step: int) -> bool:
-        """Return whether a pulse is to begin; the one after that follows its plan."""
         if is_due := step >= self._next_pulse:
             self._next_pulse = _NEVER
         return is_due

@@ -862,7 +862,6 @@ class Checkpointer(OfOneProcess):
             logger.warning("%s", error)
 
     def _take_back_attempt(self) -> None:
-        """Do not count this start as one in vain: the job is asked to stop."""
         for tier in self._tiers:
             tier.manager.take_back_attempt()
 
@@ -942,7 +941,6 @@ class Checkpointer(OfOneProcess):
     # The end.
 
     def _close_in_step(self, error: BaseException | None) -> None:
-        """Close on all ranks, after an error of the loop or in order."""
         failed: list[BaseException] = []
         self._save_after(error)
         try:

@@ -189,7 +189,6 @@ class Epochs:
 
     @property
     def is_after_batches(self) -> bool:
-        """True if the batches of an epoch were given, and its end is under way."""
         return self._at is _At.AFTER
 
     def _require_same(self, life: int) -> None:
@@ -202,7 +201,6 @@ class Epochs:
     # The place in the data.
 
     def _enter(self, loader: Any, *, by_index: bool) -> Iterator[Any]:
-        """Begin the batches of an epoch, or go on with those that are left."""
         loaded, self._loaded = self._loaded, None
         self._loader, samplers = loader, samplers_of(loader)
         for thing in (*samplers.values(), getattr(loader, "dataset", None)):

@@ -42,7 +42,6 @@ def places_loaded(parts: Mapping[str, Any]) -> Places:
 
 
 def warn_of_lost_places(places: Places) -> None:
-    """Warn of each loader that a step has gone through from another place than the loaded one."""
     for key, (loader, count) in places.items():
         if loader.next_iter_state is not None or count == length_of(loader):
             continue
@@ -126,7 +125,6 @@ def is_torchdatas(loader: Any) -> bool:
 
 
 def length_of(loader: Any) -> int | None:
-    """Number of the batches of an epoch; ``None`` if it is not known."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
     try:
@@ -207,7 +205,6 @@ class EpochPosition:
         self._is_resumed = False
 
     def enter_epoch(self, loader: Any) -> None:
-        """Begin an epoch, or begin the one that was resumed again."""
         self._samplers = samplers_of(loader)
         if not self._is_resumed:
             self._entry = entry_of(self._samplers)
@@ -288,7 +285,6 @@ def restore_generators(samplers: Mapping[str, Any], states: Mapping[str, torch.T
 
 
 def _generators_of(samplers: Mapping[str, Any]) -> dict[str, torch.Generator]:
-    """Generators that loaders and samplers draw from, by their paths."""
     found: dict[str, torch.Generator] = {}
     for path, thing in samplers.items():
         for name in ("generator", "synchronized_generator"):

@@ -59,7 +59,6 @@ class TrainingState:
         self._set({} if callable(given) else parts_of(given, epochs, rng=rng))
 
     def make(self) -> None:
-        """Make parts of what the given function returns, if one was given."""
         if callable(self._given):
             self._set(parts_of(self._given(), self._epochs, rng=self._rng))
 
@@ -327,7 +326,6 @@ class RandomPart:
         self._loaded: Mapping[str, Any] | None = None
 
     def rewind(self) -> None:
-        """Have them go on from what was loaded last, if anything was."""
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 

@@ -303,7 +303,6 @@ def _leave_nodes(
 
 
 def _judge_sources(told_by: list[list[Any]]) -> list[str]:
-    """Make the line that says from where the ranks have loaded; the root's name of the run."""
     if all(is_empty for *_, is_empty in told_by):
         raise MismatchError(
             "nothing of this state is in the checkpoint: not one of its parts has the name of one "

@@ -74,7 +74,6 @@ class Selection:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts of the arguments, to compare them with those of other ranks."""
         return {one.name: repr(getattr(self, one.name)) for one in fields(self) if one.init}
 
     @property
@@ -230,7 +229,6 @@ def _keys(names: Names | None) -> list[str]:
 
 
 def _is_torchs(kind: str) -> bool:
-    """Return whether a kind of a part is a class of torch."""
     return kind.partition(" ")[2].startswith("torch.")
 
 
@@ -240,7 +238,6 @@ def _cut(lines: Sequence[str]) -> list[str]:
 
 
 def _sort(kind: str) -> str:
-    """First word of a kind: module, optimizer, or other."""
     return kind.partition(" ")[0]
 
 

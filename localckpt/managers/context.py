@@ -156,7 +156,13 @@ class JobCheckpoints:
         reached = self._reached
         whole = [c for c in sound if c in reached and reached[c].survives_node_loss]
         good = [c for c in sound if self.trusts[c].mark == "good"]
-        best = self._best(sound, retention, lineage)
+        metrics = {
+            c: dict([metric])
+            for c, metric in self.metrics.items()
+            if c in sound
+            and (lineage is None or not lineage.gives_up(c.generation.epoch_id, c.iteration))
+        }
+        best = [] if retention.best is None else retention.best.of(metrics)
         but = frozenset((*sound[:count], *whole[:1], *good[:1], *best, *last_bad, *self._held))
         also = frozenset(bad) - but
         if len(sound) >= count:
@@ -169,20 +175,6 @@ class JobCheckpoints:
         self.complete = [c for c in self.complete if not retirement.takes(c)]
         self.trusts = Trusts({c: self.trusts[c] for c in self.complete if c in self.trusts})
         return retirement
-
-    def _best(
-        self, sound: Sequence[Checkpoint], retention: Retention, lineage: Lineage | None
-    ) -> list[Checkpoint]:
-        """Return the checkpoints with the best metric, but for those that the job gave up."""
-        if retention.best is None:
-            return []
-        metrics = {
-            c: dict([metric])
-            for c in sound
-            if (metric := self.trusts[c].metric)
-            and (lineage is None or not lineage.gives_up(c.generation.epoch_id, c.iteration))
-        }
-        return retention.best.of(metrics)
 
     def marked(self, mark: Mark) -> list[Checkpoint]:
         return [checkpoint for checkpoint in self.complete if self.trusts[checkpoint].mark == mark]

@@ -49,7 +49,7 @@ def make_own_folders(
         _check(path, folder, is_named=True, shares=shares, may_be_sticky=may_be_sticky)
         for name in below:
             path /= name
-            _make(path, _folder_mode(os.fstat(folder).st_mode) if shares else 0o700, folder)
+            _make(path, folder_mode(folder) if shares else 0o700, folder)
             inner = _open_below(path, folder)
             os.close(folder)
             folder = inner
@@ -58,9 +58,10 @@ def make_own_folders(
         os.close(folder)
 
 
-def folder_mode(parent: Path) -> int:
+def folder_mode(parent: Path | int) -> int:
     """Return the mode of a folder to make in another one, whose group may own it, too."""
-    return _folder_mode(parent.stat().st_mode)
+    mode = os.stat(parent).st_mode
+    return 0o700 | (mode & 0o070 if mode & stat.S_ISGID else 0)
 
 
 def file_mode(folder: Path) -> int:
@@ -119,10 +120,6 @@ def lock_holder(path: Path) -> str:
                 holder = _user(os.stat(f"/proc/{pid}").st_uid)
                 return f"{owner}, and process {pid} of user {holder} holds its lock"
     return f"{owner}, and no process that can be seen from here holds its lock"
-
-
-def _folder_mode(mode_of_parent: int) -> int:
-    return 0o700 | (mode_of_parent & 0o070 if mode_of_parent & stat.S_ISGID else 0)
 
 
 def _make(path: Path, mode: int, within: int) -> None:

@@ -1,6 +1,6 @@
-"""One load of a checkpoint that another number of ranks saved, or that is sharded otherwise now.
+"""One round of a load of what another number of ranks saved, or sharded otherwise.
 
-In rounds: readers open shards, all ranks describe what was saved and what they want, the root
+Readers open shards, all ranks describe what was saved and what they want, the root
 plans, and each rank reads the shards of its node, and sends the rest to other nodes. A damaged copy
 is left out of the next round. What makes the load impossible is found before a tensor is changed.
 """
@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from localckpt.availability.reshard import Take, assign_readers
@@ -19,7 +18,6 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    NoReplicasAvailableError,
     PeerLostError,
     StorageError,
 )
@@ -41,6 +39,7 @@ from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
+from localckpt.state_dict.reader import OpenImages
 from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.resharded import (
     beside,
@@ -64,69 +63,45 @@ _Verdict = tuple[Mapping[str, Any], Mapping[str, Any] | None]
 
 
 class ElasticLoad:
-    """One load of one checkpoint; its methods are the steps, in their order."""
+    """One round of a load; its methods are the steps, in their order."""
 
-    def __init__(self, context: Context, recovery: Recovery, options: LoadOptions) -> None:
+    def __init__(
+        self, context: Context, recovery: Recovery, options: LoadOptions, images: OpenImages
+    ) -> None:
         self._context = context
         self._ranks = context.ranks
-        self._inventory = recovery.inventory
         self._checkpoint = recovery.checkpoint
-        self._recovery = recovery
         self._options = options
         self._rules = context.options.rules if options.private is None else options.private
+        inventory = recovery.inventory
+        self._readers = assign_readers(self._checkpoint, inventory, recovery.computed_by)
+        self._copies = ShardCopies(context, recovery, self._rules, images)
+        self._values = self._copies.values
+        self._judge = ElasticJudge(
+            *(self._checkpoint, self._rules, context.nodes, self._readers),
+            *(inventory.holders(self._checkpoint), options.rules),
+            self._values,
+        )
 
     def run(self) -> Loaded | None:
-        """Fill the state of every rank.
-
-        Returns ``None`` on all ranks if some shard has no good copy left.
-        """
-        try:
-            while True:
-                self._recovery.drop()
-                try:
-                    lost = self._recovery.plan()
-                except NoReplicasAvailableError:
-                    return None
-                # In turn.
-                computed_by = {shard: shard % self._ranks.world_size for shard in lost}
-                with self._context.events.timed("fetch", self._checkpoint.iteration):
-                    if not self._recovery.run(computed_by):
-                        continue
-                readers = assign_readers(self._checkpoint, self._inventory, computed_by)
-                with ExitStack() as opened:
-                    if (loaded := self._load(readers, opened)) is not None:
-                        return loaded
-        except BaseException:
-            self._recovery.drop()
-            raise
-
-    def _load(self, readers: dict[int, int], opened: ExitStack) -> Loaded | None:
-        """Make one round; ``None`` if it has to be made again."""
-        self._readers = readers
-        self._copies = ShardCopies(self._context, self._recovery, self._rules)
-        self._images = self._copies.images
-        self._judge = ElasticJudge(
-            *(self._checkpoint, self._rules, self._context.nodes, readers),
-            *(self._inventory.holders(self._checkpoint), self._options.rules),
-            self._images,
-        )
+        """Fill the state of every rank; ``None`` on all if a copy of some shard was bad."""
         step = self._checkpoint.iteration
         with self._context.events.timed("fetch", step):
-            if (structure := self._compare_structures(opened)) is None:
+            if (structure := self._compare_structures()) is None:
                 return None
             verdict, own = self._compare_all(structure)
             if verdict.get("name") is None:
                 verdict, own = self._settle(own)
             if self._copies.take_out(verdict.get("bad", ())):
                 return None
-            if not self._take_plan(verdict, own, opened):
+            if not self._take_plan(verdict, own):
                 return None
         with self._context.events.timed("read", step):
             return self._move()
 
     # Compare structures.
 
-    def _compare_structures(self, opened: ExitStack) -> Mapping[str, Any] | None:
+    def _compare_structures(self) -> Mapping[str, Any] | None:
         """Open the shards that this rank reads, and compare the names of parts and values.
 
         Returns what :func:`judge_structures` says; ``None`` on all ranks if a copy turned out bad.
@@ -139,7 +114,7 @@ class ElasticLoad:
             self._own = own_states(self._options.given)
             given = names_of(self._own, free)
             mine = [shard for shard, reader in self._readers.items() if reader == self._ranks.rank]
-            self._copies.describe(mine, free, opened)
+            self._copies.describe(mine, free)
             shards = self._copies.shards
             for shard, saved in shards.items():
                 of_digests.setdefault(digest_of([saved.names, saved.outlines], str), shard)
@@ -167,7 +142,7 @@ class ElasticLoad:
                 "dtypes": {key: entry.dtype for key, entry in tensors} if converts else {},
                 "expanded": [key for key, entry in tensors if entry.is_expanded],
             }
-            outlines = [self._images.pack(saved.outlines) for saved in told]
+            outlines = [self._values.pack(saved.outlines) for saved in told]
             message = Message(record, json.dumps(outlines).encode())
         rules = self._options.rules
         texts = "missing", "outlines", "expanded", "lines", "names"
@@ -191,7 +166,7 @@ class ElasticLoad:
         report: dict[str, Any] = {}
         with Attempt() as opening:
             state, free = self._own, self._options.rules.free
-            if outlines := merged(map(self._images.unpack, structure["outlines"])):
+            if outlines := merged(map(self._values.unpack, structure["outlines"])):
                 parameters = ParametersOfStates(self._options.given)
                 state = with_outlines(state, outlines, free, parameters)
             self._state = wrapped(state)
@@ -292,7 +267,7 @@ class ElasticLoad:
         digests = []
         with Attempt() as reading:
             for shard, number, group, keys, part in () if own is None else own["digests"]:
-                if shard in self._copies.found_bad:
+                if self._copies.is_bad(shard):
                     continue
                 try:
                     with self._copies.noting(shard):
@@ -309,9 +284,7 @@ class ElasticLoad:
         )
         return verdict
 
-    def _take_plan(
-        self, verdict: Mapping[str, Any], own: Mapping[str, Any] | None, opened: ExitStack
-    ) -> bool:
+    def _take_plan(self, verdict: Mapping[str, Any], own: Mapping[str, Any] | None) -> bool:
         """Take in the plan, and the values; on no rank is anything changed if some rank cannot.
 
         Returns False on all ranks if a copy turned out bad.
@@ -325,16 +298,16 @@ class ElasticLoad:
                 )
             takes = [Take.from_json(fields) for fields in own["takes"]]
             read = [take for take in takes if take.reader == rank]
-            self._copies.open(read, self._options.rules.free, opened)
+            self._copies.open(read, self._options.rules.free)
             self._name = str(verdict["name"])
             self._transfers = [
                 transfer
                 for take in takes
-                if take.reader != rank or take.shard not in self._copies.found_bad
+                if take.reader != rank or not self._copies.is_bad(take.shard)
                 for transfer in self._tensors.transfers_of(take, rank)
             ]
             texts = [*verdict["values"], *own["values"]]
-            units = [unit for text in texts for unit in self._images.unpack(text)]
+            units = [unit for text in texts for unit in self._values.unpack(text)]
             units += self._copies.unequal_of(rank, self._unequal, "keep")
             # Of values that differ, what stays as it is: those for which a rule gives nothing.
             loaded, free = {unit.key for unit in units}, self._options.rules.free
@@ -381,7 +354,7 @@ class ElasticLoad:
             except (StorageError, CorruptShardError) as error:
                 # Noted where it was read.
                 forget_frames(error)
-                if not self._copies.found_bad:
+                if not self._copies.bad:
                     raise
             except PeerLostError as error:
                 # Most often a peer that found its copy bad; else this is what all ranks raise.

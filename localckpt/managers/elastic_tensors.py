@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -35,9 +35,9 @@ from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parts import PARCEL_NBYTES, exchange_parts
 from localckpt.state_dict.boxes import Rectangle, rectangles_of
 from localckpt.state_dict.containers import prefix_in
+from localckpt.state_dict.reader import OpenImages
 from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.saved_shard import PRIVATE, SavedShard
-from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Unit, with_tensors
 
@@ -184,22 +184,24 @@ def move_tensors(
 class ShardCopies:
     """Copies of the shards of one checkpoint that this rank reads, in one round.
 
-    Attributes:
-        shards: Shards that are open.
-        found_bad: Shards whose copies were found bad, with the reason.
+    ``shards`` are those that are open.
     """
 
     def __init__(
-        self, context: Context, recovery: Recovery, rules: Mapping[str, PrivateRule]
+        self,
+        context: Context,
+        recovery: Recovery,
+        rules: Mapping[str, PrivateRule],
+        images: OpenImages,
     ) -> None:
         self._context = context
         self._recovery = recovery
         self._rules = rules
-        self.images = ValueImages(self._identity(0), context.allowed)
+        self._images = images
+        self.values = ValueImages(self._identity(0), context.allowed)
         self.shards: dict[int, SavedShard] = {}
-        self.found_bad: dict[int, str] = {}
 
-    def describe(self, shards: Iterable[int], free: Freedom, opened: ExitStack) -> None:
+    def describe(self, shards: Iterable[int], free: Freedom) -> None:
         """Open the shards that this rank describes, and note the copies that are bad."""
 
         def read(saved: SavedShard) -> None:
@@ -208,9 +210,9 @@ class ShardCopies:
             _ = saved.digests, saved.ruled_digests
 
         for shard in shards:
-            self._open(shard, opened, read)
+            self._open(shard, read)
 
-    def open(self, takes: Iterable[Take], free: Freedom, opened: ExitStack) -> None:
+    def open(self, takes: Iterable[Take], free: Freedom) -> None:
         """Open the shards of this node that a plan takes from, too; as :meth:`describe`."""
         equal_on: dict[int, set[str]] = {}
         for take in takes:
@@ -222,16 +224,11 @@ class ShardCopies:
                 saved.read_values(self._rules, free)
 
         for shard in equal_on.keys() - self.shards.keys():
-            self._open(shard, opened, read)
+            self._open(shard, read)
 
-    @contextmanager
-    def noting(self, shard: int) -> Iterator[None]:
+    def noting(self, shard: int) -> AbstractContextManager[None]:
         """Context in which a shard is read: that its copy is bad is noted, and raised."""
-        try:
-            yield
-        except (StorageError, CorruptShardError) as error:
-            self._note_bad(shard, error)
-            raise
+        return self._images.noting(self._identity(shard))
 
     def read(self, parts: Iterable[tuple[Transfer, torch.Tensor]]) -> None:
         """Read what is taken of shards into tensors."""
@@ -244,7 +241,13 @@ class ShardCopies:
 
     @property
     def bad(self) -> list[list[Any]]:
-        return [[shard, why] for shard, why in self.found_bad.items()]
+        """Shards whose copies were found bad, each with the reason."""
+        for error in self._images.bad.values():
+            forget_frames(error)
+        return [[shard.rank, described(error)] for shard, error in self._images.bad.items()]
+
+    def is_bad(self, shard: int) -> bool:
+        return self._identity(shard) in self._images.bad
 
     def take_out(self, bad: Sequence[Sequence[Any]]) -> bool:
         """Leave bad copies, each of a rank and an item of its report, out of the next round.
@@ -258,21 +261,20 @@ class ShardCopies:
     def _identity(self, shard: int) -> ShardIdentity:
         return self._recovery.checkpoint.shard(shard, self._context.session_id)
 
-    def _open(self, shard: int, opened: ExitStack, read: Callable[[SavedShard], None]) -> None:
+    def _open(self, shard: int, read: Callable[[SavedShard], None]) -> None:
         identity = self._identity(shard)
-        source: ShardSource | None = None
         try:
-            source = self._recovery.open(identity)
-            opened.callback(source.close)
+            source = self._images.source(identity)
             like = next(iter(self.shards.values()), None)
             saved = SavedShard(source, self._context.allowed, identity, like)
             read(saved)
         except CorruptShardError as error:
             # With good digests another copy says the same.
-            self._require_damaged(shard, source, error)
-            self._note_bad(shard, error)
+            self._find_bad(error)
+            forget_frames(error)
         except StorageError as error:
-            self._note_bad(shard, error)
+            self._images.bad[identity] = error
+            forget_frames(error)
         except CheckpointingException:
             raise
         except Exception as error:
@@ -280,21 +282,11 @@ class ShardCopies:
         else:
             self.shards[shard] = saved
 
-    def _require_damaged(
-        self, shard: int, source: ShardSource | None, error: CorruptShardError
-    ) -> None:
-        """Raise an error for a shard that contradicts itself, though its bytes are good."""
-        if source is None:
-            return
+    def _find_bad(self, error: CorruptShardError) -> None:
         try:
-            ImageBytes(source, self._identity(shard)).verify()
-        except (StorageError, CorruptShardError):
-            return
-        raise incurable(RestoreError(f"{self._identity(shard)}: {error}")) from error
-
-    def _note_bad(self, shard: int, error: CheckpointingException) -> None:
-        forget_frames(error)
-        self.found_bad[shard] = described(error)
+            self._images.find_bad(error)
+        except RestoreError as of_no_copy:
+            raise incurable(of_no_copy) from error
 
     # Values that are no part of a global tensor.
 
@@ -320,7 +312,7 @@ class ShardCopies:
             if shard != rank and shard < world_size:
                 told.append(("keep", shard, self.unequal_of(shard, unequal, "keep")))
         return [
-            Packed(kind, shard, self.images.pack(units)) for kind, shard, units in told if units
+            Packed(kind, shard, self.values.pack(units)) for kind, shard, units in told if units
         ]
 
     def unequal_of(self, shard: int, unequal: Sequence[str], kind: str) -> list[Unit]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -18,6 +20,7 @@ from localckpt.availability.inventory import Inventory
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
+    MismatchError,
     NoReplicasAvailableError,
     PeerLostError,
     StorageError,
@@ -30,20 +33,19 @@ from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import (
-    BadShardError,
     Loaded,
     LoadOptions,
-    compare_with_shard,
     incurable,
-    restore,
 )
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan_shards
 from localckpt.replication.retrieval import WatchedSource
-from localckpt.state_dict.reader import ImageReader
+from localckpt.state_dict.names import read_names
+from localckpt.state_dict.reader import ImageReader, OpenImages
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import ReadProgress
+from localckpt.storage.hooks import HookStore
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,8 @@ class Load:
         self._failure: Exception | None = None
         # Who sent the shards that have arrived, by the ranks of these.
         self._senders: dict[int, int] = {}
-        # Reader of this rank's shard that was compared with the state to load into.
-        self._compared: ImageReader | None = None
+        # This rank's shard, once it was compared with the state to load into.
+        self._reader: ImageReader | None = None
 
     def run(
         self, iteration: int | None, finder: Finder, reprotection: Reprotection | None
@@ -114,49 +116,58 @@ class Load:
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._context.session_id)
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
+        self._is_elastic = checkpoint.world_size != self._ranks.world_size
         with record_function("localckpt.load"), collection_paused():
-            if checkpoint.world_size == self._ranks.world_size:
-                return self._load()
-            return self._load_elastic()
+            try:
+                while True:
+                    self._drop_slots()
+                    try:
+                        lost = self._recovery.plan()
+                    except NoReplicasAvailableError:
+                        return None
+                    # Each on its own rank, or in turn.
+                    computed_by = {shard: shard % self._ranks.world_size for shard in lost}
+                    with self._context.events.timed("fetch", checkpoint.iteration):
+                        if not self._recovery.run(computed_by):
+                            continue
+                    with closing(OpenImages(self._recovery.open, self._context.allowed)) as images:
+                        self._images = images
+                        loaded = self._load_elastic() if self._is_elastic else self._load()
+                    if loaded is not None:
+                        return loaded
+            except BaseException:
+                self._drop_slots()
+                raise
 
     def _load_elastic(self) -> Loaded | None:
-        return ElasticLoad(self._context, self._recovery, self._options).run()
+        """Make one round on other ranks, or into another sharding."""
+        return ElasticLoad(self._context, self._recovery, self._options, self._images).run()
 
     def _load(self) -> Loaded | None:
-        try:
-            while True:
-                self._drop_slots()
-                try:
-                    plan = self._plan()
-                except NoReplicasAvailableError:
-                    return None
-                step = self._checkpoint.iteration
-                with self._context.events.timed("fetch", step):
-                    if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
-                        continue
-                    if plan.transfers and not self._fetch(plan):
-                        continue
-                    lacking = self._compare_with_shards() if self._store.keeps_images else {}
-                    if lacking and not self._fetch(self._plan_parts(lacking)):
-                        continue
-                if lacking is None:
-                    self._drop_slots()
-                    return self._load_elastic()
-                with self._context.events.timed("read", step):
-                    loaded, bad = self._verify_and_restore()
-                if self._agree(f"load iteration {step}", bad):
-                    return loaded
-        except BaseException:
-            self._drop_slots()
-            raise
+        """Make one round of a load of this rank's own shard; ``None`` if another one has to come.
+
+        That is so where a copy is bad, and where the tensors of some rank are sharded otherwise.
+        """
+        step = self._checkpoint.iteration
+        with self._context.events.timed("fetch", step):
+            plan = self._plan()
+            if plan.transfers and not self._fetch(plan):
+                return None
+            lacking = self._compare_with_shards() if self._store.keeps_images else {}
+            if lacking and not self._fetch(self._plan_parts(lacking)):
+                return None
+        if self._is_elastic:
+            return None
+        with self._context.events.timed("read", step):
+            loaded, bad = self._verify_and_restore()
+        return loaded if self._agree(f"load iteration {step}", bad) else None
 
     # Plan.
 
     def _plan(self) -> ExchangePlan[CkptID]:
-        """Plan the transfers of shards that some node holds, and find groups for the others."""
-        groups = self._recovery.plan()
-        ranks = range(self._ranks.world_size)
-        wanted = {rank: [rank] for rank in ranks if rank not in groups}
+        """Plan the transfers of the shards that were not computed."""
+        ranks, computed = range(self._ranks.world_size), self._recovery.groups
+        wanted = {rank: [rank] for rank in ranks if rank not in computed}
         return plan_shards(self._checkpoint, self._context.session_id, self._inventory, wanted)
 
     def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
@@ -222,25 +233,26 @@ class Load:
 
     # Verify and restore.
 
-    def _compare_with_shards(self) -> dict[int, list[int]] | None:
+    def _compare_with_shards(self) -> dict[int, list[int]]:
         """Compare what ranks load into with their shards, before any of them fills a tensor.
 
-        Returns by rank the shards with parts of its tensors that are not on its node; ``None`` on
-        all ranks if the tensors of some are other parts of global tensors than those saved. Raises
-        MismatchError if the state of some does not fit.
+        Returns by rank the shards with parts of its tensors that are not on its node; none if the
+        tensors of some rank are other parts of global tensors than those saved, which an elastic
+        load is for. Raises MismatchError if the state of some does not fit.
         """
         differs, parts, misfit, lacks = False, list[str](), None, list[int]()
         with Attempt() as comparing:
             try:
-                self._compared, differs, parts, misfit = compare_with_shard(
-                    self._context, self._recovery, self._mine, self._options
-                )
+                reader = self._images.open(self._mine)
+                differs, parts, misfit = self._compare(reader)
                 held = self._inventory.shards_on(
                     self._checkpoint, self._inventory.node_of(self._ranks.rank)
                 )
-                lacks = [rank for rank in self._compared.co_owners if rank not in held]
+                lacks = [rank for rank in reader.co_owners if rank not in held]
+                self._reader = reader
             except (StorageError, CorruptShardError) as error:
                 # Reading the shard to restore it finds that, too, and says it to all ranks.
+                self._images.bad.clear()
                 forget_frames(error)
             except Exception as error:
                 raise incurable(error) from error
@@ -255,37 +267,82 @@ class Load:
             self._options.rules.require_named(saved)
         if any(differs for differs, *_ in reports.values()):
             logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
-            return None
+            self._is_elastic = True
+            return {}
         if any(is_misfit for _, _, is_misfit, _ in reports.values()):
             self._failure = misfit
             self._agree(f"load iteration {step}")
         return {rank: those for rank, (*_, those) in reports.items() if those}
 
+    def _compare(self, reader: ImageReader) -> tuple[bool, list[str], MismatchError | None]:
+        """Compare the state to load into with a shard, before any of it is read.
+
+        Returns whether tensors are other parts of global tensors than those of the shard, which
+        matters to an elastic load alone; the parts of the shard, where the caller has named some;
+        and what does not fit.
+        """
+        tables, rules = reader.tables[:2], self._options.rules
+        if (targets := self._options.targets) is None:
+            return False, [], None
+        parts: list[str] = []
+        if rules.named:
+            skeleton, _ = reader.checked_skeleton
+            parts = list(read_names(skeleton, self._context.allowed, rules.free) or ())
+        if self._context.options.elastic and targets.are_sharded_otherwise(
+            *tables, reader.dtensors
+        ):
+            return True, parts, None
+        try:
+            reader.match(targets)
+        except MismatchError as error:
+            return False, parts, error
+        return False, parts, None
+
     def _verify_and_restore(self) -> tuple[Loaded | None, list[_Bad]]:
         """Read this rank's shard from the store, a peer's bytes, or the computed image."""
-        rank = self._ranks.rank
+        rank, images = self._ranks.rank, self._images
         holder = self._senders.get(rank, rank)
         came_from = "own node" if holder == rank else f"peer rank {holder}"
-        computed = self._recovery.slots.get(rank)
-        if computed is not None:
+        if rank in self._recovery.slots:
             came_from = self._recovery.groups[rank].kind
         try:
-            state, nbytes = restore(
-                self._context, self._recovery, self._mine, self._options, self._compared
-            )
-        except BadShardError as bad:
-            # Its text alone is reported. It may refer to the state that was to be filled.
-            forget_frames(bad.error)
-            forget_frames(bad)
-            holder = self._senders.get(bad.rank, rank)
-            return None, [(holder, bad.rank, described(bad.error))]
+            try:
+                state, nbytes = self._restore()
+            except (StorageError, CorruptShardError) as error:
+                # The texts alone are reported. Errors may refer to the state that was to be filled.
+                images.find_bad(error)
+                forget_frames(error)
+                return None, [self._told(*bad) for bad in images.bad.items()]
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = incurable(error)
             return None, []
-        # What was computed is kept by the caller.
+        # What was computed is kept by the caller. Nothing may view what is released.
+        self._reader = None
+        images.close()
         self._store.release([*self._recovery.arrived.values()])
         self._recovery.arrived, self._senders = {}, {}
         return Loaded(self._checkpoint, state, nbytes, came_from), []
+
+    def _restore(self) -> tuple[Any, int]:
+        """Return the state, and the bytes read for it: 0 for one that hooks gave as it is."""
+        store, options, images = self._store, self._options, self._images
+        is_plain = options == LoadOptions()
+        is_here = self._recovery.is_here(self._ranks.rank)
+        if isinstance(store, HookStore) and is_plain and not is_here:
+            with images.noting(self._mine):
+                state, nbytes = store.load(self._mine), 0
+        else:
+            reader = self._reader or images.open(self._mine)
+            images.join(reader)
+            state = reader.restore(options.targets, options.map_location)
+            nbytes = reader.nbytes_read
+        if not store.keeps_images and is_plain:
+            state.restore_tensor_device(non_blocking=False)
+        return state, nbytes
+
+    def _told(self, shard: ShardIdentity, error: CheckpointingException) -> _Bad:
+        forget_frames(error)
+        return self._senders.get(shard.rank, self._ranks.rank), shard.rank, described(error)
 
     # Agree.
 
@@ -307,4 +364,4 @@ class Load:
 
     def _drop_slots(self) -> None:
         self._recovery.drop([self._mine])
-        self._senders, self._compared = {}, None
+        self._senders, self._reader = {}, None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from localckpt.errors import (
     CorruptShardError,
     MismatchError,
     RestoreError,
+    StorageError,
 )
 from localckpt.failure_texts import with_class
 from localckpt.ids import ShardIdentity
@@ -167,8 +169,6 @@ class ImageReader(ImageBytes):
     def match(self, into: Targets) -> tuple[NamesDiffer, Matched]:
         """Find what fills which tensor; raises MismatchError as :meth:`restore`."""
         skeleton, contents = self.checked_skeleton
-        if (like := self._like) is not None and like.checked_skeleton is self.checked_skeleton:
-            self._matches = like._matches
         if self._matches is not None and self._matches[0] is into:
             return self._matches[1:]
         entries, boxes, *_ = self.tables
@@ -290,11 +290,15 @@ class ImageReader(ImageBytes):
     ) -> tuple[tuple[TableEntry, ...], dict[int, Box]]:
         self._texts = table, boxes_text
         identity, like = self.identity, self._like
-        if like is None or like._texts != self._texts:
+        known = (b"", b"") if like is None else like._texts
+        if like is None or known[0] != table:
             entries = parse_entries(table)
+        else:
+            entries = like.tables.entries
+        if like is None or known != self._texts:
             shapes = [entry.shape for entry in entries]
             return entries, parse_boxes(boxes_text, shapes, identity.rank, identity.world_size)
-        entries, boxes = like.tables[:2]
+        boxes = like.tables.boxes
         for ranks in {box.ranks for box in boxes.values()}:
             if ranks is not None and identity.rank not in ranks:
                 raise CorruptShardError(f"a set of ranks without rank {identity.rank}")
@@ -443,18 +447,71 @@ class ImageReader(ImageBytes):
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
 
 
-def open_images(
-    open_source: Callable[[ShardIdentity], ShardSource],
-    identity: ShardIdentity,
-    allowed: SafeGlobals,
-    like: ImageReader | None = None,
-) -> ImageReader:
-    """Open a shard's image, and join those with parts of its tensors; the caller closes."""
-    image = ImageReader(open_source(identity), allowed, identity, like)
-    for rank in image.co_owners:
-        owner = identity.checkpoint.shard(rank, identity.session_id)
-        image.join(ImageReader(open_source(owner), allowed, owner, image))
-    return image
+class OpenImages:
+    """Images of one checkpoint that are read together; ``close`` closes all of them.
+
+    Args:
+        open_source: Opens the source of an image.
+        allowed: As for :class:`ImageReader`.
+
+    Attributes:
+        bad: Images that could not be read, or were found damaged, each with the error.
+    """
+
+    def __init__(
+        self, open_source: Callable[[ShardIdentity], ShardSource], allowed: SafeGlobals
+    ) -> None:
+        self._open_source, self._allowed = open_source, allowed
+        self._opened = ExitStack()
+        self._sources: dict[ShardIdentity, ShardSource] = {}
+        self.bad: dict[ShardIdentity, StorageError | CorruptShardError] = {}
+
+    def open(self, identity: ShardIdentity, like: ImageReader | None = None) -> ImageReader:
+        return ImageReader(self.source(identity), self._allowed, identity, like)
+
+    def source(self, identity: ShardIdentity) -> ShardSource:
+        with self.noting(identity):
+            source = self._sources[identity] = self._open_source(identity)
+        self._opened.callback(source.close)
+        return source
+
+    def join(self, image: ImageReader) -> None:
+        """Open the images that hold parts of an image's tensors, and join them."""
+        identity = image.identity
+        for rank in image.co_owners:
+            image.join(self.open(identity.checkpoint.shard(rank, identity.session_id), image))
+
+    @contextmanager
+    def noting(self, identity: ShardIdentity) -> Iterator[None]:
+        """Context in which one image is read: what is wrong with it is noted, and raised."""
+        try:
+            yield
+        except (StorageError, CorruptShardError) as error:
+            self.bad[identity] = error
+            raise
+
+    def find_bad(self, error: StorageError | CorruptShardError) -> None:
+        """Note which images are bad after an error of reading some of them.
+
+        Each is read by itself, since bytes are compared where they were read to, which others may
+        write into. Raises RestoreError for a damage that none of them has.
+        """
+        for identity, source in self._sources.items():
+            with suppress(StorageError, CorruptShardError), self.noting(identity):
+                ImageBytes(source, identity).verify()
+        if not self.bad and isinstance(error, StorageError):
+            self.bad[next(iter(self._sources))] = error
+        if not self.bad:
+            raise RestoreError(
+                f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
+                f"digest when it is read by itself. Something else writes into the tensors to load "
+                f"into, the memory or the bus is defective, or another program made the file"
+            ) from error
+
+    def close(self) -> None:
+        self._opened.close()
+        # Errors refer to the frames that they came through, and so to what was to be filled.
+        self.bad.clear()
 
 
 def _copy_up(flat: torch.Tensor, bounce: BounceBuffers, offset: int, data: memoryview) -> None:

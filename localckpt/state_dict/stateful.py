@@ -52,7 +52,8 @@ class Freedom:
 
     def covers(self, name: str) -> bool:
         """Return whether a name is free, or below one that is."""
-        return prefix_in(name, self.below) is not None
+        # Mostly nothing is free, and a restart waits for this, which is asked of each name.
+        return bool(self.below) and prefix_in(name, self.below) is not None
 
 
 NO_FREEDOM = Freedom()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from localckpt.errors import CorruptShardError, RestoreError, StorageError
+from localckpt.errors import CorruptShardError, StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.reader import ImageReader, open_images
+from localckpt.state_dict.reader import ImageReader, OpenImages
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Store
 
@@ -37,10 +36,10 @@ class KeptShard:
         """
         damage: CorruptShardError | None = None
         while True:
-            opened: list[ShardIdentity] = []
-            with ExitStack() as sources:
+            with closing(OpenImages(self.store.open, self.allowed)) as images:
                 try:
-                    image = self._open(opened, sources)
+                    image = images.open(self.identity)
+                    images.join(image)
                 except StorageError as error:
                     if damage is None:
                         raise
@@ -54,30 +53,9 @@ class KeptShard:
                         return work(image)
                     except CorruptShardError as error:
                         damage = error
-            self._quarantine(damage, opened)
-
-    def _open(self, opened: list[ShardIdentity], sources: ExitStack) -> ImageReader:
-        """Open the image, and those that hold parts of its tensors; notes which."""
-
-        def open_here(identity: ShardIdentity) -> ShardSource:
-            source = self.store.open(identity)
-            sources.callback(source.close)
-            opened.append(identity)
-            return source
-
-        return open_images(open_here, self.identity, self.allowed)
-
-    def _quarantine(self, damage: CorruptShardError, opened: Sequence[ShardIdentity]) -> None:
-        """Put the copies in quarantine that are bad when they are read by themselves, too."""
-        for identity in opened:
-            try:
-                with closing(self.store.open(identity)) as source:
-                    ImageBytes(source, identity).verify()
-            except CorruptShardError as error:
-                self.store.quarantine(identity, Problem.of(error))
-                logger.error("%s: looking for another copy on this node", error)
-                return
-        raise RestoreError(
-            f"{damage}, though every byte of the shard matches its digest when it is read by "
-            f"itself: is the memory of this node defective?"
-        ) from damage
+                images.find_bad(damage)
+                for identity, bad in images.bad.items():
+                    if isinstance(bad, StorageError):
+                        raise bad
+                    self.store.quarantine(identity, Problem.of(bad))
+                    logger.error("%s: looking for another copy on this node", bad)

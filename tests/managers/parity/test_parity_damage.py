@@ -11,8 +11,7 @@ import torch
 
 import localckpt
 from localckpt.errors import CorruptShardError
-from localckpt.managers import load
-from localckpt.managers.restoring import BadShardError
+from localckpt.managers.load import Load
 from localckpt.memory.digests import BLOCK_NBYTES
 from tests.faults.lives import Lives
 from tests.managers.jobs import assert_same, error_of, files, make_manager, resume, state_of
@@ -165,10 +164,11 @@ def _load_with_bad_memory(rank: int, world_size: int) -> str:
     ):
         if rank == 0:
 
-            def spoiled(*_: Any) -> Any:
-                raise BadShardError(rank, CorruptShardError("a bit has flipped"))
+            def spoiled(own: Load) -> Any:
+                with own._images.noting(own._mine):
+                    raise CorruptShardError("a bit has flipped")
 
-            load.restore = spoiled
+            Load._restore = spoiled  # type: ignore[method-assign]
         assert manager.find_latest() == 3
         return error_of(manager.load, localckpt.NoReplicasAvailableError)
 

@@ -38,7 +38,7 @@ from localckpt.ranks.ranks import shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
-from localckpt.state_dict.names import Names, names_of
+from localckpt.state_dict.names import Names, digest_of_names, names_of
 from localckpt.state_dict.reader import OpenImages
 from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.resharded import (
@@ -117,8 +117,9 @@ class ElasticLoad:
             self._copies.describe(mine, free)
             shards = self._copies.shards
             for shard, saved in shards.items():
-                of_digests.setdefault(digest_of([saved.names, saved.outlines], str), shard)
-        report = {"bad": self._copies.bad, "saved": of_digests, "given": digest_of(given, str)}
+                digest = f"{digest_of_names(saved.names)} {digest_of(saved.outlines, str)}"
+                of_digests.setdefault(digest, shard)
+        report = {"bad": self._copies.bad, "saved": of_digests, "given": digest_of_names(given)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
         found_bad, asked = self._ranks.agree(
             *(what, opening, report, ask_for_structures), read=shaped((list, dict | None))
@@ -186,7 +187,7 @@ class ElasticLoad:
                     [
                         *(shard, list(self._tensors.saved(shard))),
                         {
-                            name: digest_of(of, str)
+                            name: digest_of_names(of)
                             for name, of in self._copies.sections(shard).items()
                         },
                         saved.ruled_digests,

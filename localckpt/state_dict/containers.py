@@ -48,7 +48,7 @@ def _find_values(
         keys[-1] = key
         if isinstance(child, wanted):
             found.append((joined(keys), child))
-        else:
+        elif not isinstance(child, torch.Tensor):
             _find_values(child, wanted, keys, inside, found)
     keys.pop()
     inside.discard(id(value))

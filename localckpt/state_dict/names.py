@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import xxhash
+
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, PlainState
-from localckpt.state_dict.replicated import given, without_markers
+from localckpt.state_dict.replicated import given, without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.unpickler import Ignored, Unpickler
@@ -37,6 +40,7 @@ def names_of(state: Any, free: Freedom) -> Names | None:
     """Return the names of a state, given by states; ``None`` unless its containers are dicts."""
 
     def names(value: Any, above: str) -> Names | None:
+        value = without_marker(value)
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             return None
         paths = {key: f"{above}.{key}" if above else key for key in value}
@@ -47,11 +51,12 @@ def names_of(state: Any, free: Freedom) -> Names | None:
             if not (above and free.covers(path))
         }
 
-    return names(without_markers(root_of(state)), "")
+    return names(root_of(state), "")
 
 
 def _outline(state: Any) -> Names | None:
     """Name the groups of an optimizer's state, and what each must have; else the keys."""
+    state = without_marker(state)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or "state" not in state:
         is_small = isinstance(state, dict) and len(state) <= _MOST_KEYS
@@ -73,6 +78,11 @@ def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | 
         return found if found in _CONTAINERS else Ignored
 
     return names_of(Unpickler(io.BytesIO(skeleton), find, lambda _: None).load(), free)
+
+
+def digest_of_names(names: Names | None) -> str:
+    """Digest of names, of which the order does not count."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(names, sort_keys=True).encode())
 
 
 def only_in(

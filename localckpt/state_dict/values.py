@@ -98,9 +98,7 @@ def read_tree(
 
 _MAKES_TENSORS = {
     "torch._tensor": ("_rebuild_from_type_v2",),
-    "torch._utils": (
-        *("_rebuild_sparse_tensor", "_rebuild_nested_tensor", "_rebuild_wrapper_subclass"),
-    ),
+    "torch._utils": ("_rebuild_sparse_tensor", "_rebuild_wrapper_subclass"),
     "localckpt.state_dict.skeleton": ("_restore_subclass",),
     "localckpt.state_dict.sharded": ("restore_sharded",),
 }

@@ -3,21 +3,34 @@
 One process stands for the job: it makes what every rank would tell of a Llama 3 405B with AdamW
 whose tensors are sharded over all ranks, and then does what the root does with it. Eight ranks are
 on a node. The job's key-value store, which brings what is told from rank to rank, is not measured.
+Beside it is what torch.distributed.checkpoint's metadata and load planner would take for the same.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from localckpt.availability.reshard import Keys, TensorGroup
+from localckpt.global_tier.metadata import StorageInfo
 from localckpt.ids import Checkpoint, Generation
 from localckpt.managers.elastic_judge import ElasticJudge, ValueImages
 from localckpt.ranks.values import Message
@@ -55,6 +68,8 @@ _TABLES = [
 # Their names are digests of all keys.
 _NAMED = {keys.name: keys for keys in _TABLES}
 _ROUNDS = 3
+# torch's metadata has an object for each part of a tensor: of so many parts it is measured.
+_SAMPLED = 80_000
 
 
 def measure(_: Options) -> Report:
@@ -74,7 +89,44 @@ def measure(_: Options) -> Report:
         megabytes, told = plans[0].nbytes / 1e6, plans[0].told_nbytes / 1e6
         note = f"{megabytes:.3g} MB in all; all ranks tell {told:.3g} MB"
         report.fact("it tells a rank", kilobytes, "kB", note, _GOAL_KB)
+        step = max(1, saved_by * len(_PARTS) * len(_MODEL) // _SAMPLED)
+        megabytes, seconds = _with_torch(saved_by, wanted_by, step)
+        note = f"on every rank; both measured with one tensor in {step}"
+        report.fact("torch's metadata of the same", megabytes, "MB", "pickled, for every rank")
+        report.fact("torch's load planner", seconds, "s", note)
     return report
+
+
+def _with_torch(saved_by: int, wanted_by: int, step: int) -> tuple[float, float]:
+    """Return the MB of torch's metadata of all tensors, and the seconds in which a rank plans."""
+    names = [(f"{part}.{name}", shape) for part in _PARTS for name, shape in _MODEL.items()]
+    described = {
+        key: TensorStorageMetadata(
+            TensorProperties(torch.bfloat16),
+            torch.Size(shape),
+            [_chunk(shape, rank, saved_by) for rank in range(saved_by)],
+        )
+        for key, shape in names[::step]
+    }
+    places = {
+        MetadataIndex(key, chunk.offsets, number): StorageInfo(f"__{number}_0.distcp", 0, 1)
+        for key, tensor in described.items()
+        for number, chunk in enumerate(tensor.chunks)
+    }
+    nbytes = len(pickle.dumps(Metadata(dict(described), storage_data=places)))
+    began = time.process_time()
+    for key, tensor in described.items():
+        wanted = _chunk(tensor.size, wanted_by // 2, wanted_by)
+        create_read_items_for_chunk_list(key, tensor, [wanted])
+    seconds = time.process_time() - began
+    scale = len(names) / len(described)
+    return nbytes * scale / 1e6, seconds * scale
+
+
+def _chunk(shape: Sequence[int], rank: int, count: int) -> ChunkStorageMetadata:
+    runs = [runs[0] for runs in _rows(shape, rank, count)]
+    offsets, sizes = zip(*runs, strict=True)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 @dataclass

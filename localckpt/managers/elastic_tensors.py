@@ -270,7 +270,7 @@ class ShardCopies:
             read(saved)
         except CorruptShardError as error:
             # With good digests another copy says the same.
-            self._find_bad(error)
+            self._find_bad(identity, error)
             forget_frames(error)
         except StorageError as error:
             self._images.bad[identity] = error
@@ -282,9 +282,9 @@ class ShardCopies:
         else:
             self.shards[shard] = saved
 
-    def _find_bad(self, error: CorruptShardError) -> None:
+    def _find_bad(self, identity: ShardIdentity, error: CorruptShardError) -> None:
         try:
-            self._images.find_bad(error)
+            self._images.find_bad(error, identity)
         except RestoreError as of_no_copy:
             raise incurable(of_no_copy) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, PlainState
-from localckpt.state_dict.replicated import given, without_marker
+from localckpt.state_dict.replicated import given, without_marker, without_markers
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.unpickler import Ignored, Unpickler
@@ -56,7 +56,7 @@ def names_of(state: Any, free: Freedom) -> Names | None:
 
 def _outline(state: Any) -> Names | None:
     """Name the groups of an optimizer's state, and what each must have; else the keys."""
-    state = without_marker(state)
+    state = without_markers(state)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or "state" not in state:
         is_small = isinstance(state, dict) and len(state) <= _MOST_KEYS

@@ -490,22 +490,27 @@ class OpenImages:
             self.bad[identity] = error
             raise
 
-    def find_bad(self, error: StorageError | CorruptShardError) -> None:
-        """Note which images are bad after an error of reading some of them.
+    def find_bad(
+        self, error: StorageError | CorruptShardError, only: ShardIdentity | None = None
+    ) -> None:
+        """Note which images are bad after an error of reading some of them, or ``only`` one.
 
         Each is read by itself, since bytes are compared where they were read to, which others may
         write into. Raises RestoreError for a damage that none of them has.
         """
-        for identity, source in self._sources.items():
+        suspects = [identity for identity in self._sources if only in (None, identity)]
+        for identity in suspects:
             with suppress(StorageError, CorruptShardError), self.noting(identity):
-                ImageBytes(source, identity).verify()
-        if not self.bad and isinstance(error, StorageError):
-            self.bad[next(iter(self._sources))] = error
-        if not self.bad:
+                ImageBytes(self._sources[identity], identity).verify()
+        is_found = bool(self.bad) if only is None else only in self.bad
+        if not is_found and isinstance(error, StorageError):
+            self.bad[suspects[0]] = error
+        elif not is_found:
             raise RestoreError(
-                f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
-                f"digest when it is read by itself. Something else writes into the tensors to load "
-                f"into, the memory or the bus is defective, or another program made the file"
+                f"the state cannot be read: {error}, though every byte of the shard matches its "
+                f"digest when it is read by itself. Something else writes into the memory that it "
+                f"is read into, the memory or the bus is defective, or another program made the "
+                f"file"
             ) from error
 
     def close(self) -> None:

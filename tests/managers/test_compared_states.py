@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from localckpt import LocalCheckpointManager, MismatchError
+from localckpt import LocalCheckpointManager, MismatchError, replicated
 from tests.managers.jobs import cliques, error_of, make_manager
 from tests.ranks import node_store, run_ranks
 
@@ -96,6 +96,32 @@ def test_an_empty_dict_gets_all_values_and_values_within_parts_are_returned(
             loaded, _ = manager.load(into=_state(7.0) | {"run": run})
 
             assert loaded["run"] == {"best": {"loss": 3.0}, "names": ["a"]}
+
+
+class _MarkedGroups:
+    """An optimizer that says of its groups that other ranks have them equal."""
+
+    def __init__(self, groups: int, mark: Callable[[list[Any]], Any]) -> None:
+        self._groups, self._mark = [{"params": [n], "lr": 0.1} for n in range(groups)], mark
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": self._mark(self._groups)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._groups = state["param_groups"]
+
+
+@pytest.mark.parametrize(
+    "mark", [replicated, lambda groups: [replicated(group) for group in groups]]
+)
+def test_groups_of_an_optimizer_are_compared_below_markers(
+    mark: Callable[[list[Any]], Any], tmp_path: Path
+) -> None:
+    with LocalCheckpointManager(tmp_path) as manager:
+        manager.save({"optimizer": _MarkedGroups(1, mark)}, 1)
+
+        with pytest.raises(MismatchError, match=r"param_groups\[1\].*: given, not saved"):
+            manager.load(into={"optimizer": _MarkedGroups(2, mark)})
 
 
 def test_partial_lets_go_of_what_is_not_given_and_logs_its_names(

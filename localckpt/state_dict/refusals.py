@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
@@ -116,7 +117,8 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     if isinstance(value, defaultdict):
         yield "default_factory", value.default_factory
-    if not isinstance(value, type | torch.Tensor) and isinstance(
+    # Classes of arrays are refused as they are, whatever attributes they have.
+    if not isinstance(value, type | torch.Tensor | numpy.ndarray) and isinstance(
         attributes := getattr(value, "__dict__", None), dict
     ):
         yield from attributes.items()

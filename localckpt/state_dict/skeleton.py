@@ -202,7 +202,8 @@ class _FindingPickler(_SkeletonPickler):
             # All in it that can hold tensors, in the order of its own pickle. That takes ten times
             # as long, and a restart waits for this.
             return _itself, ((vars(obj), obj._local_tensor),)
-        if type(obj) is self._parts.mesh or isinstance(obj, numpy.ndarray | numpy.generic):
+        is_numpy = type(obj) is numpy.ndarray or isinstance(obj, numpy.generic)
+        if is_numpy or type(obj) is self._parts.mesh:
             return type_of_constant, (None,)
         if type(obj) in _PLAIN_TENSORS and not _has_own_bytes(obj):
             # Another one may be made of more items.

@@ -244,7 +244,7 @@ class _Passed(Ignored):
 
 
 class _OfLiterals(Ignored):
-    """Stand-in for a class that a pickle calls with plain containers, texts and numbers only."""
+    """Stand-in for a class that a pickle calls with plain containers and texts only."""
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
         if any(isinstance(value, Ignored) for value in args):
@@ -252,12 +252,16 @@ class _OfLiterals(Ignored):
         return object.__new__(cls)
 
 
-class _Text(_OfLiterals):
-    def __new__(cls, *args: Any, **_: Any) -> Any:
-        # A number, or the text of a few nested containers, could take any memory.
-        if any(type(value) not in (str, bytes) for value in args):
-            _refuse("makes a text")
-        return super().__new__(cls, *args)
+def _conversion(*kinds: type) -> type[Ignored]:
+    """Make a stand-in for a class that is called with one value of these types, or none."""
+
+    class Conversion(Ignored):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > 1 or kwargs or any(type(value) not in kinds for value in args):
+                _refuse("converts a value")
+            return object.__new__(cls)
+
+    return Conversion
 
 
 def _stand_in_of(full_name: str, found: Any) -> type[Ignored]:
@@ -278,13 +282,18 @@ _NEVER_CALLED = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.Generator, torch.dtype),
     *(numpy.ndarray, numpy.dtype),
 )
+_CONTAINERS = list, tuple, set, frozenset, dict
 _STAND_INS: dict[str, type[Ignored]] = {
     **{
-        f"builtins.{name}": _OfLiterals
-        for name in ("list", "tuple", "set", "frozenset", "dict", "int", "bool", "float")
+        f"builtins.{name}": _conversion(*_CONTAINERS)
+        for name in ("list", "tuple", "set", "frozenset")
     },
-    "builtins.str": _Text,
-    "builtins.bytes": _Text,
+    "builtins.dict": _conversion(dict, list, tuple),
+    "builtins.str": _conversion(str),
+    "builtins.bytes": _conversion(bytes),
+    "builtins.int": _conversion(int, bool),
+    "builtins.bool": _conversion(int, bool),
+    "builtins.float": _conversion(float, int),
     **{
         f"collections.{name}": _OfLiterals
         for name in ("OrderedDict", "defaultdict", "Counter", "deque")

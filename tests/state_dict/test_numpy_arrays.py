@@ -229,6 +229,41 @@ class Labelled(numpy.ndarray):  # type: ignore[type-arg]
     """A class of arrays without behaviour of its own."""
 
 
+class Pickled(numpy.ndarray):  # type: ignore[type-arg]
+    """A class of arrays that pickles itself, with a tensor."""
+
+    noted: torch.Tensor
+
+    def __reduce__(self) -> Any:
+        return make_pickled, (self.noted, self.shape)
+
+
+def make_pickled(noted: torch.Tensor, shape: tuple[int, ...]) -> Pickled:
+    array = numpy.zeros(shape).view(Pickled)
+    array.noted = noted
+    return array
+
+
+@pytest.mark.parametrize("count", [4, 5000])
+def test_tensors_in_a_class_of_arrays_that_pickles_itself_are_filled(count: int) -> None:
+    saved, given = (make_pickled(torch.full((3,), fill), (count,)) for fill in (1.0, 0.0))
+    allowed = SafeGlobals([make_pickled])
+    image = pack({"a": saved}, IDENTITY, ImagePlanner(allowed))
+
+    loaded = ImageReader(image, allowed).restore(find_targets({"a": given}))
+
+    assert loaded["a"].noted is given.noted
+    assert given.noted.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_class_of_arrays_is_named_as_the_reason_whatever_attributes_it_has() -> None:
+    array = numpy.arange(5).view(Labelled)
+    array.made_by = lambda: 1  # type: ignore[attr-defined]
+
+    with pytest.raises(CheckpointingException, match="Labelled is a class of arrays"):
+        pack({"a": array}, IDENTITY, ImagePlanner(SafeGlobals([Labelled])))
+
+
 @pytest.mark.parametrize("count", [5, 5000])
 def test_a_save_refuses_a_class_of_arrays_and_says_what_to_save(count: int) -> None:
     array = numpy.arange(count).view(Labelled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 import pickle
@@ -83,6 +84,41 @@ def test_a_pickle_that_runs_python_is_refused(
     image = with_pickle(pickle.dumps([1, {"a": Call(function, (code,))}], protocol))
 
     with pytest.raises(UnsafeGlobalError, match=rf"\.{function.__name__}\b"):
+        unpack(source_of(image))
+
+
+@dataclasses.dataclass
+class _CallByName:
+    """Pickles as a call of a class with arguments by their names."""
+
+    kind: type
+    named: dict[str, Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj_ex__, (self.kind, (), self.named)
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "call",
+    [
+        # By a function of the process, the name of which the file gives.
+        Call(str, (b"x", "rot13")),
+        Call(bytes, ("x" * 1000, "punycode")),
+        # Of few bytes all the memory there is.
+        _CallByName(bytes, {"source": 1 << 40}),
+        _CallByName(str, {"object": [[], []]}),
+        Call(bytes, (1 << 40,)),
+        Call(str, ([[], []],)),
+        Call(int, ("7", 36)),
+        Call(int, ("7",)),
+    ],
+    ids=repr,
+)
+def test_a_conversion_that_no_pickle_makes_is_refused(call: Any) -> None:
+    image = with_pickle(pickle.dumps({"a": call}, 4))
+
+    with pytest.raises(RestoreError, match="the pickle converts a value"):
         unpack(source_of(image))
 
 

@@ -37,6 +37,7 @@ from localckpt.state_dict.targets import listed, overlapping_spans
 logger = logging.getLogger(__name__)
 
 _SHOWN = 10
+_ALIGNMENT = 16
 FIT = (
     "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
     "which leaves out what only one side has; allow_dtype_change=True converts values"
@@ -314,16 +315,25 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Return whether tensors that share memory can have the values paired with them at once."""
-    # Else tensors that were made in inference mode could not be changed, and changed back.
-    with torch.inference_mode():
-        before = [(tensor, tensor.clone()) for tensor, _ in pairs]
-        try:
-            for tensor, value in pairs:
-                copy_values(tensor, value)
-            return all(_are_equal(tensor, value) for tensor, value in pairs)
-        finally:
-            for tensor, value in before:
-                copy_values(tensor, value)
+    spans = [byte_span(tensor) for tensor, _ in pairs]
+    tensor = pairs[0][0]
+    start = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.empty(
+        max(stop for _, stop in spans) - start, dtype=torch.uint8, device=tensor.device
+    )
+    views, wanted = [], []
+    for tensor, value in pairs:
+        offset = tensor.storage_offset() - start // tensor.itemsize
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        view = torch._neg_view(view) if tensor.is_neg() else view
+        # Like every load; the caller has asked for it where dtypes differ.
+        value = value.detach().to(tensor.device, tensor.dtype)
+        copy_values(view, value)
+        views.append(view)
+        wanted.append(value)
+    return all(map(_are_equal, views, wanted))
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

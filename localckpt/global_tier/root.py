@@ -100,8 +100,8 @@ class CheckpointRoot(SharedSession):
         self.resuming = Resuming(NotesFile(self.path), options.max_attempts)
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
-        # Directories of the save and the drain that are written.
-        self._under_way: set[Path] = set()
+        # Directories of drains that are written.
+        self._draining: set[Path] = set()
         # Of this start's saves, from the first of them on.
         self._epoch: int | None = None
         self.lineage: Lineage | None = None
@@ -313,17 +313,23 @@ class CheckpointRoot(SharedSession):
 
     def _make(self, folder: Folder, before: Folder | None) -> None:
         """Make a directory, or give that of an attempt ``before`` its name."""
-        # Before it is there: the sweep of another save spares it.
-        self._under_way.add(folder.path)
+        if folder.is_drain:
+            # Before it is there: the sweep of a save spares what is drained.
+            self._draining.add(folder.path)
         try:
             with storage_errors("make", folder.path):
                 if before is None:
                     folder.path.mkdir(folder_mode(self.path))
                 elif before != folder:
                     before.path.rename(folder.path)
-                sync_folder(self.path)
+                try:
+                    sync_folder(self.path)
+                except BaseException:
+                    if not folder.is_drain:
+                        folder.path.rmdir()
+                    raise
         except BaseException:
-            self._under_way.discard(folder.path)
+            self._draining.discard(folder.path)
             raise
         self._epoch = folder.epoch
 
@@ -389,13 +395,13 @@ class CheckpointRoot(SharedSession):
         """Leave a save or a drain, and remove what there is of it if it failed."""
         if is_failed:
             try_to_remove(save.folder.path)
-        self._under_way.discard(save.folder.path)
+        self._draining.discard(save.folder.path)
 
     def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves have left that were never committed, and put back what is pinned.
 
-        What a drain has left stays until something as new is there, or another one is written: the
-        next attempt goes on there.
+        What a drain has left stays until something as new is there, or another one is written,
+        which removes nothing else: the next attempt goes on there.
         """
         try:
             folders, leftovers = folders_in(self.path)
@@ -407,9 +413,10 @@ class CheckpointRoot(SharedSession):
             return
         is_drain = save is not None and save.folder.is_drain
         for left in leftovers:
-            if left.path in self._under_way:
+            if left.path in self._draining or (save is not None and left == save.folder):
                 continue
-            if left.is_drain and not is_drain and left.iteration > newest:
+            stays = not left.is_drain if is_drain else left.is_drain and left.iteration > newest
+            if stays:
                 continue
             try:
                 if put_back_if_pinned(left):

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 import localckpt.global_tier.manager
 from localckpt import CheckpointingException, PeerLostError, StorageError
+from localckpt.global_tier import root
+from localckpt.storage.write import sync_folder
 from tests.global_tier.models import (
     Unpicklable,
     assert_loads,
@@ -369,6 +371,32 @@ def test_unfinished_directories_are_never_found(tmp_path: Path) -> None:
             assert "there is no checkpoint" in error_of(
                 lambda iteration=iteration: loaded_by(manager, 0, iteration)
             )
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_save_that_could_not_begin_leaves_nothing_behind_the_next_one(
+    is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def sync(folder: Path) -> None:
+        if not is_slow:
+            raise OSError(5, "it refuses")
+        time.sleep(2.0)
+        sync_folder(folder)
+        begun.set()
+
+    with manager_on(tmp_path, timeout=0.5) as manager:
+        with monkeypatch.context() as changed:
+            changed.setattr(root, "sync_folder", sync)
+            with pytest.raises(StorageError):
+                manager.save(state_of(1, 0), 1)
+            assert not is_slow or begun.wait(10.0)
+
+        manager.save(state_of(2, 0), 2)
+
+        assert leftovers_in(tmp_path) == []
+        assert checkpoints_in(tmp_path) == ["iteration_00000002.0001"]
 
 
 def test_an_error_in_the_block_is_not_replaced_by_that_of_the_save(tmp_path: Path) -> None:

@@ -508,9 +508,9 @@ class OpenImages:
         elif not is_found:
             raise RestoreError(
                 f"the state cannot be read: {error}, though every byte of the shard matches its "
-                f"digest when it is read by itself. Something else writes into the memory that it "
-                f"is read into, the memory or the bus is defective, or another program made the "
-                f"file"
+                f"digest when it is read by itself. Something else writes into the tensors or "
+                f"buffers that it is read into, the memory or the bus is defective, or another "
+                f"program made the file"
             ) from error
 
     def close(self) -> None:

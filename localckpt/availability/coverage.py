@@ -236,16 +236,21 @@ class SaveOutcome:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted, group, *others = _tuples(fields)
+        iteration, generation, error, missing, kept, wanted, group, bad, *told = fields
+        replicas, divided, metric = told
         return cls(
-            *(iteration, Generation(*generation), error),
+            iteration,
+            Generation(*generation),
+            error,
             tuple(CkptID(*ckpt_id) for ckpt_id in missing),
-            *(kept, wanted, group and Group(*group), *others),
+            tuple(kept),
+            wanted,
+            group and Group(tuple(group[0]), *group[1:]),
+            bad,
+            tuple((set_id, digest) for set_id, digest in replicas),
+            tuple((tuple(ranks), digest) for ranks, digest in divided),
+            metric,
         )
-
-
-def _tuples(fields: Any) -> Any:
-    return tuple(map(_tuples, fields)) if isinstance(fields, list) else fields
 
 
 def division_problem(divided: Sequence[Division]) -> str | None:

@@ -32,11 +32,7 @@ from localckpt.managers.copies import Reprotection
 from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.restoring import (
-    Loaded,
-    LoadOptions,
-    incurable,
-)
+from localckpt.managers.restoring import Loaded, LoadOptions, incurable
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan_shards

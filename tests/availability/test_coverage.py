@@ -225,3 +225,13 @@ def test_ranks_that_saved_different_things_are_named() -> None:
         "the ranks saved different iterations: '5' on ranks 0 and 2, '6' on rank 1"
     ]
     assert numbers == ["the ranks saved different save numbers: '1.2' on rank 0, '1.3' on rank 1"]
+
+
+def test_an_outcome_of_which_a_field_is_missing_is_none() -> None:
+    outcome = SaveOutcome(3, Generation(1, 2), None, (CkptID(3, 1, ""),), (2,))
+    fields = json.loads(json.dumps(outcome.to_json()))
+
+    assert SaveOutcome.from_json(fields) == outcome
+    for count in range(len(fields)):
+        with pytest.raises(ValueError, match="not enough values"):
+            SaveOutcome.from_json(fields[:count])

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.checkpointer.resume import Elsewhere as Elsewhere
+    from localckpt.checkpointer.resume import Rejoined as Rejoined
     from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.cli.survival import Scheme as Scheme
     from localckpt.cli.survival import Survival as Survival
     from localckpt.cli.survival import survivability as survivability
+    from localckpt.errors import AbortedError as AbortedError
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import DivergenceError as DivergenceError
@@ -92,12 +94,12 @@ _PUBLIC = {
     "availability.retention": "Best Retention",
     "checkpointer.cadence": "Every",
     "checkpointer.checkpointer": "Checkpointer",
-    "checkpointer.resume": "Elsewhere",
+    "checkpointer.resume": "Elsewhere Rejoined",
     "checkpointer.values": "Values",
     "checkpointer.workers": "worker_init_fn",
     "errors": (
-        "CheckpointingException CorruptShardError DivergenceError FormatVersionError "
-        "MismatchError NoReplicasAvailableError PeerLostError RestoreError "
+        "AbortedError CheckpointingException CorruptShardError DivergenceError "
+        "FormatVersionError MismatchError NoReplicasAvailableError PeerLostError RestoreError "
         "SameMachineReplicationException SaveFailedError StorageError UnsafeGlobalError "
         "WorkerDiedError"
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 __all__ = [
+    "AbortedError",
     "CheckpointingException",
     "CorruptShardError",
     "DivergenceError",
@@ -129,6 +130,12 @@ class PeerLostError(CheckpointingException):
     """
 
     outcome_unknown = False
+
+
+class AbortedError(PeerLostError):
+    """``abort()`` ended the call, or was called before it; other ranks may have come further."""
+
+    outcome_unknown = True
 
 
 class NoReplicasAvailableError(CheckpointingException):

@@ -1,14 +1,19 @@
-"""Life of an object that one process makes, and closes: also where an interrupt comes."""
+"""Life of an object that one process makes, aborts and closes: also where an interrupt comes."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import AbortedError, CheckpointingException
+from localckpt.threads import Abort
+from localckpt.waiting import wait_until
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,16 +22,46 @@ class OfOneProcess:
     """Base of what only the process that made it may use, which messages call a ``_noun``."""
 
     _noun: str
+    _after_abort = "call rejoin() once the process group is made anew, or close()"
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        """Begin again, as if nothing was closed, interrupted or aborted."""
         self._closed = False
         # Name of the call that was interrupted, which closed the object.
         self._interrupted = ""
+        # No method of this object, which would be a cycle.
+        self._abort = Abort(functools.partial(_aborted, self._noun, self._after_abort))
 
     @property
     def _is_fork(self) -> bool:
         return os.getpid() != self._process
+
+    def abort(self, within_s: float = 2.0) -> None:
+        """End at once what waits for other ranks or for storage, from any thread, at any moment.
+
+        A call under way raises AbortedError, and so does each that follows, until the object is
+        closed or joined again. It tells no other rank to do the same. May be called twice.
+
+        Args:
+            within_s: How long to wait for the end of calls that other threads are in, in seconds.
+                One that hangs in the operating system is left there, and the log says so.
+        """
+        if self._is_fork:
+            return
+        self._abort.set()
+        self._end_waits()
+        if not wait_until(self._abort.is_left, within_s):
+            logger.warning(
+                "a call of this %s has not ended %g s after abort(): does its storage answer?",
+                *(self._noun, within_s),
+            )
+
+    def _end_waits(self) -> None:
+        """End the waits of threads that no call of this object is made in."""
 
     def _check_usable(self, *, also_closed: bool = False) -> None:
         """Refuse a call in a fork, after an interrupt, and of what is closed."""
@@ -41,11 +76,19 @@ class OfOneProcess:
                 f"other ranks may wait for it: make a new one, on every rank. Checkpoints saved "
                 f"before are as they were"
             )
+        if self._abort.is_set() and not also_closed:
+            raise self._abort.error()
         if self._closed and not also_closed:
             raise CheckpointingException(
                 f"this {self._noun} is closed; make another, on every rank. Checkpoints saved "
                 f"before are as they were"
             )
+
+
+def _aborted(noun: str, what_to_do: str) -> AbortedError:
+    return AbortedError(
+        f"this {noun} was aborted: {what_to_do}. Checkpoints saved before are as they were"
+    )
 
 
 def closed_by_interrupts(method: F) -> F:
@@ -59,7 +102,8 @@ def closed_by_interrupts(method: F) -> F:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         handled = sys.exception()
         try:
-            return method(self, *args, **kwargs)
+            with self._abort:
+                return method(self, *args, **kwargs)
         except BaseException as error:
             if interrupt_behind(error, handled) is not None:
                 self._close_interrupted(method.__name__)

@@ -45,8 +45,12 @@ class Latch:
         self._waits.clear()
 
     def wait(self, timeout_s: float | None = None, *others: Latch) -> bool:
-        """Wait until this latch, or one of some others, is set; return whether one is."""
-        latches = (self, *others)
+        """Wait until this latch, or one of some others, is set; return whether one is.
+
+        Raises the error of an :class:`Abort` that is set, and that the call is made inside of.
+        """
+        aborts = _aborts()
+        latches = (self, *others, *aborts)
         # Not a SimpleQueue, which waits for ever if a short timeout passes while it is entered.
         held = threading.Lock()
         held.acquire()
@@ -61,7 +65,52 @@ class Latch:
             for latch in latches:
                 with suppress(ValueError):
                     latch._waits.remove(held)
-        return True in [latch._is_set for latch in latches]
+        if True in [latch._is_set for latch in (self, *others)]:
+            return True
+        raise_if_aborted()
+        return False
+
+
+class Abort(Latch):
+    """Latch that ends all waits of threads inside of ``with abort:``, with an error of its own."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self.error = error
+        self._inside: list[int] = []
+
+    def __enter__(self) -> None:
+        self._inside.append(threading.get_ident())
+        _ambient.aborts = (*_aborts(), self)
+
+    def __exit__(self, *_: object) -> None:
+        _ambient.aborts = _aborts()[:-1]
+        self._inside.remove(threading.get_ident())
+
+    def is_left(self) -> bool:
+        """Return whether no other thread is inside."""
+        return all(thread == threading.get_ident() for thread in tuple(self._inside))
+
+
+# What the calls under way in each thread are made inside of.
+_ambient = threading.local()
+
+
+def _aborts() -> tuple[Abort, ...]:
+    aborts: tuple[Abort, ...] = getattr(_ambient, "aborts", ())
+    return aborts
+
+
+def can_be_aborted() -> bool:
+    """Return whether this thread is inside of an :class:`Abort`."""
+    return bool(_aborts())
+
+
+def raise_if_aborted() -> None:
+    """Raise the error of an :class:`Abort` that is set, and that the call is made inside of."""
+    for abort in _aborts():
+        if abort.is_set():
+            raise abort.error()
 
 
 class _Thread(threading.Thread):
@@ -201,6 +250,14 @@ class SerialThread:
 
 def end_all(tasks: Sequence[Task[Any]]) -> None:
     """Cancel the tasks that have not begun, wait for the others, and then raise an interrupt."""
+    aborts, _ambient.aborts = _aborts(), ()
+    try:
+        _end_all(tasks)
+    finally:
+        _ambient.aborts = aborts
+
+
+def _end_all(tasks: Sequence[Task[Any]]) -> None:
     interrupts = deque[BaseException](maxlen=1)
     while running := [task for task in tasks if not task.call_off()]:
         try:

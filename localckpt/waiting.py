@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from localckpt.threads import Latch
+from localckpt.threads import Latch, raise_if_aborted
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.25
 # With _LONGEST_S, 1,024 ranks that wait for long poll the job's store 4,096 times a second.
@@ -20,9 +20,13 @@ def wait_until(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> bool:
-    """Poll a condition, at growing pauses, until it holds; False if the deadline passed first."""
+    """Poll a condition, at growing pauses, until it holds; False if the deadline passed first.
+
+    Raises the error of an :class:`~localckpt.threads.Abort` that the call is made inside of.
+    """
     start = time.monotonic()
     while not has_happened():
+        raise_if_aborted()
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
             return False

@@ -29,7 +29,7 @@ _ARROWS = {
     "trust": {"errors", "ids", "lineage"},
     "resuming": {"errors", "ids", "trust", "storage"},
     "options": {"errors", "events", "availability"},
-    "interrupted": {"errors"},
+    "interrupted": {"errors", "threads", "waiting"},
     "threads": set[str](),
     "waiting": {"threads"},
     "own_folders": {"errors"},

@@ -167,21 +167,22 @@ class AsyncCaller(OfOneProcess, ABC):
             call.has_left.set()
         return has_ended
 
-    def close(self, abort: bool = False) -> None:
+    def close(self, abort: bool = False, within_s: float | None = None) -> None:
         """Wait for all calls and give back what is held; may be called twice.
 
         With ``abort`` calls are ended; one that a thread is in the middle of is waited for even so,
-        since it uses memory of the trainer.
+        since it uses memory of the trainer, but no longer than ``within_s``.
         """
         if self._is_fork:
             return
         self._closed = True
-        deadline = time.monotonic() + self._timeout_s
+        within_s = self._timeout_s if within_s is None else within_s
+        deadline = time.monotonic() + within_s
         if abort:
             self._give_up_all("was not over when its caller was closed")
         if not self._join(deadline):
-            self._give_up_all(f"was not over {self._timeout_s:g} s after its caller was closed")
-            if not self._join(time.monotonic() + 1.0):
+            self._give_up_all(f"was not over {within_s:g} s after its caller was closed")
+            if not self._join(time.monotonic() + min(1.0, within_s)):
                 logger.error("a call in a thread does not end, and goes on after close()")
         self._close()
         if self._ranks is not None:

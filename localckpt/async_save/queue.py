@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for work of this rank that was aborted, and which may be inside of a long write.
+_ABORTED_S = 0.2
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(Watched):
@@ -70,6 +73,7 @@ class AsyncCallsQueue(OfOneProcess):
     """
 
     _noun = "queue"
+    _after_abort = "close() it, and make another one"
 
     def __init__(
         self,
@@ -225,6 +229,11 @@ class AsyncCallsQueue(OfOneProcess):
     def wait_until_finished(self) -> None:
         self.maybe_finalize_async_calls(blocking=True)
 
+    def _end_waits(self) -> None:
+        self._watch.cut_off()
+        for entry in tuple(self._entries):
+            run_stop_fns(entry.request)
+
     def close(self, abort: bool = False) -> None:
         """Finalize all calls, then end the worker and the threads. May be called twice.
 
@@ -237,6 +246,9 @@ class AsyncCallsQueue(OfOneProcess):
                 and every call that could be finalized is.
         """
         if self._closed or self._is_fork:
+            return
+        if self._abort.is_set():
+            self._leave()
             return
         self._closed = True
         raised: Exception | None = None
@@ -275,8 +287,9 @@ class AsyncCallsQueue(OfOneProcess):
             return
         self._closed = True
         self._stop_waiting()
+        is_aborted = self._abort.is_set()
         for caller in self._callers:
-            caller.close()
+            caller.close(is_aborted, _ABORTED_S if is_aborted else None)
         self._watch.close()
         if self._entries:
             logger.warning(

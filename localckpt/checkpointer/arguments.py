@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.storage.names import local_path
+from localckpt.threads import raise_if_aborted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -214,10 +216,15 @@ def in_own_words(method: F) -> F:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if call not in ("Checkpointer", "close"):
+        if call in ("Checkpointer", "close", "rejoin"):
+            inside: AbstractContextManager[None] = nullcontext()
+        else:
             self._check_usable(also_closed=True)
+            inside = self._abort
         try:
-            return method(self, *args, **kwargs)
+            with inside:
+                raise_if_aborted()
+                return method(self, *args, **kwargs)
         except CheckpointingException as error:
             worded(error, call, kwargs)
             if call in _SAVING:

@@ -237,6 +237,11 @@ class Pulse:
             self._queue.maybe_finalize_async_calls(blocking=True)
             self.is_under_way, self._plan = False, None
 
+    def abort(self) -> None:
+        """End its waits, from any thread."""
+        self._closing.set()
+        self._queue.abort(0.0)
+
     def close(self, *, is_in_step: bool) -> None:
         """End the thread. With ``is_in_step`` all ranks close theirs, too, after the same step."""
         self._closing.set()

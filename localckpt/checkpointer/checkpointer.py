@@ -41,7 +41,7 @@ from localckpt.checkpointer.parts import (
     TrainingState,
     combined_check,
 )
-from localckpt.checkpointer.resume import Elsewhere, Resumption, begin_record
+from localckpt.checkpointer.resume import Elsewhere, Rejoined, Resumption, begin_record
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.stopping import (
     Evidence,
@@ -234,6 +234,8 @@ class Checkpointer(OfOneProcess):
             self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
         )
 
+        self._given = given
+
         def check_all() -> dict[str, str]:
             check_arguments(given)
             self._state = TrainingState(
@@ -246,7 +248,8 @@ class Checkpointer(OfOneProcess):
             # What one rank's arguments are refused for is an error on all ranks at once.
             self._ranks.decide("make a checkpointer", check_all, judge_arguments)
             node_session = session_id
-            if memory and local is None and not session_id and not read_only:
+            self._names_itself = memory and local is None and not session_id and not read_only
+            if self._names_itself:
                 node_session = agreed_session(self._ranks)
             self._read_only, self._saves_last = read_only, save_last and not read_only
             if read_only:
@@ -260,7 +263,7 @@ class Checkpointer(OfOneProcess):
                 local=None if local is None else str(local_path(local)),
                 shared=None if shared is None else str(local_path(shared)),
             )
-            self._events, _ = record
+            self._record, (self._events, _) = record, record
             undo.callback(self._events.close)
             of_both: dict[str, Any] = {
                 "timeout": timeout_s,
@@ -288,31 +291,54 @@ class Checkpointer(OfOneProcess):
                 assert local is not None
                 return LocalCheckpointManager(local, session_id, strategy, **options)
 
-            most = max_failures if on_error == "warn" else 1
-            is_alone = self._ranks.world_size == 1
-            manager, made_strategy = with_redundancy(
-                make_manager, repl_strategy, replication_factor, timeout_s, is_alone
-            )
-            self._nodes = NodeTier(manager, made_strategy, timeout_s, most)
-            undo.callback(self._nodes.close, is_in_step=False)
-            self._tiers: list[NodeTier | SharedTier] = [self._nodes]
-            self._shared: SharedTier | None = None
-            if shared is not None:
+            def make_shared(local: NodeManager) -> GlobalCheckpointManager:
+                assert shared is not None
                 kept = rules(shared_keep_last, shared_retention, "shared_")
-                shared_manager = GlobalCheckpointManager(
-                    shared, session_id, retention=kept, local=manager, **of_both
+                return GlobalCheckpointManager(
+                    shared, session_id, retention=kept, local=local, **of_both
                 )
-                self._shared = SharedTier(shared_manager, self._nodes, timeout_s, most)
-                self._tiers.append(self._shared)
-                undo.callback(self._shared.close, is_in_step=False)
+
+            self._most_failures = max_failures if on_error == "warn" else 1
+            self._make_tiers(make_manager, None if shared is None else make_shared, undo)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._note_signal,
             )
             undo.pop_all()
         self._events.release()
-        cadence = as_cadence("every", every)
-        cadences = cadence, None if shared is None else as_cadence("shared_every", shared_every)
+        self._closing = Latch()
+        self._is_listening = False
+        # An error that is being handled by a program that makes its fallback run.
+        self._handled = sys.exception()
+        self._begin()
+
+    def _make_tiers(
+        self,
+        make_manager: Callable[[ReplicationStrategy | None], NodeManager],
+        make_shared: Callable[[NodeManager], GlobalCheckpointManager] | None,
+        undo: ExitStack,
+    ) -> None:
+        given, timeout_s, most = self._given, self._ranks.timeout_s, self._most_failures
+        manager, made_strategy = with_redundancy(
+            make_manager,
+            *(given["repl_strategy"], given["replication_factor"]),
+            *(timeout_s, self._ranks.world_size == 1),
+        )
+        self._nodes = NodeTier(manager, made_strategy, timeout_s, most)
+        undo.callback(self._nodes.close, is_in_step=False)
+        self._tiers: list[NodeTier | SharedTier] = [self._nodes]
+        self._shared: SharedTier | None = None
+        if make_shared is not None:
+            self._shared = SharedTier(make_shared(manager), self._nodes, timeout_s, most)
+            self._tiers.append(self._shared)
+            undo.callback(self._shared.close, is_in_step=False)
+
+    def _begin(self) -> None:
+        """Begin a life of the loop, with the ranks as they are now."""
+        given, timeout_s = self._given, self._ranks.timeout_s
+        cadence = as_cadence("every", given["every"])
+        is_shared = given["shared"] is not None
+        cadences = cadence, as_cadence("shared_every", given["shared_every"]) if is_shared else None
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
@@ -327,20 +353,18 @@ class Checkpointer(OfOneProcess):
             tier.manager.is_to_stop = lambda: not self._last_save.has_begun and self._is_to_stop()
         self._nodes.is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
-        self._closing = Latch()
-        self._resumption = Resumption(self._nodes, self._shared, self._ranks, record, quiet=quiet)
-        grace_s = timeout_s if grace_s is None else grace_s
-        self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._events, grace_s)
+        tiers = self._nodes, self._shared, self._ranks
+        self._resumption = Resumption(*tiers, self._record, quiet=given["quiet"])
+        grace_s = timeout_s if given["grace_s"] is None else given["grace_s"]
+        self._last_save = LastSave(*tiers, self._events, grace_s)
         self._evidence = Evidence(self._state.parts)
         self._loaded_places = places_loaded({})
-        # An error that is being handled by a program that makes its fallback run.
-        self._handled = sys.exception()
         self._last_step: int | None = None
         self._last_metrics: Metrics | None = None
         # Calls of poll_stop() since then.
         self._polls = 0
         # Whether a step was made since resume(), which counts this start; whether one ever was.
-        self._is_counted = self._is_listening = False
+        self._is_counted = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
 
@@ -458,6 +482,106 @@ class Checkpointer(OfOneProcess):
         if self._shared is not None:
             self._shared.go_on(loaded)
         return loaded + 1
+
+    @in_own_words
+    def rejoin(
+        self,
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Rejoined:
+        """Go on with the ranks of the job as they are now, and resume; all of them call it.
+
+        For survivors of a lost rank, which keep their processes: after ``destroy_process_group``
+        and a new ``init_process_group``, or a change of the members in place. Rank numbers, and the
+        number of ranks, may be others. A rank that is new makes a :class:`Checkpointer` meanwhile,
+        and calls :meth:`resume`. Whatever is under way is aborted, and saves that are not complete
+        are given up. Each rank fills its state from the newest complete checkpoint: from its own
+        memory, as long as that has its part, from its node, from a peer, or from shared storage.
+
+        Args:
+            state: The parts of the state, if they are other objects now, such as a module in a new
+                DDP; as for the class. ``None`` for those that there are.
+            options: As for :meth:`resume`.
+
+        Raises:
+            MismatchError, NoReplicasAvailableError: As for :meth:`resume`.
+            StorageError: This rank's directory cannot be used.
+            PeerLostError: Some rank did not come in time. As after any other error, rejoin again,
+                or close.
+        """
+        called, left_after = time.monotonic(), self._last_step
+        if self._closed or self._interrupted:
+            self._check_usable()
+        self.abort()
+        self._leave_ranks()
+        self.begin_life()
+        try:
+            with self._abort, ExitStack() as undo:
+                self._join_ranks(state, undo)
+                undo.pop_all()
+            self._begin()
+            step = self.resume(**options)
+        except BaseException:
+            self._abort.set()
+            # For the next attempt, or close().
+            self._last_step = left_after
+            raise
+        load, source = self._nodes.manager.last_load, self._resumption.source
+        nbytes = load.nbytes if load is not None and load.source == source else 0
+        lost = 0 if left_after is None else max(0, left_after + 1 - step)
+        rejoined = Rejoined(step, source, nbytes, time.monotonic() - called, lost)
+        self._events.emit("rejoined", began=called, step=step - 1, details=asdict(rejoined))
+        return rejoined
+
+    def _join_ranks(
+        self, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, undo: ExitStack
+    ) -> None:
+        """Do what a new object does on the other ranks, in the same order."""
+        given, manager, shared = self._given, self._nodes.manager, self._shared
+        strategy: ReplicationStrategy | None = given["repl_strategy"]
+        if strategy is not None:
+            # It is made before the checkpointer.
+            strategy.rejoin()
+        self._ranks = Ranks("checkpointer", timeout_s=self._ranks.timeout_s)
+        undo.callback(self._ranks.abandon)
+
+        def take_state() -> dict[str, str]:
+            if state is not None:
+                self._state.give(state)
+            return texts_of(given)
+
+        self._ranks.decide("make a checkpointer", take_state, judge_arguments)
+        if self._names_itself:
+            agreed_session(self._ranks, manager.session_id)
+        self._events.rejoin(self._ranks.rank)
+        self._epochs.rejoin(self._ranks.world_size)
+
+        def rejoined(strategy: ReplicationStrategy | None) -> NodeManager:
+            manager.rejoin_with(strategy, is_new=True)
+            return manager
+
+        def shared_rejoined(local: NodeManager) -> GlobalCheckpointManager:
+            assert shared is not None
+            shared.manager.rejoin()
+            return shared.manager
+
+        # The managers are not closed after an error, but joined again.
+        self._make_tiers(rejoined, None if shared is None else shared_rejoined, ExitStack())
+
+    def _leave_ranks(self) -> None:
+        """Free what belongs to the group of ranks that there was. May be called twice."""
+        for tier in self._tiers:
+            tier.leave()
+        for pulse in (self._pulse, self._pulse_between):
+            pulse.close(is_in_step=False)
+        self._ranks.close()
+
+    def _end_waits(self) -> None:
+        self._ranks.cut_off()
+        for pulse in (self._pulse, self._pulse_between):
+            pulse.abort()
+        for tier in self._tiers:
+            tier.abort()
 
     def epochs(self, count: int, *, first: int | None = None) -> Iterator[int]:
         """Numbers of the epochs that are left, of so many; all ranks take the same.
@@ -721,6 +845,9 @@ class Checkpointer(OfOneProcess):
         if self._interrupted:
             self._end(partial(self._leave, KeyboardInterrupt(self._interrupted)))
             return
+        if self._abort.is_set():
+            self._end(partial(self._leave, self._abort.error()))
+            return
         # Also in the finally block of a loop that failed; not where the whole job handles an error.
         error = sys.exception()
         self._close_in_step(None if error is self._handled else error)
@@ -734,7 +861,8 @@ class Checkpointer(OfOneProcess):
         if error is None:
             self._close_in_step(None)
             return
-        self._save_after(error)
+        if not self._abort.is_set():
+            self._save_after(error)
         # The other ranks may not come any more.
         self._end(partial(self._leave, error))
 

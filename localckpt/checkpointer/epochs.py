@@ -53,6 +53,11 @@ class Epochs:
         self._taken: Mapping[str, Any] | None = None
         self.begin(is_resumed=False)
 
+    def rejoin(self, world_size: int) -> None:
+        """Take another number of ranks; a loop that was under way is over."""
+        self._world_size = world_size
+        self.begin(is_resumed=False)
+
     def begin(self, *, is_resumed: bool) -> None:
         """Begin at what was loaded since the last call, if anything was."""
         loaded, self._taken = self._taken, None

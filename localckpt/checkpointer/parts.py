@@ -58,6 +58,12 @@ class TrainingState:
         self.rules: dict[str, PrivateRule] = {}
         self._set({} if callable(given) else parts_of(given, epochs, rng=rng))
 
+    def give(self, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Take other parts in place of those that there are."""
+        parts = {} if callable(given) else parts_of(given, self._epochs, rng=self._rng)
+        self._given = given
+        self._set(parts)
+
     def make(self) -> None:
         if callable(self._given):
             self._set(parts_of(self._given(), self._epochs, rng=self._rng))

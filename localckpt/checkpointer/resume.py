@@ -68,6 +68,27 @@ def begin_record(
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoined:
+    """Outcome of :meth:`Checkpointer.rejoin` on one rank.
+
+    Attributes:
+        step: The next step, as :meth:`Checkpointer.resume` returns it.
+        source: Where this rank's part came from: ``"own memory"``, ``"own node"``, ``"peer rank
+            <n>"``, the kind of the pieces that it was computed from, ``"shared storage"``; empty if
+            there was no checkpoint.
+        nbytes: Bytes that it came in.
+        seconds: Time of the call.
+        lost_steps: Steps that this rank had made, and are to be made again.
+    """
+
+    step: int
+    source: str
+    nbytes: int
+    seconds: float
+    lost_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Newest:
     """Newest checkpoints that can be had (-1 for none), and which of them to take.
 
@@ -97,6 +118,7 @@ class Resumption:
         self._events = record[0]
         # When the process began, until it has resumed.
         self._began: float | None = record[1]
+        self.source = ""
 
     def find(self, elsewhere: Elsewhere | None) -> int:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""
@@ -142,6 +164,7 @@ class Resumption:
         except BaseException as error:
             self._note(called, None, "", "", error)
             raise
+        self.source = source
         self._note(called, step, source, job_run)
         return step
 
@@ -158,7 +181,7 @@ class Resumption:
         parts = {f"{part}_s": seconds.get(part, 0.0) for part in _PARTS}
         seconds.clear()
         self._began = None
-        tier: Tier | None = "local" if source == "own node" else "replicated"
+        tier: Tier | None = "local" if source in ("own node", "own memory") else "replicated"
         if source in ("", _ELSEWHERE_SOURCE, _SHARED_SOURCE):
             tier = "shared" if source == _SHARED_SOURCE else None
         details = {"job_run": job_run, "source": source, **parts}

@@ -122,6 +122,15 @@ class _Tier:
     def _note_complete(self, step: int) -> None:
         self.newest = step
 
+    def abort(self) -> None:
+        """End all waits, from any thread; see :meth:`Checkpointer.abort`."""
+        self.queue.abort(0.0)
+        self.manager.abort(0.0)
+
+    def leave(self) -> None:
+        """Free what belongs to the group of ranks that there was, but for the manager."""
+        self.queue.close()
+
     def close(self, *, is_in_step: bool) -> None:
         """Free everything. Unless ``is_in_step``, nobody is waited for."""
         left = CheckpointingException("the training loop was left with an error")
@@ -200,6 +209,11 @@ class NodeTier(_Tier):
     def _note_complete(self, step: int) -> None:
         super()._note_complete(step)
         self.on_complete(step)
+
+    def leave(self) -> None:
+        super().leave()
+        if self._strategy is not None:
+            self._strategy.close()
 
     def close(self, *, is_in_step: bool) -> None:
         """Free everything, also a strategy that was made for this tier."""

@@ -74,6 +74,10 @@ class EventStream:
         if not is_held:
             self.release()
 
+    def rejoin(self, rank: int) -> None:
+        """Emit as another rank from now on."""
+        self._rank = rank
+
     def release(self) -> None:
         """Give the sinks what is waiting, and what comes."""
         if self._is_open and self._task is None:

@@ -462,6 +462,12 @@ class Drains:
         for drain in self._under_way:
             drain.hurry()
 
+    def abort(self) -> None:
+        """End what is under way, from any thread, without the other ranks."""
+        for drain in tuple(self._under_way):
+            drain.stop()
+        self._ranks.cut_off()
+
     def close(self, *, is_in_step: bool) -> None:
         """End what is under way, and free everything; ``is_in_step`` with the other ranks."""
         for drain in self._under_way:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.profiler import record_function
@@ -90,6 +91,16 @@ class GlobalCheckpointManager(OfOneProcess):
         local: LineageKeeper | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
+        # For rejoin().
+        self._made_with: dict[str, Any] = {
+            "root": root,
+            "session_id": session_id,
+            "concurrent_bytes": concurrent_bytes,
+            "thread_count": thread_count,
+            "separation_hint": separation_hint,
+            "local": local,
+            **options,
+        }
         process_group = options.get("process_group")
         with refused_together("global manager", process_group, timeout_in(options)):
             chosen = Options.of_shared(options)
@@ -510,6 +521,9 @@ class GlobalCheckpointManager(OfOneProcess):
         """
         if self._closed or self._is_fork:
             return
+        if self._abort.is_set():
+            self._close_alone()
+            return
         if is_orderly(sys.exception()):
             self.take_back_attempt()
         try:
@@ -521,6 +535,43 @@ class GlobalCheckpointManager(OfOneProcess):
             self._root.close()
             self._ranks.close()
             self._saving.close()
+
+    def rejoin(self, *, process_group: dist.ProcessGroup | None = None) -> None:
+        """Work with the ranks of the process group as they are now; all of them call it.
+
+        As :meth:`CheckpointManager.rejoin`, after that of a manager of the nodes that this one was
+        given as ``local``. A save or a drain that was not finalized is given up.
+
+        Args:
+            process_group: Takes the place of the group of a manager that was given one.
+
+        Raises:
+            MismatchError, StorageError, PeerLostError: As when a manager is made. Rejoin again, or
+                close.
+        """
+        self._check_usable(also_closed=True)
+        if self._closed and not self._abort.is_set():
+            self._check_usable()
+        self.abort()
+        if not self._closed:
+            if (save := self._save) is not None:
+                # It holds the root as long as it goes on.
+                save.over.wait(_ENDING_S)
+            self._close_alone()
+        given = self._made_with
+        if process_group is not None:
+            given = {**given, "process_group": process_group}
+        try:
+            GlobalCheckpointManager.__init__(self, **given)
+        except BaseException:
+            self._closed = True
+            self._abort.set()
+            raise
+
+    def _end_waits(self) -> None:
+        self._ranks.cut_off()
+        self._saving.cut_off()
+        self._drains.abort()
 
     def __enter__(self) -> Self:
         return self

@@ -301,6 +301,9 @@ class Load:
         came_from = "own node" if holder == rank else f"peer rank {holder}"
         if rank in self._recovery.slots:
             came_from = self._recovery.groups[rank].kind
+        images_here = self._context.images
+        if holder == rank and images_here is not None and images_here.is_in_memory(self._mine):
+            came_from = "own memory"
         try:
             try:
                 state, nbytes = self._restore()

@@ -102,21 +102,25 @@ class InMemoryCheckpointManager(CheckpointManager):
                     f"read_only=True in {default_root()}: give the session_id of the job whose "
                     f"checkpoints are to be loaded (localckpt ls shows them)"
                 )
-        if names_itself:
-            ranks = Ranks("session", group, chosen.timeout)
-            try:
-                session_id = agreed_session(ranks)
-            finally:
-                ranks.close()
+        self._names_itself = names_itself
 
         def open_store(ranks: Ranks, allowed: SafeGlobals) -> DirectoryStore:
-            place = root or default_root(), session_id, ranks.rank, chosen.timeout
+            place = root or default_root(), self.session_id, ranks.rank, chosen.timeout
             if chosen.read_only:
                 return ReadOnlyStore(*place)
             buffers, most = chosen.num_buffers, chosen.retention.most
             return MemoryStore(*place, num_buffers=buffers, keep_last=most)
 
         super().__init__(session_id, repl_strategy, chosen, open_store)
+
+    def _name_session(self) -> None:
+        if not self._names_itself:
+            return
+        ranks = Ranks("session", self._options.process_group, self._options.timeout)
+        try:
+            self.session_id = agreed_session(ranks, self.session_id)
+        finally:
+            ranks.close()
 
 
 class BaseCheckpointManager(Hooks, CheckpointManager):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 
 from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.durability import Durability
@@ -50,6 +51,7 @@ from localckpt.replication.strategies import (
 from localckpt.state_dict.basic import give_states, unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import TargetRules
+from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.kept_shard import KeptShard
@@ -60,6 +62,8 @@ from localckpt.trust import is_orderly
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3
+# Longest wait for the end of a call that was aborted.
+_LEAVING_S = 5.0
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -113,15 +117,24 @@ class CheckpointManager(OfOneProcess):
         self.session_id = session_id
         self.repl_strategy = repl_strategy
         self.read_only = options.read_only
-        self.latest_iteration = -1
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         self.skipped_saves = self.degraded_saves = 0
         self.is_to_stop: Callable[[], bool] = lambda: False
-        # What was loaded or saved last.
-        self._current: Checkpoint | None = None
         self._under_way = threading.Lock()
         self._calling, self._thread = "", 0
+        self._options, self._open_store = options, open_store
+        # Memory of a store that was left, with its images.
+        self._kept: list[Buffer] = []
+        self._open()
+
+    def _open(self) -> None:
+        """Make all that depends on the ranks of the job; all ranks call it."""
+        self._name_session()
+        options, repl_strategy = self._options, self.repl_strategy
+        self.latest_iteration = -1
+        # What was loaded or saved last.
+        self._current: Checkpoint | None = None
         self._promotions: list[Promotion] = []
         with refused_together(MANAGER, options.process_group, options.timeout):
             # Without the session in its name: ranks with different ones must meet, to learn of it.
@@ -133,9 +146,14 @@ class CheckpointManager(OfOneProcess):
             self._all_ranks = self._ranks, reprotecting
             strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
             allowed, events = SafeGlobals(options.safe_globals), options.events or EventStream()
-            self.store = open_store(self._ranks, allowed)
+            try:
+                self.store = self._open_store(self._ranks, allowed)
+            except BaseException:
+                for ranks in self._all_ranks:
+                    ranks.abandon()
+                raise
             self._context = Context(
-                session_id, options, events, self._ranks, strategy, allowed, self.store
+                self.session_id, options, events, self._ranks, strategy, allowed, self.store
             )
             self._saves = Saves(
                 self._context,
@@ -151,6 +169,8 @@ class CheckpointManager(OfOneProcess):
                     events.emit("quarantined", details=details)
 
                 self.store.on_quarantine = note_quarantined
+                self.store.adopt(self._kept)
+                self._kept = []
                 if not options.read_only:
                     self._reprotection = Reprotection(self._context, self.store, reprotecting)
         if repl_strategy is None or isinstance(repl_strategy, LazyCliqueReplicationStrategy):
@@ -160,8 +180,77 @@ class CheckpointManager(OfOneProcess):
             try:
                 self._join()
             except BaseException:
-                self._close(is_abandoned=True)
+                self._close(is_abandoned=True, keeps_memory=True)
                 raise
+
+    def _name_session(self) -> None:
+        """Agree on the name of a session that was given none."""
+
+    def rejoin(
+        self,
+        *,
+        repl_strategy: ReplicationStrategy | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Work with the ranks of the process group as they are now; all of them call it.
+
+        For survivors of a job whose members have changed: after ``destroy_process_group`` and a new
+        ``init_process_group``, or a change of members in place. A rank that is new makes a manager
+        meanwhile. Whatever is under way is aborted, and saves that were not finalized are given up,
+        also those that a queue has: make another queue. What comes next is as at any start,
+        :meth:`load` with ``into``, but that this rank reads its newest checkpoint from memory, if
+        that is still there.
+
+        Args:
+            repl_strategy: Takes the place of the one that there is; needed where that was given
+                process groups.
+            process_group: The same of the group of a manager that was given one.
+
+        Raises:
+            MismatchError: The ranks do not belong together, or the strategy cannot join again.
+            StorageError: This rank's directory cannot be used.
+            PeerLostError: A rank did not come in time. Rejoin again, or close.
+        """
+        if process_group is not None:
+            self._options = replace(self._options, process_group=process_group)
+        strategy = self.repl_strategy if repl_strategy is None else repl_strategy
+        self.rejoin_with(strategy, is_new=repl_strategy is not None)
+
+    def rejoin_with(self, strategy: ReplicationStrategy | None, *, is_new: bool) -> None:
+        """Rejoin with a strategy, or none; ``is_new`` is one made for the ranks as they are."""
+        self._check_usable(also_closed=True)
+        if self._closed and not self._abort.is_set():
+            self._check_usable()
+        self.abort()
+        if not self._under_way.acquire(timeout=_LEAVING_S):
+            raise CheckpointingException(
+                f"rejoin() was called while {self._calling or 'another call'}() goes on in a "
+                f"thread that abort() did not end: does its storage answer? Nothing was changed"
+            )
+        try:
+            if not self._closed:
+                self._close(is_abandoned=True, keeps_memory=True)
+            self.begin_life()
+            with self._abort:
+                if strategy is not None and not is_new:
+                    strategy.rejoin()
+                self.repl_strategy = strategy
+                self._open()
+        except BaseException:
+            self._closed = True
+            self._abort.set()
+            raise
+        finally:
+            self._under_way.release()
+
+    def _end_waits(self) -> None:
+        for ranks in self._all_ranks:
+            ranks.cut_off()
+        self._context.strategy.abort(0.0)
+        for promotion in tuple(self._promotions):
+            promotion.stop()
+        if self._reprotection is not None:
+            self._reprotection.cancel()
 
     def __repr__(self) -> str:
         images = self._context.images
@@ -611,7 +700,8 @@ class CheckpointManager(OfOneProcess):
             logger.error("%s", never_scheduled(never, "The manager is closed."))
         # Also in the finally block of a loop that failed.
         self._end_attempt(sys.exception())
-        self._call("close", self._close, also_closed=True)
+        close = partial(self._close, is_abandoned=self._abort.is_set())
+        self._call("close", close, also_closed=True)
 
     def __enter__(self) -> Self:
         return self
@@ -628,15 +718,18 @@ class CheckpointManager(OfOneProcess):
         abandon = partial(self._close, is_abandoned=True)
         self._call("close", abandon, also_closed=True)
 
-    def _close(self, *, is_abandoned: bool = False) -> None:
-        """Wait for all work and end it, at once if other ranks may not come any more."""
+    def _close(self, *, is_abandoned: bool = False, keeps_memory: bool = False) -> None:
+        """Wait for all work and end it, at once if other ranks may not come any more.
+
+        With ``keeps_memory`` the images that are in memory are kept for the next store.
+        """
         self._closed = True
         with ExitStack() as closing:
             for ranks in self._all_ranks:
                 closing.callback(ranks.abandon if is_abandoned else ranks.close)
             if self.repl_strategy is None:
                 closing.callback(self._context.strategy.close)
-            closing.callback(self.store.close)
+            closing.callback(partial(self._leave_store, keeps_memory=keeps_memory))
             closing.callback(self._saves.capture.close)
             for step in reversed(list(self._saves.closing_steps())):
                 closing.callback(step)
@@ -647,6 +740,18 @@ class CheckpointManager(OfOneProcess):
                 self._saves.stop_waiting()
                 if self._reprotection is not None:
                     self._reprotection.cancel()
+
+    def _leave_store(self, *, keeps_memory: bool) -> None:
+        if keeps_memory and isinstance(self.store, DirectoryStore):
+            self._kept = self.store.hand_over()
+        else:
+            self.store.close()
+            self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        for buffer in self._kept:
+            buffer.close()
+        self._kept = []
 
     def count_attempt(self) -> None:
         """Count this start from here on: the job has made a step since :meth:`load`.
@@ -769,7 +874,10 @@ class CheckpointManager(OfOneProcess):
             self._calling, self._thread = name, threading.get_ident()
             handled, interrupt = sys.exception(), None
             try:
-                return call()
+                if also_closed:
+                    return call()
+                with self._abort:
+                    return call()
             except BaseException as error:
                 interrupt = interrupt_behind(error, handled)
                 if interrupt is None:
@@ -827,11 +935,15 @@ class CheckpointManager(OfOneProcess):
         self._finder.found = None
 
 
-def agreed_session(ranks: Ranks) -> str:
-    """Name the session of a program that gives none, by the first rank; all ranks call it."""
-    return ranks.decide(
+def agreed_session(ranks: Ranks, known: str = "") -> str:
+    """Name the session of a program that gives none, by the first rank; all ranks call it.
+
+    Ranks that join again have a ``known`` one.
+    """
+    name: str = ranks.decide(
         "name the session",
-        lambda: default_session() if ranks.is_root else "",
-        lambda names: names[ranks.root],
+        lambda: [known, default_session() if ranks.is_root and not known else ""],
+        lambda names: next((known for known, _ in names if known), names[ranks.root][1]),
         read=shaped(str),
     )
+    return name

@@ -108,6 +108,9 @@ class Promotion:
         self._drain.stop()
         self._release()
 
+    def stop(self) -> None:
+        self._drain.stop()
+
     def close(self, timeout_s: float) -> None:
         """End the drain, and wait, up to a deadline, until nothing reads the store."""
         if self.is_over:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.failure_texts import short
-from localckpt.threads import Latch, Task, end_all
+from localckpt.threads import Latch, Task, can_be_aborted, end_all
 from localckpt.waiting import wait_until
 
 T = TypeVar("T")
@@ -109,8 +109,12 @@ def answered(
 
 
 def interruptible(call: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Return what ``call()`` returns, which may wait in C code until an interrupt has it stop."""
-    if threading.current_thread() is not threading.main_thread():
+    """Return what ``call()`` returns, which may wait in C code until it is interrupted, or aborted.
+
+    Then it is told to stop.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main or can_be_aborted()):
         return call()
     task = Task(call)
     try:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.errors import AbortedError, CheckpointingException, PeerLostError
 from localckpt.ranks.deadline import (
     Deadline,
     Patience,
@@ -33,7 +33,7 @@ from localckpt.ranks.job_store import Members
 from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, Outcome, Round
 from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped
-from localckpt.threads import Latch
+from localckpt.threads import Abort, Latch, raise_if_aborted
 from localckpt.waiting import wait_until
 
 __all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped"]
@@ -95,6 +95,8 @@ class Ranks:
         self._part = StorePart(name, group, timeout_s, hint)
         # Set while no call waits.
         self._stopped = Latch()
+        # Set once no call is to do anything at all.
+        self._cut_off = Abort(partial(_cut_off, name))
         # Number and name of a round in which this rank waits for others.
         self._waits: tuple[int, str] | None = None
         self._has_left = False
@@ -109,7 +111,7 @@ class Ranks:
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank."""
-        if self._stopped.is_set():
+        if self._stopped.is_set() and not self._cut_off.is_set():
             # The others may look at this rank's keys still.
             self._part.close_clients()
         else:
@@ -127,6 +129,17 @@ class Ranks:
     def abort(self) -> None:
         """From now on no call waits, nor one that is under way in another thread."""
         self._stopped.set()
+
+    def cut_off(self) -> None:
+        """From now on raise AbortedError in all calls, also those under way in other threads.
+
+        Ranks that wait for this one get an error, as far as the store answers.
+        """
+        waits = self._waits
+        self._cut_off.set()
+        self._stopped.set()
+        if waits is not None:
+            begin(partial(self._leave, *waits))
 
     def wait_again(self) -> None:
         if self.is_aborted:
@@ -354,7 +367,9 @@ class Ranks:
         number, what = self._waits or (self.rounds, next_what)
         self._has_left = True
         self._stopped.set()
+        self._leave(number, what)
 
+    def _leave(self, number: int, what: str) -> None:
         def decide() -> None:
             # The others may wait for this rank to come here first.
             store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
@@ -378,7 +393,8 @@ class Ranks:
                 judged, cause = judge_reports(call, [call.report()], own, self.global_ranks)
                 return self._own(judged), cause
             # Before it counts: a round that no rank could begin has no number.
-            self._part.open(self._stopped, call.deadline)
+            with self._cut_off:
+                self._part.open(self._stopped, call.deadline)
             number, deadline = self.rounds, call.deadline
             self.rounds += 1
             waits_s = deadline.left_s + deadline.timeout_s * AFTER_ROOT + call.grace_s
@@ -455,6 +471,13 @@ class Ranks:
     def _in_thread(
         self, number: int, what: str, call: Callable[[Round], T], waits_s: float, stopped: Latch
     ) -> T | None:
+        with self._cut_off:
+            raise_if_aborted()
+            return self._asked(number, what, call, waits_s, stopped)
+
+    def _asked(
+        self, number: int, what: str, call: Callable[[Round], T], waits_s: float, stopped: Latch
+    ) -> T | None:
         store = self._part.open(self._stopped)
         if waits_s == inf:
             # In a thread behind training, which has nothing else to do.
@@ -480,6 +503,13 @@ class Ranks:
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:
         return Round(store, self._place, number, partial(self._part.fetch, wait=wait))
+
+
+def _cut_off(name: str) -> AbortedError:
+    return AbortedError(
+        f"what the ranks decide as {name!r} was aborted on this one, and the others may have come "
+        f"further. Checkpoints saved before are as they were"
+    )
 
 
 def _outcome(

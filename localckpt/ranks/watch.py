@@ -194,6 +194,13 @@ class Watch:
             return self._own_verdict(call) if call.ending.done() else None
         return self._known_verdict(call.number)
 
+    def cut_off(self) -> None:
+        """End all waits with an error, and take part in nothing any more."""
+        self._has_left = True
+        if self._known_ranks is not None:
+            self._known_ranks.cut_off()
+        self._wake()
+
     def leave(self) -> None:
         """Take part in nothing any more: who waits for this rank gets an error, the trainer too."""
         self._has_left = True

@@ -11,6 +11,7 @@ from typing import Self
 import torch.distributed as dist
 
 from localckpt.availability.inventory import Inventory
+from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan
@@ -57,6 +58,8 @@ class ReplicationStrategy:
         self.sent_nbytes: int | None = None
         self.thread = SerialThread("localckpt-replicate")
         self._process_group = process_group
+        # Whether the caller has formed the groups of ranks.
+        self._is_given_group = False
         self._everyone: Ranks | None = None
 
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
@@ -116,6 +119,33 @@ class ReplicationStrategy:
 
     def give_up(self) -> None:
         """End all waits of other threads, with an error there, until :meth:`begin_copies`."""
+
+    def abort(self, within_s: float = 2.0) -> None:
+        """End all waits at once, from any thread, with AbortedError there, until :meth:`rejoin`.
+
+        Args:
+            within_s: How long to wait for the end of copies that are under way, in seconds.
+        """
+        self.give_up()
+        if self._everyone is not None:
+            self._everyone.cut_off()
+        self.thread.close(within_s)
+
+    def rejoin(self) -> None:
+        """Begin anew in the process group as it is now, as one that is made now does.
+
+        All ranks that are left call it, and others make a strategy; by a manager's ``rejoin``.
+
+        Raises:
+            MismatchError: The strategy was given process groups, which may be gone.
+        """
+        if self._process_group is not None or self._is_given_group:
+            raise MismatchError(
+                f"this {type(self).__name__} was given process groups, which may be gone: give "
+                f"rejoin(repl_strategy=...) one that is made for the job as it is now"
+            )
+        self.close()
+        self.thread, self._everyone = SerialThread("localckpt-replicate"), None
 
     def close(self) -> None:
         """Close connections, and groups that the strategy made itself."""

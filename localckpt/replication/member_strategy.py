@@ -85,6 +85,10 @@ class MemberStrategy(ReplicationStrategy):
         super().__init__(timeout_s, process_group)
         self.rate_limit = rate_limit
         self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
+        self._process = os.getpid()
+        self._forget_ranks()
+
+    def _forget_ranks(self) -> None:
         # Failure domains of all ranks, if they were given.
         self._outer: list[str] | None = None
         self._agreed = False
@@ -101,7 +105,6 @@ class MemberStrategy(ReplicationStrategy):
         self._host: HostTransport | None = None
         self._host_name = ""
         self._is_connecting = False
-        self._process = os.getpid()
 
     @property
     @abstractmethod
@@ -196,6 +199,15 @@ class MemberStrategy(ReplicationStrategy):
             return f"{ranks_named(others)} to {what}"
         progress = None if (host := self._host) is None else host.connections.progress
         return "" if progress is None else ", ".join(map(progress.of, progress.lacking()))
+
+    def abort(self, within_s: float = 2.0) -> None:
+        if self._formed_ranks is not None:
+            self._formed_ranks.cut_off()
+        super().abort(within_s)
+
+    def rejoin(self) -> None:
+        super().rejoin()
+        self._forget_ranks()
 
     def give_up(self) -> None:
         if os.getpid() != self._process:

@@ -94,7 +94,9 @@ class CliqueReplicationStrategy(MemberStrategy):
             self._jump, self._factor = replication_jump, replication_factor
             self._device: DeviceTransport | None = None
             super().__init__(timeout_s, process_group, failure_domain, rate_limit)
+            self._meets_at_once = False
             if clique is not None:
+                self._is_given_group = True
                 self._use(clique, self.step_s(None))
 
     @classmethod
@@ -128,10 +130,19 @@ class CliqueReplicationStrategy(MemberStrategy):
                 replication_factor=replication_factor,
                 **options,
             )
-        strategy._agree_on_parameters()
-        if replication_jump is not None:
-            strategy._form_by_numbers(replication_jump)
+        strategy._meets_at_once = True
+        strategy._meet()
         return strategy
+
+    def _meet(self) -> None:
+        self._agree_on_parameters()
+        if self._jump is not None:
+            self._form_by_numbers(self._jump)
+
+    def rejoin(self) -> None:
+        super().rejoin()
+        if self._meets_at_once:
+            self._meet()
 
     @property
     def local_group(self) -> GroupWrapper:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.basic import TensorAwareStateDict
@@ -193,7 +194,7 @@ class LocalParts:
         # With the classes, since some versions of torch call placements of two classes equal.
         which = id(mesh), shape, placements, tuple(map(type, placements))
         if which not in self._of_specs:
-            at = mesh.get_coordinate()
+            at = _place_in(mesh)
             runs = None if at is None else shard_runs(shape, mesh.shape, at, placements)
             self._of_specs[which] = runs
         return self._of_specs[which]
@@ -227,7 +228,7 @@ class _RankSets:
         kept = tuple(placement.is_replicate() for placement in spec.placements)
         which = (id(mesh), kept, None if marked is None else id(marked))
         if which not in self._of_meshes:
-            own = zip(kept, mesh.get_coordinate(), strict=True)
+            own = zip(kept, _place_in(mesh) or (), strict=True)
             here = mesh.mesh[tuple(slice(None) if is_kept else at for is_kept, at in own)]
             equal = set(here.flatten().tolist())
             others = set(mesh.mesh.flatten().tolist()) - equal
@@ -244,6 +245,19 @@ class _RankSets:
 
     def _made(self, ranks: Iterable[int]) -> RankSet:
         return RankSet.of([self._numbers[rank] for rank in ranks if rank in self._numbers])
+
+
+def _place_in(mesh: Any) -> tuple[int, ...] | None:
+    """Return this rank's place in a mesh; ``None`` outside of it.
+
+    Not by what the mesh says itself. torch gives new DTensors the spec of an equal one, whose mesh
+    is of an earlier process group where this rank may have had another number.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        at = mesh.get_coordinate()
+        return None if at is None else tuple(at)
+    places = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    return tuple(places[0]) if places else None
 
 
 def shard_runs(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001
+# A buffer that is larger than that takes memory that nobody uses.
+_ROOM = 1.25
 
 _ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
@@ -47,6 +49,8 @@ class Buffer(ABC):
         self._process = os.getpid()
         self.readers: set[Hashable] = set()
         """Readers of the bytes in this process; the buffer is in use while there is one."""
+        self.content: tuple[Hashable, int] | None = None
+        """Name and size of the committed image that is in the buffer until it is taken again."""
         self._view = memoryview(b"")
 
     @property
@@ -67,7 +71,7 @@ class Buffer(ABC):
     def take(self, owner: Hashable = None) -> None:
         """Reserve the buffer, and record its owner."""
         # Set before the buffer is in use, so that an interrupt leaves none in use without owner.
-        self.owner = owner
+        self.owner, self.content = owner, None
 
     @abstractmethod
     def give_back(self) -> None:
@@ -163,6 +167,8 @@ class BufferPool:
         self._depth = depth
         self._lock = threading.Lock()
         self._buffers: dict[Hashable, list[Buffer]] = {}
+        # Of another pool, for purposes that lack one.
+        self._offered: list[Buffer] = []
         self._process = os.getpid()
 
     def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
@@ -199,11 +205,40 @@ class BufferPool:
             if free and not large:
                 buffers.remove(free[0])
                 free[0].close()
+            if large:
+                # The one that was taken first: what others have is newer.
+                buffers.remove(large[0])
+                buffers.append(large[0])
         buffer = large[0] if large else self._add(purpose, nbytes)
         if buffer is None:
             return self.take(purpose, nbytes, timeout_s, owner)
         buffer.take(owner)
         return buffer
+
+    def hand_over(self) -> list[Buffer]:
+        """Take out the buffers that have committed images, which nobody reads, and return them."""
+        with self._lock:
+            kept = [
+                buffer
+                for buffers in self._buffers.values()
+                for buffer in buffers
+                if buffer.content is not None and not buffer.in_use
+            ]
+        for buffer in kept:
+            self.forget(buffer)
+        return kept
+
+    def offer(self, buffer: Buffer) -> None:
+        """Own a buffer of another pool, which is used where one of its size is to be made."""
+        with self._lock:
+            self._offered.append(buffer)
+
+    def close_offered(self) -> None:
+        """Free the buffers that were offered and not used."""
+        with self._lock:
+            offered, self._offered = self._offered, []
+        for buffer in offered:
+            buffer.close()
 
     def release(self, owner: Hashable) -> None:
         """Close and remove the buffers of an owner, which may not know them after an interrupt."""
@@ -231,6 +266,7 @@ class BufferPool:
         """Free all buffers. Does nothing in a fork, which has none of them."""
         if os.getpid() != self._process:
             return
+        self.close_offered()
         with self._lock:
             for buffers in self._buffers.values():
                 for buffer in buffers:
@@ -239,8 +275,15 @@ class BufferPool:
 
     def _add(self, purpose: Hashable, nbytes: int) -> Buffer | None:
         """Make a buffer; without memory, ``None`` if there are others, which have to do."""
+        size = buffer_nbytes(nbytes)
+        with self._lock:
+            fitting = [b for b in self._offered if nbytes <= len(b.view) <= size * _ROOM]
+            if fitting:
+                self._offered.remove(fitting[0])
+                self._buffers.setdefault(purpose, []).append(fitting[0])
+                return fitting[0]
         try:
-            buffer = allocate(self._make, buffer_nbytes(nbytes))
+            buffer = allocate(self._make, size)
         except StorageError as error:
             there = len(self._buffers.get(purpose, []))
             if not there:

@@ -19,9 +19,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.limits import memory_limits
+from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, buffer_nbytes
 from localckpt.storage.catalog import Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
@@ -94,6 +95,8 @@ class DirectoryStore(Store):
         super().__init__(claim.token, claim)
         self.folder, self._session = claim.path, claim.session
         self._pool = BufferPool(PrivateBuffer, num_buffers)
+        # Committed images that are in memory still, until this rank saves.
+        self._adopted: dict[ShardIdentity, Buffer] = {}
         self._try_out()
 
     def _try_out(self) -> None:
@@ -122,10 +125,55 @@ class DirectoryStore(Store):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
+        if is_kept:
+            self._offer_adopted()
         slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
         if is_kept:
             self._sizes[identity.piece] = nbytes
         return slot
+
+    # Images in memory, for the store that follows when the ranks join again.
+
+    def hand_over(self) -> list[Buffer]:
+        """Close the store, and return the buffers that have committed images for :meth:`adopt`."""
+        unread = [buffer for buffer in self._adopted.values() if not buffer.readers]
+        kept = [*self._pool.hand_over(), *unread]
+        self._adopted = {}
+        self.close()
+        return kept
+
+    def adopt(self, buffers: Iterable[Buffer]) -> None:
+        """Read images from the memory of the store before this one, until something is saved.
+
+        Each is verified before it is read; one that turns out bad is read from its file.
+        """
+        for buffer in buffers:
+            assert buffer.content is not None, "it was handed over"
+            self._adopted[cast(ShardIdentity, buffer.content[0])] = buffer
+
+    def is_in_memory(self, identity: ShardIdentity) -> bool:
+        """Return whether a piece is read from this process's memory."""
+        return identity in self._adopted
+
+    def _open_adopted(self, identity: ShardIdentity) -> MemorySource | None:
+        if (buffer := self._adopted.get(identity)) is None or buffer.content is None:
+            return None
+        source = _AdoptedImage(buffer, buffer.content[1])
+        try:
+            ImageBytes(source, identity).verify()
+        except CorruptShardError as error:
+            source.close()
+            self._pool.offer(self._adopted.pop(identity))
+            logger.error("%s in memory is bad, and is read from its file: %s", identity, error)
+            return None
+        return source
+
+    @one_at_a_time
+    def _offer_adopted(self) -> None:
+        """Let saves use the memory of images that were adopted, and are not being read."""
+        for identity, buffer in tuple(self._adopted.items()):
+            if not buffer.readers:
+                self._pool.offer(self._adopted.pop(identity))
 
     @one_at_a_time
     def _restore(self) -> None:
@@ -221,7 +269,10 @@ class DirectoryStore(Store):
         # No save of this rank needs memory of the size of another rank's shard again.
         is_own = slot.is_kept or slot.identity.rank == self.rank
         if is_own and (buffer := slot.buffer) is not None:
+            if slot.identity in self._shards and not was_unfinished:
+                buffer.content = slot.identity, slot.nbytes
             buffer.give_back()
+            self._pool.close_offered()
         else:
             self._drop_memory(slot)
 
@@ -262,7 +313,9 @@ class DirectoryStore(Store):
         return stored + [Stored(path.name, problem=problem) for path, problem in quarantined]
 
     @one_at_a_time
-    def open(self, identity: ShardIdentity) -> FileSource:
+    def open(self, identity: ShardIdentity) -> ShardSource:
+        if (adopted := self._open_adopted(identity)) is not None:
+            return adopted
         if identity not in self._shards:
             # Another rank may have written the piece since the last listing.
             self.list_stored()
@@ -348,6 +401,9 @@ class DirectoryStore(Store):
             return
         self._closed = True
         self._pool.close()
+        for buffer in self._adopted.values():
+            buffer.close()
+        self._adopted = {}
         with storage_errors("clean up", self.folder):
             for slot in self._slots:
                 if slot.is_kept:
@@ -402,6 +458,19 @@ class DirectoryStore(Store):
                     os.rename(path, recycled)
                     self._was_recycled(identity, recycled)
         self._shards.pop(identity, None)
+
+
+class _AdoptedImage(MemorySource):
+    """Image in a buffer, which is not reused before the source is closed."""
+
+    def __init__(self, buffer: Buffer, nbytes: int) -> None:
+        super().__init__(buffer.view[:nbytes])
+        self._buffer = buffer
+        buffer.readers.add(self)
+
+    def close(self) -> None:
+        super().close()
+        self._buffer.readers.discard(self)
 
 
 class ReadOnlyStore(DirectoryStore):

@@ -241,7 +241,13 @@ def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: fl
         return
     # Half of it, so that this error comes before that of storage that has not answered in time.
     until_s = min(_LEAVING_S, timeout_s / 2)
-    if not wait_until(lambda: owner not in Running(), until_s, shortest_s=0.05):
+
+    def has_left() -> bool:
+        # A process that joins a job again leaves its folder, and goes on.
+        now = owner_of(folder)
+        return now is None or is_ours(now) or now not in Running()
+
+    if not wait_until(has_left, until_s, shortest_s=0.05):
         raise StorageError(
             f"{folder} is in use by process {owner.pid} of a job that is still running: "
             f"end it, or give this job another session_id or directory"

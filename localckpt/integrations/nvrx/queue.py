@@ -55,8 +55,11 @@ class AsyncCallsQueue(_AsyncCallsQueue):
         with also_torchs():
             return super().maybe_finalize_async_calls(blocking, no_dist)
 
-    def abort(self) -> None:
-        """End the workers and drop what is in flight; the queue is then as if it was new."""
+    def abort(self, within_s: float = 2.0) -> None:
+        """End the workers and drop what is in flight; the queue is then as if it was new.
+
+        Unlike our own queue's, which stays aborted; ``within_s`` is the time of calls in threads.
+        """
         if not self._closed:
             self.close(abort=True)
             _AsyncCallsQueue.__init__(self, self._persistent, **self._options)

@@ -101,6 +101,16 @@ def _aborts() -> tuple[Abort, ...]:
     return aborts
 
 
+class Shielded:
+    """Context of what has to be done even if the call that it is a part of is aborted."""
+
+    def __enter__(self) -> None:
+        self._aborts, _ambient.aborts = _aborts(), ()
+
+    def __exit__(self, *_: object) -> None:
+        _ambient.aborts = self._aborts
+
+
 def can_be_aborted() -> bool:
     """Return whether this thread is inside of an :class:`Abort`."""
     return bool(_aborts())
@@ -250,20 +260,13 @@ class SerialThread:
 
 def end_all(tasks: Sequence[Task[Any]]) -> None:
     """Cancel the tasks that have not begun, wait for the others, and then raise an interrupt."""
-    aborts, _ambient.aborts = _aborts(), ()
-    try:
-        _end_all(tasks)
-    finally:
-        _ambient.aborts = aborts
-
-
-def _end_all(tasks: Sequence[Task[Any]]) -> None:
     interrupts = deque[BaseException](maxlen=1)
-    while running := [task for task in tasks if not task.call_off()]:
-        try:
-            running[0].wait()
-        except BaseException as interrupt:  # noqa: BLE001 - raised once no task runs
-            interrupts.append(interrupt)
+    with Shielded():
+        while running := [task for task in tasks if not task.call_off()]:
+            try:
+                running[0].wait()
+            except BaseException as interrupt:  # noqa: BLE001 - raised once no task runs
+                interrupts.append(interrupt)
     if interrupts:
         raise interrupts.pop()
 

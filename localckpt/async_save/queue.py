@@ -292,9 +292,11 @@ class AsyncCallsQueue(OfOneProcess):
             caller.close(is_aborted, _ABORTED_S if is_aborted else None)
         self._watch.close()
         if self._entries:
-            logger.warning(
-                "%s: not finalized, because the queue was left with an error",
-                ", ".join(map(str, self._entries)),
+            logger.log(
+                logging.INFO if is_aborted else logging.WARNING,
+                "%s: not finalized, because the queue was %s",
+                *(", ".join(map(str, self._entries)),),
+                "aborted" if is_aborted else "left with an error",
             )
             self._entries.clear()
 

@@ -526,6 +526,7 @@ class Checkpointer(OfOneProcess):
             # For the next attempt, or close().
             self._last_step = left_after
             raise
+        self._has_failed = False
         load, source = self._nodes.manager.last_load, self._resumption.source
         nbytes = load.nbytes if load is not None and load.source == source else 0
         lost = 0 if left_after is None else max(0, left_after + 1 - step)

@@ -22,7 +22,13 @@ from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_i
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
 from localckpt.availability.retention import Metrics
-from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError, SaveFailedError
+from localckpt.errors import (
+    AbortedError,
+    CheckpointingException,
+    DivergenceError,
+    PeerLostError,
+    SaveFailedError,
+)
 from localckpt.events.event import Outcome, Tier
 from localckpt.events.stream import SaveRecord
 from localckpt.failure_texts import described, with_class
@@ -459,6 +465,8 @@ class Save:
                 answered(
                     f"{what} iteration {iteration} in", "its store", waits_s, settle, is_to_stop
                 )
+        except AbortedError as aborted:
+            logger.info("could not %s iteration %d: %s", what, iteration, aborted)
         except Exception:
             logger.exception(
                 "rank %d could not %s iteration %d", self.identity.rank, what, iteration

@@ -33,7 +33,7 @@ from localckpt.ranks.job_store import Members
 from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, Outcome, Round
 from localckpt.ranks.store_part import AbandonedError, StorePart
 from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped
-from localckpt.threads import Abort, Latch, raise_if_aborted
+from localckpt.threads import Abort, Latch, Task, raise_if_aborted
 from localckpt.waiting import wait_until
 
 __all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped"]
@@ -97,6 +97,7 @@ class Ranks:
         self._stopped = Latch()
         # Set once no call is to do anything at all.
         self._cut_off = Abort(partial(_cut_off, name))
+        self._leaving: Task[None] | None = None
         # Number and name of a round in which this rank waits for others.
         self._waits: tuple[int, str] | None = None
         self._has_left = False
@@ -111,6 +112,8 @@ class Ranks:
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank."""
+        if self._leaving is not None:
+            self._leaving.wait(_LEAVING_S)
         if self._stopped.is_set() and not self._cut_off.is_set():
             # The others may look at this rank's keys still.
             self._part.close_clients()
@@ -139,7 +142,8 @@ class Ranks:
         self._cut_off.set()
         self._stopped.set()
         if waits is not None:
-            begin(partial(self._leave, *waits))
+            self._leaving = begin(partial(self._leave, *waits))
+        self._part.cut_off()
 
     def wait_again(self) -> None:
         if self.is_aborted:
@@ -367,7 +371,8 @@ class Ranks:
         number, what = self._waits or (self.rounds, next_what)
         self._has_left = True
         self._stopped.set()
-        self._leave(number, what)
+        if not self._cut_off.is_set():
+            self._leave(number, what)
 
     def _leave(self, number: int, what: str) -> None:
         def decide() -> None:

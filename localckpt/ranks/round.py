@@ -262,8 +262,11 @@ def _missing(reports: list[Any]) -> list[int]:
     return [rank for rank, report in enumerate(reports) if report is None]
 
 
-def remove_rounds(store: Store, rank: int) -> None:
-    """Delete what is left of a rank's rounds; the first rank also what is for all."""
+def remove_rounds(store: Store, rank: int, *, was_cut_off: bool) -> None:
+    """Delete what is left of a rank's rounds; the first rank also what is for all.
+
+    A rank that ``was_cut_off`` may have given a verdict in a round that the first did not come to.
+    """
     shown = values.if_there(store, _report_key(rank)) or b""
     # The number of the round that the rank was last seen in, unless no rank has put the value.
     digits = shown[5:25].partition(b",")[0]
@@ -274,7 +277,7 @@ def remove_rounds(store: Store, rank: int) -> None:
     for number in (last - 1, last):
         values.delete(store, _bytes_key(rank, number))
         values.delete(store, _part_key(rank, number))
-        if rank == 0:
+        if rank == 0 or was_cut_off:
             _forget_verdict(store, number)
 
 

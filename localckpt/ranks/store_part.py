@@ -26,14 +26,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import AbortedError, CheckpointingException, MismatchError
 from localckpt.ranks.deadline import Deadline, Patience, StoreWait, begin, store_errors
 from localckpt.ranks.failure import Failure, Place, named
 from localckpt.ranks.job_store import Members, Standing, default_store
 from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.values import if_there
 from localckpt.ranks.verdict import Verdict
-from localckpt.threads import Latch, Task
+from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import wait_until
 
 # More ranks than that ask less often, so that the store has no more to answer.
@@ -77,7 +77,7 @@ class StorePart:
         # Connections for waiting that are free.
         self._clients: list[Store] = []
         self._opening: Task[Store] | None = None
-        self._closed = False
+        self._closed = self._is_cut_off = False
         self._hint = hint
         self._name = name
         self._timeout_s = timeout_s
@@ -121,6 +121,11 @@ class StorePart:
             opening.over.wait(self._limit_s, stopped)
             with store_errors(self._what, self._limit_s):
                 self._store = opening.take_result(0)
+        except AbortedError:
+            # Before this rank does anything else: others may come to what it has published.
+            with Shielded():
+                self.cut_off()
+            raise
         finally:
             if opening.done():
                 self._opening = None
@@ -159,19 +164,30 @@ class StorePart:
             f"saved or read by this call"
         )
 
-    def close(self) -> None:
-        """Let the next opening remove the keys, which other ranks may still read."""
-        if self._group.store is None or self.is_alone or self._closed or self.is_fork:
-            return
+    def cut_off(self) -> None:
+        """Open the part no more."""
+        self._is_cut_off = True
+        self.give_up()
+
+    def give_up(self) -> bool:
+        """End an opening that is under way; return whether the part is open."""
+        if self._group.store is None or self.is_alone or self.is_fork:
+            return False
         opening = self._opening
         if self._store is None:
-            # Its thread is not to outlive this only because nothing was decided.
+            # Its thread is not to outlive this only because nothing was decided. Nor is it to come
+            # to an opening that the others begin later.
             self._given_up.set()
-            if opening is None or not opening.wait(_LEAVING_S) or not self._part:
-                return
+            return opening is not None and opening.wait(_LEAVING_S) and bool(self._part)
+        return True
+
+    def close(self) -> None:
+        """Let the next opening remove the keys, which other ranks may still read."""
+        if self._closed or not self.give_up():
+            return
         self._closed = True
         self.close_clients()
-        self._closed_parts.append(self._part)
+        self._closed_parts.append((self._part, self._is_cut_off))
 
     def _agree_after(self, before: Latch | None) -> Store:
         if before is not None:
@@ -180,8 +196,9 @@ class StorePart:
         # All ranks have come here, so none of them is in the last call on a part before.
         rank = self._group.rank
         while self._closed_parts:
-            closed = PrefixStore(self._closed_parts.popleft(), self._shared)
-            remove_rounds(closed, rank)
+            name, was_cut_off = self._closed_parts.popleft()
+            closed = PrefixStore(name, self._shared)
+            remove_rounds(closed, rank, was_cut_off=was_cut_off)
             for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
                 closed.delete_key(key)
         return PrefixStore(self._part, self._shared)
@@ -237,6 +254,8 @@ class StorePart:
 
         def is_over() -> bool:
             nonlocal part, name, ended
+            if self._is_given_up:
+                return True
             # Before the look at the verdict: who publishes another has decided this one.
             published = self._published()
             if part is not None:
@@ -247,7 +266,7 @@ class StorePart:
             if ended is None and published not in tried:
                 tried.add(published)
                 name, part = published, self._come(published)
-            return ended is not None or self._is_given_up or self._deadline.left_s <= 0
+            return ended is not None or self._deadline.left_s <= 0
 
         def late() -> list[int]:
             if part is None:
@@ -279,7 +298,7 @@ class StorePart:
             part.delete_key(_came_key(self._group.rank))
             return name
         finally:
-            self._closed_parts.extend(tried - {""})
+            self._closed_parts.extend((name, False) for name in tried - {""})
 
     def _publish(self) -> None:
         self._shared.set(_PUBLISHED, secrets.token_hex(8))
@@ -310,7 +329,7 @@ class StorePart:
         return self._given_up.is_set() or self._openings.are_over.is_set()
 
     @property
-    def _closed_parts(self) -> deque[str]:
+    def _closed_parts(self) -> deque[tuple[str, bool]]:
         return self._openings.closed[self._prefix]
 
 
@@ -343,8 +362,11 @@ class _Openings:
     last: dict[str, Latch] = field(default_factory=dict)
     # Set once the membership has changed.
     are_over: Latch = field(default_factory=Latch)
-    # By prefix, parts with keys of this process that nobody uses any more.
-    closed: defaultdict[str, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+    # By prefix, parts with keys of this process that nobody uses any more, and whether this rank
+    # was cut off from them.
+    closed: defaultdict[str, deque[tuple[str, bool]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
 
 # Parts of one name are opened one after another. Owners of parts know nothing of each other; what

@@ -125,7 +125,8 @@ class DirectoryStore(Store):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
-        if is_kept:
+        # Copies of a loaded checkpoint are made from what is in memory.
+        if is_kept and identity.rank == self.rank:
             self._offer_adopted()
         slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
         if is_kept:

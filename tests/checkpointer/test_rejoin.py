@@ -39,6 +39,7 @@ def _survive(
     return {n: seen for n, seen in enumerate(outcomes) if not isinstance(seen, DeadRank)}
 
 
+@pytest.mark.fault("survivors")
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", _WORLDS)
 def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
@@ -54,3 +55,15 @@ def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
         for number, life in zip(lives, seen.lives, strict=True):
             if number > 0:
                 assert life.first > 0
+
+
+def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -> None:
+    survivors = _survive([[0, 1], [2, 1]], tmp_path, False, 1 << 16)
+
+    rejoined = survivors[1].lives[1].rejoined
+    assert rejoined is not None
+    assert rejoined.source == "own memory"
+    assert rejoined.nbytes > 1 << 20
+    assert rejoined.lost_steps == 7 - rejoined.step
+    assert survivors[1].lives[1].read_nbytes == 0
+    assert survivors[2].lives[0].rejoined is None

@@ -66,6 +66,14 @@ FAULTS = {
             "local copies stay good"
         ),
     ),
+    "aborted": (
+        "abort() at any moment, and the same processes join again",
+        "every call ends at once; the newest complete checkpoint comes back; nothing is left",
+    ),
+    "survivors": (
+        "a rank lost, replaced, or stopped, while the others keep their processes",
+        "all go on from the newest complete checkpoint; who comes back late harms nothing",
+    ),
     "cut-network": (
         "the network is cut",
         "an error within the deadline, or a save that says that it lacks copies; never two answers",

@@ -1,0 +1,138 @@
+"""``abort()`` at any moment ends what waits, and the same process joins the ranks again."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import localckpt
+from localckpt.errors import AbortedError, PeerLostError
+from localckpt.ranks.job_store import default_store
+from tests.checkpointer.loops import stores
+from tests.ranks import node_store, run_ranks
+
+_NUMEL = 1 << 18
+
+
+class _Part:
+    """A tensor that is made of the number of the step."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(_NUMEL)
+
+    def set(self, step: int) -> None:
+        torch.arange(_NUMEL, out=self.tensor).mul_(step + 1).add_(dist.get_rank())
+
+    def is_of(self, step: int) -> bool:
+        expected = torch.arange(_NUMEL, dtype=torch.float32).mul_(step + 1).add_(dist.get_rank())
+        return bool(torch.equal(self.tensor, expected))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor.copy_(state["tensor"])
+
+
+def _resources() -> dict[str, int]:
+    process = psutil.Process()
+    ours = [name for name in os.listdir("/dev/shm") if name.startswith("localckpt-test")]
+    return {
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "shared memory": len(ours),
+        "keys": default_store().num_keys(),
+        "memory": process.memory_info().rss,
+    }
+
+
+def _train(checkpointer: localckpt.Checkpointer, part: _Part, step: int, moves: Any) -> None:
+    """Train until the end of the world."""
+    while True:
+        part.set(step)
+        checkpointer.step(step)
+        if step % 5 == 3:
+            checkpointer.save(step, shared=step % 10 == 3)
+        if step % 7 == 6:
+            checkpointer.wait_until_finished()
+        time.sleep(moves.uniform(0.0, 0.004))
+        step += 1
+
+
+def _abort_and_rejoin(
+    rank: int, world_size: int, shared: Path, rounds: int, options: dict[str, Any]
+) -> tuple[list[dict[str, int]], set[str], float]:
+    moves, alike = random.Random(rank), random.Random(7)
+    part, said, longest_s, seen = _Part(), set[str](), 0.0, list[dict[str, int]]()
+    places: dict[str, Any] = {"local": node_store(), "shared": shared}
+    if options.pop("memory", False):
+        places |= {"memory": True}
+    checkpointer = localckpt.Checkpointer(
+        {"part": part}, **places, every=3, timeout_s=20.0, quiet=True, **options
+    )
+    step = checkpointer.resume()
+    for number in range(rounds):
+        # One rank before the others, or each at a moment of its own; and now and then while they
+        # join again.
+        first, late = alike.randrange(world_size + 1), alike.random() < 0.2
+        after_s = 0.3 if first not in (rank, world_size) else 0.0
+        timer = threading.Timer(after_s + moves.uniform(0.0, 0.15), checkpointer.abort)
+        timer.start()
+        try:
+            _train(checkpointer, part, step, moves)
+        except PeerLostError as error:
+            said.add(type(error).__name__)
+        timer.join()
+        began = time.monotonic()
+        checkpointer.abort()
+        checkpointer.abort()
+        longest_s = max(longest_s, time.monotonic() - began)
+        with pytest.raises(AbortedError, match="rejoin"):
+            checkpointer.step(10**6)
+        dist.barrier()
+        if late:
+            late_timer = threading.Timer(moves.uniform(0.0, 0.05), checkpointer.abort)
+            late_timer.start()
+            try:
+                checkpointer.rejoin()
+            except PeerLostError:
+                pass
+            late_timer.join()
+            dist.barrier()
+        rejoined = checkpointer.rejoin()
+        step = rejoined.step
+        assert step == 0 or part.is_of(step - 1), f"round {number}"
+        if number % 5 == 2 or rounds < 10:
+            seen.append(_resources())
+    checkpointer.close()
+    return seen, said, longest_s
+
+
+@pytest.mark.fault("aborted")
+@pytest.mark.parametrize("options", [{"replication_factor": 2}, {"memory": True}], ids=str)
+def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
+    options: dict[str, Any], tmp_path: Path, long_form: bool
+) -> None:
+    rounds = 200 if long_form else 13
+    outcomes = run_ranks(
+        *(_abort_and_rejoin, 2, tmp_path / "shared", rounds, options),
+        store_per_node=stores(tmp_path, 2),
+        timeout_s=600.0 if long_form else 120.0,
+    )
+
+    for seen, said, longest_s in outcomes:
+        assert longest_s < 2.5
+        assert "AbortedError" in said
+        # What a call has under way at the moment counts, too.
+        for name, slack in {"threads": 6, "descriptors": 6, "shared memory": 0, "keys": 40}.items():
+            assert seen[-1][name] <= seen[0][name] + slack, name
+        assert seen[-1]["memory"] < seen[0]["memory"] + (64 << 20)

@@ -51,7 +51,10 @@ def connect(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False))
 
 
-def begin(life: int, world: Sequence[int], home: int) -> None:
+def begin(life: int, world: Sequence[int], home: int, *, in_place: bool = False) -> None:
+    if in_place:
+        _change_in_place(life, world, home)
+        return
     dist.init_process_group(
         "gloo",
         store=connect(f"life{life}"),
@@ -59,6 +62,20 @@ def begin(life: int, world: Sequence[int], home: int) -> None:
         world_size=len(world),
         timeout=timedelta(seconds=30),
     )
+
+
+def _change_in_place(life: int, world: Sequence[int], home: int) -> None:
+    """Change the members of the process group, which a new process makes first."""
+    store = connect("in place")
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", store=store, rank=home, world_size=len(world), enable_reconfigure=True
+        )
+    own = dist._get_reconfigure_handle()  # type: ignore[attr-defined]
+    store.set(f"{life}.{home}", own)
+    handles = [store.get(f"{life}.{other}").decode() for other in world]
+    limit = timedelta(seconds=30)
+    dist._reconfigure(life + 1, handles, timeout=limit).wait()  # type: ignore[attr-defined]
 
 
 def make_state(*, sharded: bool, width: int = 64) -> dict[str, Any]:
@@ -108,13 +125,14 @@ def train_through(
     options: dict[str, Any],
     sharded: bool = False,
     width: int = 64,
+    in_place: bool = False,
 ) -> Survivor:
     """Train through all lives; what it was at the end of each step is noted in ``digests``."""
     seen, checkpointer = Survivor(), None
     for number, world in enumerate(worlds):
         if home not in world:
             continue
-        begin(number, world, home)
+        begin(number, world, home, in_place=in_place)
         state = make_state(sharded=sharded, width=width)
         rejoined, read_before, began = None, read_nbytes(), time.monotonic()
         if checkpointer is None:
@@ -157,5 +175,6 @@ def train_through(
             checkpointer.abort()
         else:
             checkpointer.close()
-        dist.destroy_process_group()
+        if is_last or not in_place:
+            dist.destroy_process_group()
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -102,10 +103,8 @@ def _abort_and_rejoin(
         if late:
             late_timer = threading.Timer(moves.uniform(0.0, 0.05), checkpointer.abort)
             late_timer.start()
-            try:
+            with contextlib.suppress(PeerLostError):
                 checkpointer.rejoin()
-            except PeerLostError:
-                pass
             late_timer.join()
             dist.barrier()
         rejoined = checkpointer.rejoin()

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import localckpt
 from tests.checkpointer.loops import stores
-from tests.checkpointer.survivors import Survivor, train_through
-from tests.ranks import DeadRank, run_ranks
+from tests.checkpointer.survivors import (
+    Survivor,
+    begin,
+    connect,
+    digest,
+    make_state,
+    train_step,
+    train_through,
+)
+from tests.ranks import (
+    DeadRank,
+    announce,
+    await_announced,
+    node_store,
+    run_ranks,
+    start_ranks,
+)
 
 _WORLDS = {
     "a rank replaced": [[0, 1], [0, 2]],
@@ -67,3 +89,101 @@ def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -
     assert rejoined.lost_steps == 7 - rejoined.step
     assert survivors[1].lives[1].read_nbytes == 0
     assert survivors[2].lives[0].rejoined is None
+
+
+@pytest.mark.fault("survivors")
+@pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="torch changes no group in place before 2.14"
+)
+@pytest.mark.parametrize("name", _WORLDS)
+def test_survivors_whose_process_group_is_changed_in_place_go_back(
+    name: str, tmp_path: Path
+) -> None:
+    worlds = _WORLDS[name]
+    survivors = _survive(worlds, tmp_path, False, 64, True)
+
+    for home, seen in survivors.items():
+        lives = [number for number, world in enumerate(worlds) if home in world]
+        assert [life.rank for life in seen.lives] == [worlds[n].index(home) for n in lives]
+        assert all(life.is_as_saved for life in seen.lives)
+        assert all(life.first > 0 for life in seen.lives[1:])
+
+
+def _be_stopped(home: int, world_size: int) -> str:
+    """Rank 1 is stopped in the middle of a step; the others go on, and it comes back late."""
+    life, world, seconds = (1, [0, 2], 20) if home == 2 else (0, [0, 1], 3)
+    dist.init_process_group(
+        "gloo",
+        store=connect(f"life{life}"),
+        rank=world.index(home),
+        world_size=2,
+        timeout=timedelta(seconds=seconds),
+    )
+    state = make_state(sharded=False)
+    checkpointer = localckpt.Checkpointer(
+        state, local=node_store(), every=2, on_resize="drop", replication_factor=2, timeout_s=5.0
+    )
+    first = checkpointer.resume()
+    if home == 1:
+        try:
+            for step in range(10**6):
+                train_step(state, step)
+                checkpointer.step(step)
+                if step == 6:
+                    checkpointer.wait_until_finished()
+                    announce("at", os.getpid())
+        except (RuntimeError, localckpt.PeerLostError) as error:
+            with contextlib.suppress(RuntimeError):
+                checkpointer.step(10**7)
+            try:
+                checkpointer.close()
+            except localckpt.CheckpointingException as late:
+                return f"{error} {late}"
+            return str(error)
+    if home == 0:
+        step = 0
+        with pytest.raises(RuntimeError):
+            while True:
+                train_step(state, step)
+                checkpointer.step(step)
+                if step == 6:
+                    checkpointer.wait_until_finished()
+                step += 1
+        checkpointer.abort()
+        dist.destroy_process_group()
+        begin(1, [0, 2], home)
+        state = make_state(sharded=False)
+        first = checkpointer.rejoin(state).step
+    assert first > 4
+    for step in range(first, first + 4):
+        train_step(state, step)
+        checkpointer.step(step)
+    checkpointer.wait_until_finished()
+    if home == 0:
+        announce("rejoined")
+    await_announced("is back")
+    time.sleep(1.0)
+    newest = checkpointer.newest
+    rejoined = checkpointer.rejoin()
+    assert rejoined.step - 1 == newest
+    for step in range(rejoined.step, rejoined.step + 4):
+        train_step(state, step)
+        checkpointer.step(step)
+    text = digest(state)
+    checkpointer.close()
+    dist.destroy_process_group()
+    return text
+
+
+@pytest.mark.fault("survivors")
+def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Path) -> None:
+    with start_ranks(_be_stopped, 3, init_group=False, store_per_node=stores(tmp_path, 3)) as group:
+        group.await_announced("at", 60.0)
+        group.kill(1, signal.SIGSTOP)
+        group.await_announced("rejoined", 60.0)
+        group.kill(1, signal.SIGCONT)
+        group.announce("is back")
+        first, late, second = group.join(60.0)
+
+    assert first == second
+    assert late

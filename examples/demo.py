@@ -3,7 +3,8 @@
 Three trainings of the same small GPT, each by two `torchrun` agents of two ranks: undisturbed, with
 checkpoints on disk and a node lost, with checkpoints in memory and a node lost. Then all that the
 ranks hold at the end is compared, and one table printed. In a fourth training, which is fully
-sharded, a node is lost for good, and the two ranks that are left go on with the state of four.
+sharded, a node is lost for good, and the two ranks that are left go on with the state of four. In
+the last one the rank that is left keeps its process, and goes back to its own memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rich.progress import (
 )
 
 from examples.nodes import Node, free_port, running
-from examples.report import Event, Journals, Resharded, Training, make_table
+from examples.report import Event, Journals, Resharded, Training, make_table, make_times_table
 
 RANKS = 4
 ITERATIONS = 48
@@ -82,12 +83,22 @@ def run(console: Console) -> int:
         train(in_memory, memory, show, lose=True, host_first=False)
         smaller = Training("disk", folder / "smaller")
         shrink(smaller, folder / "stores-smaller", show)
-        # Not at the top: it imports torch, and the agents would start a second later.
+        # Not at the top: they import torch, and the agents would start a second later.
+        from examples import in_place
         from examples.compare import compare
 
+        show.begin("in place, undisturbed", in_place.RANKS)
+        in_place.run(folder / "in-place-undisturbed", show.say, lose=False)
+        show.begin("in place, a rank lost twice", in_place.RANKS)
+        losses = in_place.run(folder / "in-place", show.say, lose=True)
         lossy = [on_disk, in_memory]
         comparisons = [compare(reference.results, t.results, RANKS) for t in lossy]
-    console.print(make_table(lossy, comparisons))
+        in_place_ends = folder / "in-place-undisturbed", folder / "in-place", in_place.RANKS
+        comparisons.append(compare(*in_place_ends))
+    console.print(make_table(lossy, comparisons[:-1]))
+    back_after_s = {f"new processes, checkpoints {t.where}": t.back_after_s for t in lossy}
+    back_after_s |= {f"in place, {loss.replacement}": loss.back_after_s for loss in losses}
+    console.print(make_times_table(back_after_s))
     different = [name for comparison in comparisons for name in comparison.different]
     for name in different[:10]:
         console.print(f"different from the undisturbed training: {name}", style="red")
@@ -212,10 +223,10 @@ class Show:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, title: str) -> None:
-        """A training starts: two agents and four ranks import torch, which takes a while."""
+    def begin(self, title: str, ranks: int = RANKS) -> None:
+        """A training starts: its processes import torch, which takes a while."""
         self._bar = self._progress.add_task(title, total=ITERATIONS)
-        self.say(f"{title}: two nodes start")
+        self.say(f"{title}: two nodes start, {ranks} ranks")
 
     def say(self, line: str) -> None:
         seconds = time.monotonic() - self._began

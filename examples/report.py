@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["Comparison", "Event", "Journals", "Training", "make_table"]
+__all__ = ["Comparison", "Event", "Journals", "Training", "make_table", "make_times_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,16 @@ def make_table(trainings: list[Training], comparisons: list[Comparison]) -> Tabl
     row("values compared", [f"{c.values} ({c.nbytes / 1e6:.1f} MB)" for c in comparisons])
     verdicts = ["no" if c.different else "yes" for c in comparisons]
     row("recovered bit for bit", verdicts)
+    return table
+
+
+def make_times_table(seconds: dict[str, float]) -> Table:
+    """How long it took until training went on, by the way in which the lost rank was replaced."""
+    table = Table(title="SIGKILL to training again", title_style="bold")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    for way, took_s in seconds.items():
+        table.add_row(way, f"{took_s:.1f}")
     return table
 
 

@@ -36,6 +36,8 @@ from localckpt.ranks.verdict import Verdict
 from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import wait_until
 
+logger = logging.getLogger(__name__)
+
 # More ranks than that ask less often, so that the store has no more to answer.
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
 _ALIKE = " All ranks make the same calls in the same order."
@@ -187,21 +189,32 @@ class StorePart:
             return
         self._closed = True
         self.close_clients()
-        self._closed_parts.append((self._part, self._is_cut_off))
+        store = PrefixStore(self._part, self._shared)
+        closed = _ClosedPart(store, self._group.rank, self._is_cut_off)
+        is_left = dist.is_initialized() and default_store() is not self._group.store
+        now = _OPENINGS.get(default_store()) if is_left else None
+        (self._closed_parts if now is None else now.before).append(closed)
 
     def _agree_after(self, before: Latch | None) -> Store:
         if before is not None:
             before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
         self._part = self._agreed_name()
         # All ranks have come here, so none of them is in the last call on a part before.
-        rank = self._group.rank
         while self._closed_parts:
-            name, was_cut_off = self._closed_parts.popleft()
-            closed = PrefixStore(name, self._shared)
-            remove_rounds(closed, rank, was_cut_off=was_cut_off)
-            for key in (_came_key(rank), *((_COUNT, _OPEN) if rank == 0 else ())):
-                closed.delete_key(key)
+            self._closed_parts.popleft().remove()
+        if self._openings.before:
+            begin(self._remove_before)
         return PrefixStore(self._part, self._shared)
+
+    def _remove_before(self) -> None:
+        """Remove what is left of the groups that the job had before, whose store may be gone."""
+        before = self._openings.before
+        try:
+            while before:
+                before.popleft().remove()
+        except (dist.DistError, IndexError) as error:
+            before.clear()
+            logger.debug("keys of a process group before are left: %s", error)
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part; ``None`` if it is not there in time."""
@@ -298,7 +311,9 @@ class StorePart:
             part.delete_key(_came_key(self._group.rank))
             return name
         finally:
-            self._closed_parts.extend((name, False) for name in tried - {""})
+            rank = self._group.rank
+            parts = [PrefixStore(name, self._shared) for name in tried - {""}]
+            self._closed_parts.extend(_ClosedPart(part, rank) for part in parts)
 
     def _publish(self) -> None:
         self._shared.set(_PUBLISHED, secrets.token_hex(8))
@@ -329,12 +344,26 @@ class StorePart:
         return self._given_up.is_set() or self._openings.are_over.is_set()
 
     @property
-    def _closed_parts(self) -> deque[tuple[str, bool]]:
+    def _closed_parts(self) -> deque[_ClosedPart]:
         return self._openings.closed[self._prefix]
 
 
 def _came_key(rank: int) -> str:
     return f"came/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class _ClosedPart:
+    """Part with keys of this process that nobody uses any more."""
+
+    store: Store
+    rank: int
+    was_cut_off: bool = False
+
+    def remove(self) -> None:
+        remove_rounds(self.store, self.rank, was_cut_off=self.was_cut_off)
+        for key in (_came_key(self.rank), *((_COUNT, _OPEN) if self.rank == 0 else ())):
+            self.store.delete_key(key)
 
 
 def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
@@ -353,6 +382,21 @@ def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes
     return value or None
 
 
+@dataclass(frozen=True, slots=True)
+class _LeftKey:
+    store: Store
+    key: str
+
+    def remove(self) -> None:
+        self.store.delete_key(self.key)
+
+
+def remove_later(store: Store, key: str) -> None:
+    """Have a key removed that other ranks read now, once all have come to another part."""
+    if (openings := _OPENINGS.get(default_store())) is not None:
+        openings.before.append(_LeftKey(store, key))
+
+
 @dataclass(slots=True)
 class _Openings:
     """Openings of this process (``made_for``) in one store, for one membership of the job."""
@@ -362,11 +406,10 @@ class _Openings:
     last: dict[str, Latch] = field(default_factory=dict)
     # Set once the membership has changed.
     are_over: Latch = field(default_factory=Latch)
-    # By prefix, parts with keys of this process that nobody uses any more, and whether this rank
-    # was cut off from them.
-    closed: defaultdict[str, deque[tuple[str, bool]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
+    # By prefix.
+    closed: defaultdict[str, deque[_ClosedPart]] = field(default_factory=lambda: defaultdict(deque))
+    # Of memberships before, and of stores of process groups before.
+    before: deque[_ClosedPart | _LeftKey] = field(default_factory=deque)
 
 
 # Parts of one name are opened one after another. Owners of parts know nothing of each other; what
@@ -381,5 +424,10 @@ def _openings_in(group: Members) -> _Openings:
     if openings is None or openings.made_for != made_for:
         if openings is not None:
             openings.are_over.set()
+        left = list(_OPENINGS.values())
         openings = _OPENINGS[group.store] = _Openings(made_for)
+        for other in left:
+            for parts in (other.before, *other.closed.values()):
+                openings.before.extend(parts)
+                parts.clear()
     return openings

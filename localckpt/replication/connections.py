@@ -17,6 +17,7 @@ from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.deadline import Patience, ask_store, begin
 from localckpt.ranks.job_store import default_store
+from localckpt.ranks.store_part import remove_later
 from localckpt.ranks.values import if_there
 from localckpt.replication.progress import Progress, first_line
 from localckpt.waiting import wait_until
@@ -218,6 +219,7 @@ class _AskingStore(Store):
         def remove() -> None:
             if given_up_by is not None:
                 self._store.compare_set(_GIVEN_UP, "", str(given_up_by))
+                remove_later(self._store, _GIVEN_UP)
             for key in keys:
                 self._store.delete_key(key)
 

@@ -109,6 +109,14 @@ def test_survivors_whose_process_group_is_changed_in_place_go_back(
         assert all(life.first > 0 for life in seen.lives[1:])
 
 
+def _train_until_stopped(checkpointer: localckpt.Checkpointer, state: dict[str, Any]) -> None:
+    for step in range(10**6):
+        train_step(state, step)
+        checkpointer.step(step)
+        if step == 6:
+            checkpointer.wait_until_finished()
+
+
 def _be_stopped(home: int, world_size: int) -> str:
     """Rank 1 is stopped in the middle of a step; the others go on, and it comes back late."""
     life, world, seconds = (1, [0, 2], 20) if home == 2 else (0, [0, 1], 3)
@@ -141,14 +149,8 @@ def _be_stopped(home: int, world_size: int) -> str:
                 return f"{error} {late}"
             return str(error)
     if home == 0:
-        step = 0
         with pytest.raises(RuntimeError):
-            while True:
-                train_step(state, step)
-                checkpointer.step(step)
-                if step == 6:
-                    checkpointer.wait_until_finished()
-                step += 1
+            _train_until_stopped(checkpointer, state)
         checkpointer.abort()
         dist.destroy_process_group()
         begin(1, [0, 2], home)

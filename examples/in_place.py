@@ -1,0 +1,225 @@
+"""Restart in place: a rank is lost, and the others keep their processes and their memory.
+
+`python -m examples.in_place` trains on two nodes, undisturbed; then once more, and kills a rank
+twice. A spare, which has imported torch and waits, takes its place, and then a fresh process. The
+rank that is left goes back to its own memory. `train` is the loop of a user; the launcher below it
+starts the processes, and says who is in the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+import localckpt
+from examples.compare import compare
+from examples.journal import Journal
+from examples.model import GPT, Text
+
+RANKS = 2
+STEPS = 48
+SAVE_EVERY = 4
+LOSE_AT = (18, 34)
+LIMIT_S = 120.0
+_PROJECT = Path(__file__).absolute().parents[1]
+
+
+def train(home: int, store: Store, folder: Path) -> None:
+    """Train as process `home`; each life of the job is a world, whose ranks the store has."""
+    journal = Journal(folder / f"home{home}.jsonl", node=str(home))
+    checkpointer = None
+    number, world = next_world(store, home, 0)
+    while True:
+        # A store of its own: what is left of the world before is in nobody's way.
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"world{number}", store),
+            rank=world.index(home),
+            world_size=len(world),
+        )
+        torch.manual_seed(0)
+        model = DistributedDataParallel(GPT())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        text = Text(dist.get_rank(), dist.get_world_size())
+        torch.manual_seed(1 + dist.get_rank())
+        state = {"model": model, "optimizer": optimizer}
+        if checkpointer is None:
+            checkpointer = localckpt.Checkpointer(
+                state,
+                local=folder / f"node{home}",
+                every=SAVE_EVERY,
+                replication_factor=2,
+                timeout_s=30.0,
+                quiet=True,
+            )
+            start = checkpointer.resume()
+        else:
+            rejoined = checkpointer.rejoin(state)
+            start = rejoined.step
+            journal.write("rejoined", source=rejoined.source, seconds=rejoined.seconds)
+        try:
+            for step in range(start, STEPS):
+                model(*text.batch_at(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step(step)
+                journal.write("step", step=step)
+            break
+        except (RuntimeError, localckpt.PeerLostError):
+            # gloo's error: the connection to a rank is closed.
+            checkpointer.abort()
+            dist.destroy_process_group()
+            number, world = next_world(store, home, number + 1)
+    rank = dist.get_rank()
+    torch.save([model.state_dict(), optimizer.state_dict()], folder / f"rank{rank}.pt")
+    checkpointer.close()
+    dist.destroy_process_group()
+
+
+def next_world(store: Store, home: int, number: int) -> tuple[int, list[int]]:
+    """Wait for the first world from a number on that this process is in."""
+    while True:
+        store.wait([f"world/{number}"], timedelta(seconds=LIMIT_S))
+        world: list[int] = json.loads(store.get(f"world/{number}"))
+        if home in world:
+            return number, world
+        number += 1
+
+
+@dataclass
+class Loss:
+    """One lost rank: how long until a step was made again, and where the survivor's state was."""
+
+    replacement: str
+    at: float
+    back_after_s: float = 0.0
+    source: str = ""
+    rejoin_s: float = 0.0
+
+
+@dataclass
+class Job:
+    """Launcher of one training: its processes, by their numbers, and the store."""
+
+    folder: Path
+    store: TCPStore
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    worlds: int = 0
+
+    def start(self) -> int:
+        home = len(self.processes)
+        command = [sys.executable, "-m", "examples.in_place", str(home)]
+        with (self.folder / f"home{home}.log").open("wb") as log:
+            self.processes[home] = subprocess.Popen(
+                [*command, str(self.store.port), str(self.folder)],
+                cwd=_PROJECT,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return home
+
+    def begin_world(self, homes: list[int]) -> None:
+        self.store.set(f"world/{self.worlds}", json.dumps(homes))
+        self.worlds += 1
+
+    def events(self, home: int, kind: str) -> list[dict[str, float]]:
+        journal = self.folder / f"home{home}.jsonl"
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["event"] == kind]
+
+    def await_step(self, home: int, step: int, lives: int = 0) -> float:
+        """Wait until a process that rejoined so often has made a step, or any later one.
+
+        Returns when it was made, by the monotonic clock.
+        """
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            rejoined = [0.0, *(event["at"] for event in self.events(home, "rejoined"))]
+            since = rejoined[lives] if lives < len(rejoined) else float("inf")
+            for event in self.events(home, "step"):
+                if event["step"] >= step and event["at"] > since:
+                    return event["at"]
+            if self.processes[home].poll() not in (None, 0):
+                break
+            time.sleep(0.01)
+        log = (self.folder / f"home{home}.log").read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"process {home} has not made step {step}:\n{log}")
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def run(folder: Path, say: Callable[[str], None], *, lose: bool) -> list[Loss]:
+    """Train once; return what was lost on the way."""
+    folder.mkdir()
+    losses: list[Loss] = []
+    with ExitStack() as stack:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = Job(folder, store)
+        stack.callback(job.end)
+        survivor, other = job.start(), job.start()
+        spare = job.start() if lose else None
+        job.begin_world([survivor, other])
+        for step in LOSE_AT if lose else ():
+            job.await_step(other, step)
+            loss = Loss("a fresh process" if spare is None else "a spare", time.monotonic())
+            job.processes[other].send_signal(signal.SIGKILL)
+            job.processes[other].wait()
+            other, spare = job.start() if spare is None else spare, None
+            job.begin_world([survivor, other])
+            loss.back_after_s = job.await_step(survivor, 0, len(losses) + 1) - loss.at
+            rejoined = job.events(survivor, "rejoined")[-1]
+            loss.source, loss.rejoin_s = str(rejoined["source"]), rejoined["seconds"]
+            losses.append(loss)
+            say(
+                f"SIGKILL to a rank, replaced by {loss.replacement}: the next step was made after "
+                f"{loss.back_after_s:.2f} s; the rank that is left went back to {loss.source}, "
+                f"in {loss.rejoin_s:.2f} s"
+            )
+        job.await_step(survivor, STEPS - 1)
+        for home in (survivor, other):
+            if job.processes[home].wait(LIMIT_S):
+                job.await_step(home, STEPS)
+    return losses
+
+
+def main() -> int:
+    with TemporaryDirectory(prefix="localckpt-in-place-") as name:
+        folder = Path(name)
+        run(folder / "undisturbed", print, lose=False)
+        run(folder / "lost", print, lose=True)
+        comparison = compare(folder / "undisturbed", folder / "lost", RANKS)
+        is_equal = not comparison.different
+        print(f"the end is bit for bit that of the undisturbed training: {is_equal}")
+        return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(main())
+    torch.set_num_threads(1)
+    train(
+        int(sys.argv[1]),
+        TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False),
+        Path(sys.argv[3]),
+    )

@@ -51,9 +51,8 @@ from localckpt.replication.strategies import (
 from localckpt.state_dict.basic import give_states, unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import TargetRules
-from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
-from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.directory import DirectoryStore, KeptImages
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.memory import default_session
 from localckpt.storage.store import Store
@@ -124,8 +123,8 @@ class CheckpointManager(OfOneProcess):
         self._under_way = threading.Lock()
         self._calling, self._thread = "", 0
         self._options, self._open_store = options, open_store
-        # Memory of a store that was left, with its images.
-        self._kept: list[Buffer] = []
+        # Of a store that was left.
+        self._kept = KeptImages()
         self._open()
 
     def _open(self) -> None:
@@ -169,8 +168,8 @@ class CheckpointManager(OfOneProcess):
                     events.emit("quarantined", details=details)
 
                 self.store.on_quarantine = note_quarantined
-                self.store.adopt(self._kept)
-                self._kept = []
+                kept, self._kept = self._kept, KeptImages()
+                self.store.adopt(kept)
                 if not options.read_only:
                     self._reprotection = Reprotection(self._context, self.store, reprotecting)
         if repl_strategy is None or isinstance(repl_strategy, LazyCliqueReplicationStrategy):
@@ -746,12 +745,7 @@ class CheckpointManager(OfOneProcess):
             self._kept = self.store.hand_over()
         else:
             self.store.close()
-            self._drop_kept()
-
-    def _drop_kept(self) -> None:
-        for buffer in self._kept:
-            buffer.close()
-        self._kept = []
+            self._kept.close()
 
     def count_attempt(self) -> None:
         """Count this start from here on: the job has made a step since :meth:`load`.

@@ -427,7 +427,9 @@ def _openings_in(group: Members) -> _Openings:
         left = list(_OPENINGS.values())
         openings = _OPENINGS[group.store] = _Openings(made_for)
         for other in left:
-            for parts in (other.before, *other.closed.values()):
+            openings.before.extend(other.before)
+            other.before.clear()
+            for parts in other.closed.values():
                 openings.before.extend(parts)
                 parts.clear()
     return openings

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,11 +119,38 @@ class Removable:
     """True if the process that owns the file still runs."""
 
 
+class KnownFiles:
+    """Records of image files that were read, or written, by this process, as long as they are so.
+
+    A start lists the files of its node several times, and reads the first MiB of each only once.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[Path, tuple[tuple[int, ...], ShardRecord]] = {}
+
+    def add(self, path: Path, record: ShardRecord, status: os.stat_result | None) -> None:
+        if status is not None:
+            self._records[path] = _state_of(status), record
+
+    def record(self, path: Path, status: os.stat_result) -> ShardRecord | None:
+        state, record = self._records.get(path, ((), None))
+        return record if state == _state_of(status) else None
+
+    def keep(self, paths: Iterable[Path]) -> None:
+        """Forget all other files."""
+        self._records = {p: self._records[p] for p in paths if p in self._records}
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class SessionFolder:
     """Directory of one session (training run) in a store; its methods raise StorageError."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known: KnownFiles | None = None) -> None:
         self.folder = folder
+        self._known = known or KnownFiles()
         self.session_id = session_of(folder.name)
 
     def shards(self) -> tuple[list[ShardFile], list[UncountedFile]]:
@@ -133,13 +160,23 @@ class SessionFolder:
         for folder in _folders(self.folder):
             for _ in range(_LOOKS):
                 paths = _files(folder, SHARD)
-                files = [self._examine(path, read_verified_record) for path in paths]
+                files = [self._look_at(path) for path in paths]
                 # A file vanished: a new one, not listed yet, may have taken its place.
                 if None not in files:
                     break
             found += [file for file in files if isinstance(file, ShardFile)]
             uncounted += [file for file in files if isinstance(file, UncountedFile)]
         return found, uncounted
+
+    def _look_at(self, path: Path) -> ShardFile | UncountedFile | None:
+        if (status := _status(path)) is not None:
+            if (record := self._known.record(path, status)) is not None:
+                return ShardFile(path, record, status.st_mtime)
+            found = self._examine(path, read_verified_record)
+            if isinstance(found, ShardFile):
+                self._known.add(path, found.record, status)
+            return found
+        return None
 
     def verify_again(self, path: Path) -> ShardFile | UncountedFile | None:
         """Verify header and blocks of a file in quarantine; returns as :meth:`verify` does."""

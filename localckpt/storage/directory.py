@@ -15,16 +15,17 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
-from localckpt.ids import Piece, ShardIdentity
+from localckpt.ids import Piece, ShardIdentity, ShardRecord
 from localckpt.memory.limits import memory_limits
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, buffer_nbytes
-from localckpt.storage.catalog import Problem, SessionFolder, quarantine
+from localckpt.storage.catalog import KnownFiles, Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, SHARD, local_path, shard_name
@@ -97,6 +98,7 @@ class DirectoryStore(Store):
         self._pool = BufferPool(PrivateBuffer, num_buffers)
         # Committed images that are in memory still, until this rank saves.
         self._adopted: dict[ShardIdentity, Buffer] = {}
+        self._known = KnownFiles()
         self._try_out()
 
     def _try_out(self) -> None:
@@ -135,20 +137,21 @@ class DirectoryStore(Store):
 
     # Images in memory, for the store that follows when the ranks join again.
 
-    def hand_over(self) -> list[Buffer]:
-        """Close the store, and return the buffers that have committed images for :meth:`adopt`."""
+    def hand_over(self) -> KeptImages:
+        """Close the store, and return what it has of committed images for :meth:`adopt`."""
         unread = [buffer for buffer in self._adopted.values() if not buffer.readers]
         kept = [*self._pool.hand_over(), *unread]
         self._adopted = {}
         self.close()
-        return kept
+        return KeptImages(kept, self._known)
 
-    def adopt(self, buffers: Iterable[Buffer]) -> None:
+    def adopt(self, kept: KeptImages) -> None:
         """Read images from the memory of the store before this one, until something is saved.
 
         Each is verified before it is read; one that turns out bad is read from its file.
         """
-        for buffer in buffers:
+        self._known = kept.known
+        for buffer in kept.buffers:
             assert buffer.content is not None, "it was handed over"
             self._adopted[cast(ShardIdentity, buffer.content[0])] = buffer
 
@@ -292,8 +295,9 @@ class DirectoryStore(Store):
         self._restore()
         with storage_errors("read", self._session):
             os.scandir(self._session).close()
-        session = SessionFolder(self._session)
+        session = SessionFolder(self._session, self._known)
         good, bad = session.shards()
+        self._known.keep([shard.path for shard in good])
         shards: dict[ShardIdentity, Path] = {}
         stored = []
         for shard in good:
@@ -328,9 +332,16 @@ class DirectoryStore(Store):
     @one_at_a_time
     def holds(self, identity: ShardIdentity) -> bool:
         path = self._path(identity)
-        if not path.is_file():
+        try:
+            status = path.lstat()
+        except OSError:
+            return False
+        if not stat.S_ISREG(status.st_mode):
             return False
         self._shards[identity] = path
+        if identity.is_shard:
+            # A header says more of other pieces.
+            self._known.add(path, ShardRecord(identity, status.st_size), status)
         return True
 
     @one_at_a_time
@@ -459,6 +470,18 @@ class DirectoryStore(Store):
                     os.rename(path, recycled)
                     self._was_recycled(identity, recycled)
         self._shards.pop(identity, None)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImages:
+    """Committed images of a store that was left: those in memory, and what its files are."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    known: KnownFiles = field(default_factory=KnownFiles)
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
 
 
 class _AdoptedImage(MemorySource):

@@ -15,6 +15,7 @@ OLDEST = {
     "lightning": "2.5.3",
     "megatron-core": "0.15.0",
     "ray": "2.51.0",
+    "torchft": "0.2.0",
     "torchtitan": "0.3.0",
     "transformers": "4.57.1",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -39,6 +40,7 @@ class _CommonOptions(TypedDict, total=False):
 class HookOptions(_CommonOptions, total=False):
     """Options of a manager with hooks of its own; see :class:`Options`."""
 
+    iteration_file: str | os.PathLike[str] | None
     background: bool | None
     strict: bool
     check_replicas: int | None
@@ -131,6 +133,9 @@ class Options:
             stay whole on every rank. A tensor that is not equal, though the state says so, comes
             back as a mixture of the ranks' values. A save that compares replicas divides nothing;
             ``check`` is given what its rank saves. All ranks give the same.
+        iteration_file: File for the number of the newest complete iteration that is not bad, which
+            NVRx's launcher reads (``--ft-checkpoint-iteration-file``). The first rank of each node
+            replaces it when a save is finalized. Its folder is there; a failure is a warning.
 
     Raises:
         CheckpointingException: An option has an impossible value.
@@ -156,6 +161,7 @@ class Options:
     elastic: bool = False
     private: Mapping[str, PrivateRule] | None = None
     divide_replicated: bool = False
+    iteration_file: str | os.PathLike[str] | None = None
 
     @classmethod
     def of_hooks(cls, given: Mapping[str, Any]) -> Options:
@@ -215,6 +221,9 @@ class Options:
                 "max_attempts counts the starts of a job that trains; a manager with "
                 "read_only=True notes nothing: leave it out"
             )
+        file = self.iteration_file
+        if file is not None and not isinstance(file, str | os.PathLike):
+            raise CheckpointingException(f"iteration_file is {file!r}; give the path of a file")
         if self.timeout <= 0:
             raise CheckpointingException(f"timeout is {self.timeout} s; it must be above 0")
 

@@ -28,7 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the paths among a checkpointer's options absolute, for whoever makes it later."""
-    paths = [name for name in ("local", "shared", "stop_file") if options.get(name) is not None]
+    names = "local", "shared", "stop_file", "iteration_file"
+    paths = [name for name in names if options.get(name) is not None]
     return {**options, **{name: local_path(options[name]) for name in paths}}
 
 

@@ -163,6 +163,8 @@ class Checkpointer(OfOneProcess):
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
             of JSON lines beside the nodes' checkpoints. ``()`` for none.
+        iteration_file: File with the step of the newest complete save to the nodes, for a launcher
+            that looks for progress; see :class:`LocalCheckpointManager`.
         save_last: Whether :meth:`close` saves the last step, to shared storage as well, where it is
             newer than the newest save. It does so at the end of a loop that was left without an
             error and was not stopped.
@@ -220,6 +222,7 @@ class Checkpointer(OfOneProcess):
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
+        iteration_file: str | os.PathLike[str] | None = None,
         save_last: bool = True,
         quiet: bool = False,
         read_only: bool = False,
@@ -284,6 +287,7 @@ class Checkpointer(OfOneProcess):
                     "divide_replicated": divides,
                     "on_divergence": on_divergence,
                     "elastic": True,
+                    "iteration_file": iteration_file,
                     "private": self._state.rules,
                 }
                 if memory:

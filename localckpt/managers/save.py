@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from torch.profiler import record_function
@@ -38,16 +39,20 @@ from localckpt.managers.context import Context
 from localckpt.managers.copies import Replication
 from localckpt.managers.replica_check import divergence_error
 from localckpt.managers.reports import SaveReport
-from localckpt.ranks.deadline import answered
+from localckpt.ranks.deadline import answered, begin
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.ranks import shaped
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.replica_digests import PartDigest, replica_digests, tensor_views
 from localckpt.storage.store import Slot
-from localckpt.threads import SerialThread
+from localckpt.storage.write import replace_file
+from localckpt.threads import SerialThread, Task
 
 logger = logging.getLogger(__name__)
+
+# Longest that training waits for the file of a launcher.
+_NOTING_S = 5.0
 
 
 def _kept(text: str) -> str:
@@ -399,6 +404,8 @@ class Save:
 
         tier: Tier = "replicated" if reached.survives_node_loss else "local"
         self._end("retire what is older than", settle, durable=self._durable, tier=tier)
+        if bad is None:
+            self._saves.note_iteration(iteration)
         self.is_complete = True
 
     def roll_back(self, error: BaseException | None = None) -> None:
@@ -526,6 +533,10 @@ class Saves:
         self.has_diverged = False
         self.foreign = SerialThread("localckpt-foreign")
         self._has_checked_space = False
+        file = context.options.iteration_file
+        self._iteration_file = None if file is None else Path(file).absolute()
+        self._noting: Task[None] | None = None
+        self._has_warned = False
 
     # Which may begin.
 
@@ -672,6 +683,21 @@ class Saves:
                 context.store.claim.keep_metrics(metrics, checkpoints.under_way)
 
         return prune
+
+    def note_iteration(self, iteration: int) -> None:
+        """Write a complete iteration to the launcher's file, on the first rank of each node."""
+        path, rank, nodes = self._iteration_file, self.context.ranks.rank, self.context.nodes
+        is_stuck = self._noting is not None and not self._noting.done()
+        if path is None or nodes.index(nodes[rank]) != rank or is_stuck:
+            return
+        # Others may read it, as they may read that of Megatron-LM.
+        write = partial(replace_file, path, b"%d\n" % iteration, 0o644, f".new-{rank}")
+        try:
+            self._noting = begin(write, "localckpt-iteration-file")
+            self._noting.take_result(min(_NOTING_S, self.context.ranks.timeout_s))
+        except (OSError, CheckpointingException) as error:
+            level, self._has_warned = logging.DEBUG if self._has_warned else logging.WARNING, True
+            logger.log(level, "a launcher may take the job for stuck: %s: %s", path, error)
 
     def stop_waiting(self) -> None:
         """End the exchange with other ranks, which may not come any more."""

@@ -118,9 +118,10 @@ def write_range(
         start = reached
 
 
-def replace_file(path: Path, data: bytes, mode: int) -> None:
+def replace_file(path: Path, data: bytes, mode: int, suffix: str = ".new") -> None:
     """Replace a small file atomically; durable once :func:`sync_folder` has synced its folder."""
-    fresh = path.with_name(f"{path.name}.new")
+    # Writers at the same time have a suffix each.
+    fresh = path.with_name(f"{path.name}{suffix}")
     fresh.unlink(missing_ok=True)
     try:
         with open_owned(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:

@@ -41,7 +41,7 @@ from localckpt.checkpointer.parts import (
     TrainingState,
     combined_check,
 )
-from localckpt.checkpointer.resume import Elsewhere, Rejoined, Resumption, begin_record
+from localckpt.checkpointer.resume import Elsewhere, Record, Rejoined, Resumption
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.stopping import (
     Evidence,
@@ -261,12 +261,13 @@ class Checkpointer(OfOneProcess):
             if events is None:
                 root = default_root() if local is None else local_path(local)
                 events = [JsonLines(root / "events", below=session_name(node_session))]
-            record = begin_record(
-                *(events, self._ranks, node_session),
+            self._record = Record(
+                *(events, self._ranks),
+                session=node_session,
                 local=None if local is None else str(local_path(local)),
                 shared=None if shared is None else str(local_path(shared)),
             )
-            self._record, (self._events, _) = record, record
+            self._events = self._record.stream
             undo.callback(self._events.close)
             of_both: dict[str, Any] = {
                 "timeout": timeout_s,
@@ -522,6 +523,7 @@ class Checkpointer(OfOneProcess):
         try:
             with self._abort, ExitStack() as undo:
                 self._join_ranks(state, undo)
+                self._record.rejoin(self._ranks, called, left_after)
                 undo.pop_all()
             self._begin()
             step = self.resume(**options)
@@ -534,9 +536,7 @@ class Checkpointer(OfOneProcess):
         load, source = self._nodes.manager.last_load, self._resumption.source
         nbytes = load.nbytes if load is not None and load.source == source else 0
         lost = 0 if left_after is None else max(0, left_after + 1 - step)
-        rejoined = Rejoined(step, source, nbytes, time.monotonic() - called, lost)
-        self._events.emit("rejoined", began=called, step=step - 1, details=asdict(rejoined))
-        return rejoined
+        return Rejoined(step, source, nbytes, time.monotonic() - called, lost)
 
     def _join_ranks(
         self, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, undo: ExitStack
@@ -558,7 +558,6 @@ class Checkpointer(OfOneProcess):
         self._ranks.decide("make a checkpointer", take_state, judge_arguments)
         if self._names_itself:
             agreed_session(self._ranks, manager.session_id)
-        self._events.rejoin(self._ranks.rank)
         self._epochs.rejoin(self._ranks.world_size)
 
         def rejoined(strategy: ReplicationStrategy | None) -> NodeManager:

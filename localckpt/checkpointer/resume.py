@@ -22,6 +22,7 @@ from localckpt.checkpointer.parts import EPOCHS, TrainingState
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import (
+    AbortedError,
     CheckpointingException,
     CorruptShardError,
     MismatchError,
@@ -42,29 +43,44 @@ _PARTS = ("start", "meet", "find", "fetch", "read")
 _SHOWN = 10
 
 
-def begin_record(
-    sinks: Iterable[Sink], ranks: Ranks, session_id: str, **places: str | None
-) -> tuple[EventStream, float]:
-    """Begin the record of this rank's run; returns it, and when the process began.
+class Record:
+    """Record of this rank's runs: of its process, and of each time that it joins the ranks again.
 
     It is held back, since nothing is to be made before the managers have claimed their places.
+
+    Attributes:
+        stream: Takes the events.
+        began: When the process began, or began to join again.
     """
-    stream = EventStream(sinks, rank=ranks.rank, is_held=True)
-    # By the clock that counts from the machine's boot.
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    age_s -= Owner.me().started / os.sysconf("SC_CLK_TCK")
-    made = time.monotonic()
-    details = {
-        "session": session_id,
-        "world_size": ranks.world_size,
-        "pid": os.getpid(),
-        "process_start": stream.clock_time(made - age_s),
-        "version": localckpt.__version__,
-        **places,
-    }
-    stream.emit("run_began", began=made, ended=made, details=details)
-    stream.add("start", made - age_s, made)
-    return stream, made - age_s
+
+    def __init__(self, sinks: Iterable[Sink], ranks: Ranks, **details: str | None) -> None:
+        self.stream = EventStream(sinks, rank=ranks.rank, is_held=True)
+        self._details = details
+        # By the clock that counts from the machine's boot.
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age_s -= Owner.me().started / os.sysconf("SC_CLK_TCK")
+        self.began = time.monotonic() - age_s
+        self._begin(ranks)
+
+    def rejoin(self, ranks: Ranks, called: float, step: int | None) -> None:
+        """End a run after a step, and begin another one in the same process."""
+        left = AbortedError("the process joins the ranks again")
+        self.stream.emit("run_ended", began=called, ended=called, step=step, error=left)
+        self.stream.begin_run(ranks.rank)
+        self.began = called
+        self._begin(ranks)
+
+    def _begin(self, ranks: Ranks) -> None:
+        made = time.monotonic()
+        details = {
+            "world_size": ranks.world_size,
+            "pid": os.getpid(),
+            "process_start": self.stream.clock_time(self.began),
+            "version": localckpt.__version__,
+            **self._details,
+        }
+        self.stream.emit("run_began", began=made, ended=made, details=details)
+        self.stream.add("start", self.began, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +126,14 @@ class Resumption:
         nodes: NodeTier,
         shared: SharedTier | None,
         ranks: Ranks,
-        record: tuple[EventStream, float],
+        record: Record,
         *,
         quiet: bool,
     ) -> None:
         self._nodes, self._shared, self._ranks, self._quiet = nodes, shared, ranks, quiet
-        self._events = record[0]
+        self._events = record.stream
         # When the process began, until it has resumed.
-        self._began: float | None = record[1]
+        self._began: float | None = record.began
         self.source = ""
 
     def find(self, elsewhere: Elsewhere | None) -> int:

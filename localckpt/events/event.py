@@ -36,7 +36,6 @@ Name: TypeAlias = Literal[
     # Waiting for saves to end, to stop or to close.
     "wait",
     # What becomes of checkpoints.
-    "rejoined",
     "degraded",
     "diverged",
     "reprotected",

@@ -74,9 +74,9 @@ class EventStream:
         if not is_held:
             self.release()
 
-    def rejoin(self, rank: int) -> None:
-        """Emit as another rank from now on."""
-        self._rank = rank
+    def begin_run(self, rank: int) -> None:
+        """Emit from now on as a new start, and maybe as another rank."""
+        self.run, self._rank, self._numbers = secrets.token_hex(6), rank, count()
 
     def release(self) -> None:
         """Give the sinks what is waiting, and what comes."""

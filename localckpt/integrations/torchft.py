@@ -29,7 +29,7 @@ from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import TargetRules, find_targets
-from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.buffers import PrivateBuffer, allocate
 
 with at_least("torchft", "torchft-nightly"):
     from torchft.checkpointing.transport import CheckpointTransport
@@ -116,6 +116,7 @@ class ImageTransport(CheckpointTransport[Any]):
             MismatchError: The sender offers another step, is another one, or the state does not fit
                 the tensors that are given.
             CorruptShardError: What arrived is not what was sent.
+            StorageError: There is no host memory for it.
             RestoreError, UnsafeGlobalError: The state cannot be made of what arrived.
             CheckpointingException: The transport is shut down.
         """
@@ -215,7 +216,8 @@ def _fetch(what: str, address: str, token: str, step: int, timeout_s: float) -> 
             reply = _receive(connection, bytearray(_REPLY.size), deadline)
             offered, nbytes = _REPLY.unpack(reply)
             if nbytes:
-                return _receive(connection, PrivateBuffer(nbytes).view[:nbytes], deadline)
+                memory = allocate(PrivateBuffer, nbytes).view[:nbytes]
+                return _receive(connection, memory, deadline)
         if offered == _NO_SENDER:
             raise MismatchError(f"{what}: another process is there now. Nothing was changed")
         if offered > step:

@@ -14,6 +14,9 @@ import pytest
 import torch.distributed as dist
 
 import localckpt
+from localckpt.cli.account import account
+from localckpt.cli.starts import starts_of
+from localckpt.events.jsonl import read_events
 from tests.checkpointer.loops import stores
 from tests.checkpointer.survivors import (
     Survivor,
@@ -87,8 +90,18 @@ def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -
     assert rejoined.source == "own memory"
     assert rejoined.nbytes > 1 << 20
     assert rejoined.lost_steps == 7 - rejoined.step
-    assert survivors[1].lives[1].read_nbytes == 0
+    # No more than directories and notes.
+    assert survivors[1].lives[1].read_nbytes < 1 << 16
     assert survivors[2].lives[0].rejoined is None
+    # A start like any other, in the record of what happened.
+    events = read_events(sorted(tmp_path.glob("nodes/*/events")))
+    (starts,) = starts_of(events).values()
+    first, second = account(starts).restarts
+    assert (first.start.world_size, second.start.world_size) == (2, 2)
+    assert second.start.resumed_step == rejoined.step - 1
+    assert second.lost_steps == 1
+    assert second.sources == {"local": 1, "replicated": 1}
+    assert 0 < second.recovery_s < 60
 
 
 @pytest.mark.fault("survivors")

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.basic import TensorAwareStateDict
@@ -253,7 +252,9 @@ def _place_in(mesh: Any) -> tuple[int, ...] | None:
     Not by what the mesh says itself. torch gives new DTensors the spec of an equal one, whose mesh
     is of an earlier process group where this rank may have had another number.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    # A mesh exists only where it is imported.
+    dist = sys.modules["torch.distributed"]
+    if not dist.is_initialized():
         at = mesh.get_coordinate()
         return None if at is None else tuple(at)
     places = (mesh.mesh == dist.get_rank()).nonzero().tolist()

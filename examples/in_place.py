@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-import localckpt
 from examples.compare import compare
 from examples.journal import Journal
 from examples.model import GPT, Text
+from localckpt import Checkpointer, PeerLostError
 
 RANKS = 2
 STEPS = 48
@@ -59,7 +59,7 @@ def train(home: int, store: Store, folder: Path) -> None:
         torch.manual_seed(1 + dist.get_rank())
         state = {"model": model, "optimizer": optimizer}
         if checkpointer is None:
-            checkpointer = localckpt.Checkpointer(
+            checkpointer = Checkpointer(
                 state,
                 local=folder / f"node{home}",
                 every=SAVE_EVERY,
@@ -80,7 +80,7 @@ def train(home: int, store: Store, folder: Path) -> None:
                 checkpointer.step(step)
                 journal.write("step", step=step)
             break
-        except (RuntimeError, localckpt.PeerLostError):
+        except (RuntimeError, PeerLostError):
             # gloo's error: the connection to a rank is closed.
             checkpointer.abort()
             dist.destroy_process_group()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 from localckpt.availability.coverage import JoinRecord, judge_join, judge_resumed, newest_first
 from localckpt.availability.durability import Durability, Found, durability_found
@@ -36,6 +36,8 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.store import Store
 from localckpt.trust import Mark, Trusts
+
+T = TypeVar("T")
 
 # Sequence numbers stay below 2**60, so that they fit wherever integers go.
 _DRAWS = 2**32
@@ -214,17 +216,7 @@ class Epoch:
         ranks, store = self._ranks, self._store
         mine = None
         with Attempt() as looking:
-            epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
-            mine = JoinRecord(
-                self._context.session_id,
-                ranks.world_size,
-                FORMAT_VERSION,
-                store.domain,
-                max([store.claim.newest_epoch(), *epochs]),
-                store.claim.owner,
-                secrets.randbelow(_DRAWS),
-                self._context.options.elastic,
-            )
+            mine = self._context.read(self._join_record)
         (epoch, draw, runs), owners = ranks.agree(
             *("join the job", looking, mine, _judge_join),
             read=shaped(((int, int, [(int, int)]), list)),
@@ -242,6 +234,20 @@ class Epoch:
         # epoch; the numbers of their saves must differ, or their shards could pass for one
         # checkpoint later.
         return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
+
+    def _join_record(self) -> JoinRecord:
+        store = self._store
+        epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
+        return JoinRecord(
+            self._context.session_id,
+            self._ranks.world_size,
+            FORMAT_VERSION,
+            store.domain,
+            max([store.claim.newest_epoch(), *epochs]),
+            store.claim.owner,
+            secrets.randbelow(_DRAWS),
+            self._context.options.elastic,
+        )
 
     def place_again(self) -> None:
         """Have the strategy begin anew, as a rank that saved alone counts one more."""
@@ -367,6 +373,13 @@ class Context:
     def nodes(self) -> Sequence[str]:
         """For each rank the name of the node whose store it reads, once the ranks have joined."""
         return self.placed or self.epoch.nodes
+
+    def read(self, read: Callable[[], T]) -> T:
+        """Return what is read in this node's store; StorageError if it does not answer in time."""
+        if self.images is None:
+            # A user's hooks are called in the trainer's thread only.
+            return read()
+        return answered("read", "this node's store", self.ranks.timeout_s, read)
 
     @property
     def images(self) -> DirectoryStore | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from localckpt.availability.coverage import describe_choice, judge_newest, unrelated
@@ -41,9 +42,9 @@ class Finder:
         with context.events.timed("find"):
             with Attempt() as looking:
                 # On every rank, since each may have to read files of its node.
-                stored = context.store.list_stored()
+                stored = context.read(context.store.list_stored)
                 if inventory.is_leader(context.ranks.rank):
-                    mine = _report(context.store, stored)
+                    mine = context.read(partial(_report, context.store, stored))
             found: Found = context.ranks.agree(
                 *("find the latest checkpoint", looking, mine, self._judge), read=Found.from_json
             )

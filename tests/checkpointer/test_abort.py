@@ -19,6 +19,7 @@ import localckpt
 from localckpt.errors import AbortedError, PeerLostError
 from localckpt.ranks.job_store import default_store
 from tests.checkpointer.loops import stores
+from tests.checkpointer.slow_storage import slow_down
 from tests.ranks import node_store, run_ranks
 
 _NUMEL = 1 << 18
@@ -135,3 +136,59 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
         for name, slack in {"threads": 6, "descriptors": 6, "shared memory": 0, "keys": 40}.items():
             assert seen[-1][name] <= seen[0][name] + slack, name
         assert seen[-1]["memory"] < seen[0]["memory"] + (64 << 20)
+
+
+def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str) -> float:
+    slow_down(node_store(), flag, 8.0, hangs=True)
+    part = _Part()
+    checkpointer = localckpt.Checkpointer(
+        {"part": part}, local=node_store(), every=10**6, timeout_s=60.0, replication_factor=2
+    )
+    step = checkpointer.resume()
+    part.set(step)
+    checkpointer.step(step)
+    checkpointer.save(step)
+    checkpointer.wait_until_finished()
+    dist.barrier()
+    calls = {
+        "save": lambda: checkpointer.save(step + 1),
+        "wait": checkpointer.wait_until_finished,
+        "resume": checkpointer.resume,
+    }
+    part.set(step + 1)
+    checkpointer.step(step + 1)
+    if call == "wait":
+        checkpointer.save(step + 1)
+    dist.barrier()
+    if rank == 0:
+        flag.touch()
+    timer = threading.Timer(1.0, checkpointer.abort)
+    timer.start()
+    began = time.monotonic()
+    with contextlib.suppress(PeerLostError):
+        calls[call]()
+        # The other rank hangs, and this one has nothing to wait for.
+        checkpointer.wait_until_finished()
+    took_s = time.monotonic() - began
+    timer.join()
+    dist.barrier()
+    flag.unlink(missing_ok=True)
+    rejoined = checkpointer.rejoin()
+    assert part.is_of(rejoined.step - 1)
+    assert rejoined.step >= step + 1
+    part.set(rejoined.step)
+    checkpointer.step(rejoined.step)
+    checkpointer.save(rejoined.step)
+    checkpointer.close()
+    return took_s
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "resume"])
+def test_a_call_whose_storage_hangs_ends_when_it_is_aborted(call: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        *(_abort_while_storage_hangs, 2, tmp_path / "hangs", call),
+        store_per_node=stores(tmp_path, 2),
+        timeout_s=120.0,
+    )
+
+    assert max(outcomes) < 4.0

@@ -29,7 +29,7 @@ class Resuming:
         self.trusts = Trusts()
         # Checkpoint that this start has resumed from, until it has made progress.
         self.current: Checkpoint | None = None
-        self._notes = notes
+        self.notes = notes
         self._noted: Checkpoint | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
@@ -54,7 +54,7 @@ class Resuming:
         # Assigned before the note is written, so that a signal handler can remove the note.
         self._noted = checkpoint
         try:
-            self._notes.count_start(checkpoint, failed, self.max_attempts)
+            self.notes.count_start(checkpoint, failed, self.max_attempts)
         except StorageError as error:
             # Logged only: the other ranks' notes count, and an error would end this rank alone.
             logger.error("this start is not counted on this rank: %s", error)
@@ -80,7 +80,7 @@ class Resuming:
 
     def forget(self) -> None:
         try:
-            self._notes.forget_starts()
+            self.notes.forget_starts()
         except StorageError as error:
             logger.warning("starts before this one still count: %s", error)
         self.trusts = Trusts(
@@ -96,6 +96,6 @@ class Resuming:
 
     def _remove(self, noted: Checkpoint) -> None:
         try:
-            self._notes.take_back_start(noted)
+            self.notes.take_back_start(noted)
         except StorageError as error:
             logger.warning("this start counts as one in vain: %s", error)

@@ -86,25 +86,25 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2025, 1300, 13),
     "async_save": (1575, 1400, 7),
-    "availability": (2553, 2000, 10),
-    "checkpointer": (4142, 1800, 13),
+    "availability": (2604, 2000, 10),
+    "checkpointer": (4148, 1800, 13),
     "cli": (2994, 3000, 16),
     "events": (592, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5692, 4900, 15),
     "integrations": (3053, 2900, 20),
-    "managers": (4872, 3600, 17),
+    "managers": (5228, 3600, 18),
     "memory": (735, 700, 7),
     "ranks": (2529, 1600, 10),
-    "replication": (2825, 2900, 17),
-    "replication/parity": (1731, 1700, 12),
+    "replication": (2834, 2900, 17),
+    "replication/parity": (1733, 1700, 12),
     "state_dict": (6951, 5000, 30),
-    "storage": (3177, 3100, 16),
+    "storage": (3197, 3100, 16),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "replication/parity"}
-_CORE_MODULES = (159, 150)
+_CORE_MODULES = (160, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

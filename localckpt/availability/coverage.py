@@ -210,6 +210,26 @@ def judge_nodes(newest: Checkpoint, world_size: int, least_nodes: int) -> None:
         )
 
 
+class Standing(NamedTuple):
+    """Durability of a kept checkpoint as a rank has found it; numbers as in a ``Durability``."""
+
+    checkpoint: Checkpoint
+    copies: int
+    wanted: int
+    lacking: int
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Standing:
+        checkpoint, copies, wanted, lacking = fields
+        return cls(checkpoint_from(checkpoint), copies, wanted, lacking)
+
+
+def checkpoint_from(fields: Sequence[Any]) -> Checkpoint:
+    """Read a checkpoint from the JSON of its fields."""
+    generation, iteration, world_size = fields
+    return Checkpoint(Generation(*generation), iteration, world_size)
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
     iteration: int
@@ -230,6 +250,10 @@ class SaveOutcome:
     """Ranks among which tensors are divided, each with what they must have alike."""
     metric: float | None = None
     """Value of the metric of the retention; ``None`` for none. That of the first rank counts."""
+    lacking: tuple[Checkpoint, ...] = ()
+    """Kept checkpoints of which this node has lost pieces, or that have too few copies."""
+    found: tuple[Standing, ...] = ()
+    """Kept checkpoints that a repair has found otherwise than all ranks know."""
 
     def to_json(self) -> list[Any]:
         return list(astuple(self))
@@ -237,7 +261,7 @@ class SaveOutcome:
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
         iteration, generation, error, missing, kept, wanted, group, bad, *told = fields
-        replicas, divided, metric = told
+        replicas, divided, metric, lacking, found = told
         return cls(
             iteration,
             Generation(*generation),
@@ -250,6 +274,8 @@ class SaveOutcome:
             tuple((set_id, digest) for set_id, digest in replicas),
             tuple((tuple(ranks), digest) for ranks, digest in divided),
             metric,
+            tuple(map(checkpoint_from, lacking)),
+            tuple(map(Standing.from_json, found)),
         )
 
 

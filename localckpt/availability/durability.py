@@ -7,12 +7,14 @@ the root sends every rank a summary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from localckpt.availability.coverage import (
     SaveOutcome,
+    Standing,
+    checkpoint_from,
     complete_checkpoints,
     describe_incomplete,
     division_problem,
@@ -26,7 +28,7 @@ from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
 from localckpt.trust import Trusts, choose
 
-Level = Literal["captured", "local", "replicated", "drained"]
+Level = Literal["captured", "incomplete", "local", "replicated", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Durability:
     Attributes:
         level: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more, ``"drained"`` once
-            the job has promoted it to shared storage.
+            the job has promoted it to shared storage. ``"incomplete"`` if some shard has been lost
+            on all nodes since.
         copies: Smallest number of copies of any shard on different nodes, the owner's included; 0
             while captured. A shard that can be computed after the loss of any m nodes counts as
             m + 1 copies.
@@ -80,6 +83,8 @@ class SaveVerdict:
     parts_fit: bool = True
     is_mismatched: bool = False
     metric: float | None = None
+    lacking: tuple[Checkpoint, ...] = ()
+    found: tuple[Standing, ...] = ()
 
     def to_json(self) -> list[Any]:
         reached, diverged = self.reached, self.divergence
@@ -92,14 +97,22 @@ class SaveVerdict:
             self.parts_fit,
             self.is_mismatched,
             self.metric,
+            [astuple(checkpoint) for checkpoint in self.lacking],
+            [[astuple(checkpoint), *numbers] for checkpoint, *numbers in self.found],
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad, diverged, *others = fields
+        problems, generation, reached, bad, diverged, fit, mismatched, metric, *told = fields
+        lacking, found = told
         durability = Durability(*reached) if reached else None
         divergence = Divergence.from_json(diverged) if diverged else None
-        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, *others)
+        return cls(
+            *(tuple(problems), Generation(*generation), durability, bad, divergence),
+            *(fit, mismatched, metric),
+            tuple(map(checkpoint_from, lacking)),
+            tuple(map(Standing.from_json, found)),
+        )
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -126,7 +139,18 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
         parts_fit=fit,
         is_mismatched=is_mismatched,
         metric=outcomes[0].metric,
+        lacking=tuple({c: None for outcome in outcomes for c in outcome.lacking}),
+        found=_worst([standing for outcome in outcomes for standing in outcome.found]),
     ).to_json()
+
+
+def _worst(found: Collection[Standing]) -> tuple[Standing, ...]:
+    """Take of each checkpoint the worst that any rank has found, as one may know of less."""
+    least_first = sorted(found, key=lambda standing: (standing.copies, -standing.lacking))
+    worst: dict[Checkpoint, Standing] = {}
+    for standing in least_first:
+        worst.setdefault(standing.checkpoint, standing)
+    return tuple(worst.values())
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
@@ -159,8 +183,13 @@ def durability_found(
 def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Durability:
     pairs = list(zip(copies, wanted, strict=True))
     fewest, of = min(pairs, key=lambda pair: (pair[0], -pair[1]))
-    lacking = sum(has < wants for has, wants in pairs)
-    return Durability(iteration, "replicated" if fewest > 1 else "local", fewest, of, lacking)
+    return durability_at(iteration, fewest, of, sum(has < wants for has, wants in pairs))
+
+
+def durability_at(iteration: int, copies: int, wanted: int, lacking: int) -> Durability:
+    """Make the durability of a saved checkpoint, with the level that its copies give it."""
+    level: Level = "replicated" if copies > 1 else "local" if copies else "incomplete"
+    return Durability(iteration, level, copies, wanted, lacking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +240,10 @@ class Found:
     def from_json(cls, fields: Sequence[Any]) -> Found:
         complete, lineages, incomplete, trusts, quarantined, exhausted = fields
         return cls(
-            {_checkpoint(*of): Durability(*reached) for *of, reached in complete},
+            {checkpoint_from(of): Durability(*reached) for *of, reached in complete},
             [Lineage.from_json(lineage) for lineage in lineages],
             incomplete,
             Trusts.from_json(trusts),
-            {_checkpoint(*of): why for *of, why in quarantined},
-            {_checkpoint(*of): why for *of, why in exhausted},
+            {checkpoint_from(of): why for *of, why in quarantined},
+            {checkpoint_from(of): why for *of, why in exhausted},
         )
-
-
-def _checkpoint(generation: Sequence[int], iteration: int, world_size: int) -> Checkpoint:
-    return Checkpoint(Generation(*generation), iteration, world_size)

@@ -816,6 +816,17 @@ class Checkpointer(OfOneProcess):
         return self._nodes.manager.mark_good(why)
 
     @in_own_words
+    def replace_store(self, path: str | os.PathLike[str] | None) -> None:
+        """Go on with another directory on some nodes, as on a new disk; all ranks call it.
+
+        Waits for the saves under way. See :meth:`CheckpointManager.replace_store`, which takes and
+        raises the same. Events go to the old directory until the next start.
+        """
+        self._require_writable()
+        self.wait_until_finished()
+        self._nodes.manager.replace_store(path)
+
+    @in_own_words
     def wait_until_finished(self) -> None:
         """Return when every save is complete on all ranks, or has failed; all ranks call it.
 

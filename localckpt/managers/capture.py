@@ -38,7 +38,7 @@ class StateCapture:
 
     def __init__(self, context: Context) -> None:
         options, ranks = context.options, context.ranks
-        self._context, self._store = context, context.store
+        self._context = context
         self.planner = ImagePlanner(context.allowed, Job(ranks.rank, ranks.global_ranks))
         self._copier = Copier(options.staging_threads)
         # Between two steps of an optimizer nobody changes its parameters and its state, so their
@@ -53,7 +53,7 @@ class StateCapture:
         self._copies: list[CopiesUnderWay] = []
         self._states_are_good = False
         # Until the ranks find that their parts do not fit together.
-        self._divides = options.divide_replicated and self._store.keeps_images
+        self._divides = options.divide_replicated and self._context.store.keeps_images
 
     def node_ranks(self) -> tuple[int, ...]:
         """Return the ranks with which this rank divides equal tensors; ``()`` for none."""
@@ -78,11 +78,11 @@ class StateCapture:
         node_ranks: tuple[int, ...] = (),
     ) -> tuple[Slot, tuple[Agreed, ...]]:
         """Capture a state's value now; return its slot, and what divided parts have alike."""
-        if not self._store.keeps_images:
+        if not self._context.store.keeps_images:
             state = self._on_host(state, identity)
         capture = self.planner.capture(state, node_ranks)
         timeout_s = self._context.options.timeout
-        slot = self._store.reserve(identity, capture.nbytes(identity), timeout_s)
+        slot = self._context.store.reserve(identity, capture.nbytes(identity), timeout_s)
         tasks: list[Task[None]] = []
         slot.begin_filling(partial(self._stop, tasks))
         slot.pin(capture.gpu)
@@ -122,7 +122,7 @@ class StateCapture:
         with Attempt() as checking:
             state = wrapped(state)
             capture = self.planner.capture(state, self.node_ranks())
-            needs = self._store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
+            needs = self._context.store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
             report = [capture.agreed, needs.to_json()]
         apart, buffers, memory = ranks.agree(
             *(f"save iteration {iteration}", checking, report, partial(_judge_first, protection)),
@@ -132,7 +132,7 @@ class StateCapture:
         )
         if apart is not None:
             self.divide_no_more(apart)
-        self._store.limit_buffers(buffers)
+        self._context.store.limit_buffers(buffers)
         is_less = buffers < needs.buffers
         logger.log(logging.WARNING if is_less else logging.INFO, "%s", memory)
         self._states_are_good = True

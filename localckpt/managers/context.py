@@ -16,8 +16,14 @@ from functools import partial
 from itertools import groupby
 from typing import Any, SupportsIndex, TypeVar
 
-from localckpt.availability.coverage import JoinRecord, judge_join, judge_resumed, newest_first
-from localckpt.availability.durability import Durability, Found, durability_found
+from localckpt.availability.coverage import (
+    JoinRecord,
+    Standing,
+    judge_join,
+    judge_resumed,
+    newest_first,
+)
+from localckpt.availability.durability import Durability, Found, durability_at, durability_found
 from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.availability.retention import Retention, Retirement
 from localckpt.errors import CheckpointingException
@@ -46,6 +52,8 @@ _DRAWS = 2**32
 class JobCheckpoints:
     """Complete checkpoints of one job, and the level of each; the same on all ranks.
 
+    What a repair finds is known to this rank first, and to all when the next save ends, since it
+    is the same on all ranks what is kept.
     ``complete`` has the newest first; ``exhausted`` are those that are passed over, as too many
     starts failed from them, and why. ``seen`` is what the last look found, and ``job_has_looked``
     says that the job asked, or told what it resumes from: then it knows what it gives up.
@@ -58,6 +66,8 @@ class JobCheckpoints:
         self.trusts = Trusts()
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
+        # What repairs have found since all ranks agreed.
+        self._found: dict[Checkpoint, Durability] = {}
         self._held: Counter[Checkpoint] = Counter()
         self.lineages: dict[EpochId, Lineage] = {}
         self.seen: list[Point] | None = None
@@ -72,7 +82,7 @@ class JobCheckpoints:
     @property
     def lacking(self) -> int:
         """Number of shards of the newest checkpoint that have fewer copies than asked for."""
-        newest = self._reached.get(self.complete[0]) if self.complete else None
+        newest = self._known(self.complete[0]) if self.complete else None
         return 0 if newest is None else newest.lacking
 
     def status(self, rank: int) -> list[Durability]:
@@ -80,11 +90,20 @@ class JobCheckpoints:
             Durability(iteration, "captured", 0, self.copies_wanted(rank))
             for iteration in reversed(self.under_way)
         ]
-        reached = ((c, self._reached[c]) for c in self.complete if c in self._reached)
+        reached = ((c, self._known(c)) for c in self.complete)
         return captured + [
             replace(durability, level="drained") if self.trusts[c].is_drained else durability
             for c, durability in reached
+            if durability is not None
         ]
+
+    def _known(self, checkpoint: Checkpoint) -> Durability | None:
+        return self._found.get(checkpoint) or self._reached.get(checkpoint)
+
+    def lacks_copies(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint can be had, and has fewer copies than asked for."""
+        known = self._known(checkpoint)
+        return known is not None and known.lacking > 0 and known.level != "incomplete"
 
     def take_in(self, found: Found) -> None:
         self.complete = list(found.complete)
@@ -93,6 +112,7 @@ class JobCheckpoints:
         own = {c: replace(self.trusts[c], mark=None, why="") for c in self.complete}
         self.trusts = Trusts.of([found.trusts, own])
         self._reached.update(found.complete)
+        self._found.clear()
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
         # The job goes back from what it passes over, too.
         seen = (*found.complete, *found.quarantined, *found.exhausted)
@@ -104,6 +124,25 @@ class JobCheckpoints:
     def refresh(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
         protection = self._redundancy.protection
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
+        self._found.pop(checkpoint, None)
+
+    def note_found(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
+        """Note what a repair has found, for :meth:`status`, and for all ranks to agree on."""
+        protection = self._redundancy.protection
+        self._found[checkpoint] = durability_found(checkpoint, inventory, protection)
+
+    def found(self) -> tuple[Standing, ...]:
+        """Return what repairs have found on this rank, and not all ranks know."""
+        new = [(c, d) for c, d in dict(self._found).items() if d != self._reached.get(c)]
+        return tuple(Standing(c, d.copies, d.wanted, d.lacking) for c, d in new)
+
+    def agree_on(self, found: Sequence[Standing]) -> None:
+        """Take in what any rank has found, and forget what cannot be had; all ranks call it."""
+        for checkpoint, copies, wanted, lacking in found:
+            agreed = durability_at(checkpoint.iteration, copies, wanted, lacking)
+            self._reached[checkpoint] = agreed
+            if not copies:
+                self.remove(checkpoint)
 
     @property
     def metrics(self) -> dict[Checkpoint, tuple[str, float]]:
@@ -118,6 +157,8 @@ class JobCheckpoints:
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         self._reached[checkpoint] = reached
+        for gone in {*self._found} - {*self.complete}:
+            self._found.pop(gone, None)
 
     def forget(self, iteration: int) -> None:
         """Forget an iteration under way, which is finalized or never will be."""
@@ -191,7 +232,7 @@ class Epoch:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._ranks, self._store = context.ranks, context.store
+        self._ranks = context.ranks
         self._strategy, self._checkpoints = context.strategy, context.checkpoints
         self.nodes: list[str] = []
         self._is_joined = self._is_placed = False
@@ -213,7 +254,7 @@ class Epoch:
 
     def _meet(self) -> tuple[list[str], Generation]:
         """Find the name of each rank's node, and the generation from which to count saves."""
-        ranks, store = self._ranks, self._store
+        ranks, store = self._ranks, self._context.store
         mine = None
         with Attempt() as looking:
             mine = self._context.read(self._join_record)
@@ -278,7 +319,7 @@ class Epoch:
         resumed = self._resumed or unsaid(iteration, seen)
         lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._checkpoints.lineages)
         with Attempt() as noting:
-            note = partial(self._store.claim.note_lineage, lineage)
+            note = partial(self._context.store.claim.note_lineage, lineage)
             answered("write to", "this node's store", self._ranks.timeout_s, note, given_up)
         self._ranks.agree("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
@@ -331,6 +372,12 @@ class Epoch:
     def leave(self, points: Sequence[Point]) -> None:
         """Have the next epoch give up checkpoints elsewhere that the job goes back from."""
         self._left += points
+
+    def begin_anew(self) -> None:
+        """Have the next :meth:`join` begin another epoch, which goes on from the last save."""
+        if self.lineage is not None:
+            self._resume(Resumed("local", self.newest_iteration, self.lineage))
+        self._is_joined = False
 
     def start_over(self) -> None:
         """Go on from nothing: no checkpoint is left, and any iteration may be saved."""

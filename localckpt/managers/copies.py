@@ -1,4 +1,4 @@
-"""Copies of shards on other nodes, and other pieces: of a save, and what a loaded checkpoint lacks.
+"""Copies of shards on other nodes, and other pieces: of a save, and what checkpoints lack.
 
 Copies of saves are made one after the other in the order in which the saves were called, which is
 the same on all ranks; who runs the requests that ``save`` returns, and when, does not matter to
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
-from localckpt.availability.inventory import Inventory
+from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.failure_texts import described, short
 from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
@@ -27,8 +28,8 @@ from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies_of_others, plan_shards
 from localckpt.replication.redundancy import Keeper, Lacking
 from localckpt.replication.retrieval import carry_out, connect_for, new_name
+from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.transport import Transport
-from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import Task
 
@@ -155,62 +156,34 @@ class Replication:
 # Keeping what was computed, opening, reserving, sending, telling the outcome; then telling sizes,
 # computing pieces, completing them, telling the outcome: each has the deadline once, and
 # connecting is over before.
-_STEPS = 10
+PROTECTING_STEPS = 10
 
 
 class Reprotection:
-    def __init__(self, context: Context, store: DirectoryStore, ranks: Ranks) -> None:
-        self._context = context
-        self._store = store
-        self._ranks = ranks
-        self._under_way: Task[None] | None = None
+    """Making of the pieces that checkpoints lack, behind training, on all ranks together."""
+
+    def __init__(self, context: Context, ranks: Ranks) -> None:
+        self._context, self.ranks = context, ranks
+        self._under_way: Task[str] | None = None
         self._work: _Work | None = None
+        self.checkpoint: Checkpoint | None = None
+        """The checkpoint that :meth:`repair` is at."""
+
+    # After a load, until the next save.
 
     def begin(self, recovery: Recovery) -> None:
         """Begin to make the pieces that a loaded checkpoint lacks; all ranks call it."""
-        checkpoint, inventory = recovery.checkpoint, recovery.inventory
-        computed = {owner: recovery.computed_by[owner] for owner in recovery.nbytes}
-        for owner, rank in computed.items():
-            inventory.add(checkpoint, owner, inventory.node_of(rank), recovery.nbytes[owner])
-        lacking = self._lacking(checkpoint, inventory)
-        if not (lacking.copies or lacking.renewal or computed):
+        if (work := self._prepared(recovery)) is None:
             return
-        logger.info(
-            "iteration %d: %d shards have fewer copies than asked for, %d were computed%s: making "
-            "them again",
-            *(checkpoint.iteration, len(lacking.copies), len(computed)),
-            f", {lacking.renewal}" if lacking.renewal else "",
-        )
-        work = _Work(self._context, self._store, self._ranks, recovery, computed, lacking)
-        try:
-            self._connect(work)
-        except CheckpointingException as error:
-            work.drop()
-            for owner, rank in computed.items():
-                inventory.remove(checkpoint, Piece(owner), inventory.node_of(rank))
-            logger.warning(
-                "%d shards stay with fewer copies: %s", len(lacking.copies), described(error)
-            )
-            self._context.events.emit("reprotected", step=checkpoint.iteration, error=error)
-            return
+        note = self._context.checkpoints.refresh
         # No daemon: the interpreter must not end while it is inside of gloo.
-        self._work = work
-        self._under_way = Task(lambda: self._make_all(work))
+        self._under_way = Task(lambda: self._make_all(work, note))
         self._under_way.start("localckpt-reprotection", daemon=False)
-
-    def _lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
-        if checkpoint.world_size == self._ranks.world_size:
-            return self._context.strategy.lacking(checkpoint, inventory)
-        # The job's groups are not those of the ranks that saved it; whole copies protect any.
-        tolerated = max(
-            (group.tolerated for group in self._context.strategy.protection.values()), default=0
-        )
-        return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + tolerated))
 
     def finish(self) -> None:
         if self._under_way is None:
             return
-        deadline_s = _STEPS * self._ranks.timeout_s
+        deadline_s = PROTECTING_STEPS * self.ranks.timeout_s
         if not self._under_way.wait(deadline_s):
             raise CheckpointingException(
                 f"making copies of the loaded checkpoint has not ended after {deadline_s:g} s: is "
@@ -218,16 +191,105 @@ class Reprotection:
             )
         self._under_way = self._work = None
 
-    def cancel(self) -> None:
-        """Abort what is under way; :meth:`finish` then does not wait for other ranks."""
-        if self._under_way is not None and not self._under_way.done():
-            self._ranks.abort()
-            if (work := self._work) is not None:
-                work.abort()
+    # Beside saves, in a thread.
+
+    def look(self, checkpoints: Collection[Checkpoint]) -> Inventory:
+        """Look at all nodes for the pieces of some checkpoints; all ranks call it."""
+        context, mine = self._context, None
+        inventory = Inventory(ranks_by_node(context.nodes), SCHEMES)
+        with Attempt() as looking:
+            # On every rank, since each may have to read files of its node.
+            stored = context.store.list_stored()
+            records = [s.record for s in stored if s.record is not None]
+            if inventory.is_leader(self.ranks.rank):
+                those = [r for r in records if r.identity.checkpoint in checkpoints]
+                mine = node_report(those, context.store.claim.noted_lineages())
+        what = "look for pieces that are lost"
+        inventory.merge_all(self.ranks.agree(what, looking, mine, packed, read=unpacked))
+        for checkpoint in checkpoints:
+            context.checkpoints.note_found(checkpoint, inventory)
+        return inventory
+
+    def repair(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
+        """Make the pieces that a checkpoint lacks, unless it is not kept; all ranks call it."""
+        checkpoints, self.checkpoint = self._context.checkpoints, checkpoint
+        # Some ranks may have finalized a later save than others.
+        if not self.ranks.decide(
+            f"repair iteration {checkpoint.iteration}",
+            lambda: checkpoint in checkpoints.complete,
+            all,
+            read=shaped(bool),
+        ):
+            return
+        beside = replace(self._context, ranks=self.ranks, placed=self._context.nodes)
+        recovery, is_computed = Recovery(beside, inventory, checkpoint, []), False
+        while not is_computed:
+            recovery.drop()
+            lost = recovery.plan()
+            is_computed = recovery.run({s: s % self.ranks.world_size for s in lost})
+        checkpoints.note_found(checkpoint, inventory)
+        if (work := self._prepared(recovery)) is None:
+            return
+        if (why := self._make_all(work, checkpoints.note_found)) and not self.ranks.is_aborted:
+            # What was sent may be bad: no load has verified it before.
+            for identity in work.sent:
+                recovery.verify_again(identity, why)
+
+    # Of both.
+
+    def abort(self) -> None:
+        """Abort what is under way, and what would follow; nothing waits for other ranks then."""
+        self.ranks.abort()
+        if (work := self._work) is not None:
+            work.abort()
+
+    def _prepared(self, recovery: Recovery) -> _Work | None:
+        """Plan the pieces to make, and connect; ``None`` for none, or if that cannot be done."""
+        checkpoint, inventory = recovery.checkpoint, recovery.inventory
+        computed = {owner: recovery.computed_by[owner] for owner in recovery.nbytes}
+        for owner, rank in computed.items():
+            inventory.add(checkpoint, owner, inventory.node_of(rank), recovery.nbytes[owner])
+        lacking = self._lacking(checkpoint, inventory)
+        if not (lacking.copies or lacking.renewal or computed):
+            return None
+        logger.info(
+            "iteration %d: %d shards have fewer copies than asked for, %d were computed%s: making "
+            "them again",
+            *(checkpoint.iteration, len(lacking.copies), len(computed)),
+            f", {lacking.renewal}" if lacking.renewal else "",
+        )
+        self._work = work = _Work(self._context, self.ranks, recovery, computed, lacking)
+        try:
+            self._connect(work)
+        except CheckpointingException as error:
+            work.drop()
+            for owner, rank in computed.items():
+                inventory.remove(checkpoint, Piece(owner), inventory.node_of(rank))
+            logger.log(
+                self._level,
+                "%d shards stay with fewer copies: %s",
+                *(len(lacking.copies), described(error)),
+            )
+            self._context.events.emit("reprotected", step=checkpoint.iteration, error=error)
+            return None
+        return work
+
+    @property
+    def _level(self) -> int:
+        return logging.INFO if self.ranks.is_aborted else logging.WARNING
+
+    def _lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        if checkpoint.world_size == self.ranks.world_size:
+            return self._context.strategy.lacking(checkpoint, inventory)
+        # The job's groups are not those of the ranks that saved it; whole copies protect any.
+        tolerated = max(
+            (group.tolerated for group in self._context.strategy.protection.values()), default=0
+        )
+        return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + tolerated))
 
     def _connect(self, work: _Work) -> None:
-        """Connect the ranks that take part, before :meth:`cancel` may have to disconnect them."""
-        ranks = self._ranks
+        """Connect the ranks that take part."""
+        ranks = self.ranks
         name = ranks.decide(
             *("name the connections for copies", new_name, itemgetter(0)), read=shaped(str)
         )
@@ -239,7 +301,8 @@ class Reprotection:
             work.disconnect()
             raise
 
-    def _make_all(self, work: _Work) -> None:
+    def _make_all(self, work: _Work, note: Callable[[Checkpoint, Inventory], None]) -> str:
+        """Make what lacks, and ``note`` what is there then; return what went wrong on any rank."""
         began, emit = time.monotonic(), self._context.events.emit
         iteration = work.checkpoint.iteration
         try:
@@ -251,23 +314,23 @@ class Reprotection:
         finally:
             work.disconnect()
             work.drop()
-        self._context.checkpoints.refresh(work.checkpoint, work.inventory)
-        if problems:
-            # Ranks that failed together say the same.
-            why = "; ".join(dict.fromkeys(problems))
-            logger.warning(
+        note(work.checkpoint, work.inventory)
+        # Ranks that failed together say the same.
+        if why := "; ".join(dict.fromkeys(problems)):
+            logger.log(
+                self._level,
                 "shards of iteration %d have fewer copies than asked for until the next save: %s",
-                iteration,
-                why,
+                *(iteration, why),
             )
             details = {"error": short(why)}
             emit("reprotected", began=began, step=iteration, outcome="failed", details=details)
-            return
+            return why
         emit("reprotected", began=began, step=iteration, nbytes=work.nbytes)
         logger.info(
             "all shards of iteration %d have their copies again: %d bytes came here in %.3f s",
             *(iteration, work.nbytes, time.monotonic() - began),
         )
+        return ""
 
 
 class _Work(Keeper):
@@ -276,14 +339,13 @@ class _Work(Keeper):
     def __init__(
         self,
         context: Context,
-        store: DirectoryStore,
         ranks: Ranks,
         recovery: Recovery,
         computed: Mapping[int, int],
         lacking: Lacking,
     ) -> None:
         checkpoint, inventory = recovery.checkpoint, recovery.inventory
-        super().__init__(ranks, checkpoint, inventory, store, context.session_id)
+        super().__init__(ranks, checkpoint, inventory, context.store, context.session_id)
         self.lacking = lacking
         self.computed = computed
         self.slots += recovery.slots.values()
@@ -294,12 +356,24 @@ class _Work(Keeper):
                 wanted.setdefault(rank, []).append(owner)
         self._plan = plan_shards(self.checkpoint, self._session_id, self.inventory, wanted)
 
+    @property
+    def sent(self) -> list[ShardIdentity]:
+        """Shards that this rank sends."""
+        return [self.identity(entry.id_.rank) for entry in self._plan.sends(self.ranks.rank)]
+
     def connect(self, name: str, rate_limit: float | None) -> None:
         """Connect this rank to the ranks that it works with; see :meth:`Renewal.connect`."""
-        rank, timeout_s = self.ranks.rank, self.ranks.timeout_s
-        self._transport = connect_for(self._plan, name, rank, timeout_s, rate_limit=rate_limit)
+        ranks = self.ranks
+        self._transport = connect_for(
+            *(self._plan, name, ranks.rank, ranks.timeout_s),
+            rate_limit=rate_limit,
+            is_given_up=lambda: ranks.is_aborted,
+        )
         if self.lacking.renewal is not None:
-            self.lacking.renewal.connect(name, rank, timeout_s, rate_limit)
+            self.lacking.renewal.connect(name, ranks, rate_limit)
+        if ranks.is_aborted:
+            # There was nothing to abort yet.
+            self.abort()
 
     def disconnect(self) -> None:
         for connected in (self._transport, self.lacking.renewal):

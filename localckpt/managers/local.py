@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Unpack
+from typing import TypeAlias, Unpack
 
 from localckpt.errors import CheckpointingException
 from localckpt.managers.manager import CheckpointManager, agreed_session
@@ -15,6 +15,8 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
 from localckpt.storage.hooks import Hooks, HookStore
 from localckpt.storage.memory import MemoryStore, default_root
+
+StrPath: TypeAlias = str | os.PathLike[str]
 
 
 class LocalCheckpointManager(CheckpointManager):
@@ -38,7 +40,7 @@ class LocalCheckpointManager(CheckpointManager):
 
     def __init__(
         self,
-        root_local_ckpt_dir: str | os.PathLike[str],
+        root_local_ckpt_dir: StrPath,
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
         **options: Unpack[StoreOptions],
@@ -46,8 +48,10 @@ class LocalCheckpointManager(CheckpointManager):
         with refused_together(MANAGER, options.get("process_group"), timeout_in(options)):
             chosen = Options.of_store(options, keep_last=2)
 
-        def open_store(ranks: Ranks, allowed: SafeGlobals) -> DirectoryStore:
-            place = root_local_ckpt_dir, session_id, ranks.rank, chosen.timeout
+        def open_store(
+            ranks: Ranks, allowed: SafeGlobals, root: StrPath = root_local_ckpt_dir
+        ) -> DirectoryStore:
+            place = root, session_id, ranks.rank, chosen.timeout
             if chosen.read_only:
                 return ReadOnlyStore(*place)
             return DirectoryStore(*place, num_buffers=chosen.num_buffers)
@@ -90,7 +94,7 @@ class InMemoryCheckpointManager(CheckpointManager):
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
         *,
-        root: str | os.PathLike[str] | None = None,
+        root: StrPath | None = None,
         **options: Unpack[StoreOptions],
     ) -> None:
         names_itself = root is None and not session_id
@@ -104,7 +108,9 @@ class InMemoryCheckpointManager(CheckpointManager):
                 )
         self._names_itself = names_itself
 
-        def open_store(ranks: Ranks, allowed: SafeGlobals) -> DirectoryStore:
+        def open_store(
+            ranks: Ranks, allowed: SafeGlobals, root: StrPath | None = root
+        ) -> DirectoryStore:
             place = root or default_root(), self.session_id, ranks.rank, chosen.timeout
             if chosen.read_only:
                 return ReadOnlyStore(*place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import sys
 import threading
 import time
@@ -26,7 +27,12 @@ from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.retention import Metrics
-from localckpt.errors import CheckpointingException, CorruptShardError, NoReplicasAvailableError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
@@ -37,11 +43,12 @@ from localckpt.managers.copies import Reprotection
 from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
 from localckpt.managers.promotion import DrainTarget, Promotion, promotable
+from localckpt.managers.repair import open_in_place
 from localckpt.managers.reports import LoadReport, SaveReport
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
-from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.deadline import Deadline, answered
 from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, shaped
 from localckpt.replication.strategies import (
     LazyCliqueReplicationStrategy,
@@ -88,7 +95,8 @@ class CheckpointManager(OfOneProcess):
         session_id: A name for the training run; two runs may share a directory.
         repl_strategy: Protects this rank's shards on other nodes; ``None`` for none.
         options: Options of the manager.
-        open_store: Opens the store of this rank.
+        open_store: Opens the store of this rank, by its ranks and allowed classes, in another
+            ``root`` than the manager's if that is given.
 
     Attributes:
         store: Keeps this rank's pieces.
@@ -110,7 +118,7 @@ class CheckpointManager(OfOneProcess):
         session_id: str,
         repl_strategy: ReplicationStrategy | None,
         options: Options,
-        open_store: Callable[[Ranks, SafeGlobals], Store],
+        open_store: Callable[..., Store],
     ) -> None:
         super().__init__()
         self.session_id = session_id
@@ -144,6 +152,7 @@ class CheckpointManager(OfOneProcess):
             reprotecting = Ranks("redundancy", options.process_group, options.timeout)
             self._all_ranks = self._ranks, reprotecting
             strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
+            self._open_store = open_store
             allowed, events = SafeGlobals(options.safe_globals), options.events or EventStream()
             try:
                 self.store = self._open_store(self._ranks, allowed)
@@ -171,7 +180,7 @@ class CheckpointManager(OfOneProcess):
                 kept, self._kept = self._kept, KeptImages()
                 self.store.adopt(kept)
                 if not options.read_only:
-                    self._reprotection = Reprotection(self._context, self.store, reprotecting)
+                    self._reprotection = Reprotection(self._context, reprotecting)
         if repl_strategy is None or isinstance(repl_strategy, LazyCliqueReplicationStrategy):
             return
         if self._context.images is not None:
@@ -547,6 +556,8 @@ class CheckpointManager(OfOneProcess):
         if self._finder.found is None:
             self._find_latest()
         self._await_reprotected()
+        # They write files of what may be loaded.
+        self._saves.repairs.finish()
         try:
             loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
@@ -678,6 +689,55 @@ class CheckpointManager(OfOneProcess):
         self._promotions = [*(p for p in self._promotions if not p.is_over), promotion]
         return promotion.request()
 
+    @one_call
+    def replace_store(self, path: str | os.PathLike[str] | None) -> None:
+        """Go on with another directory on some nodes, as on a new disk; all ranks call it.
+
+        What the directory before held counts as lost: behind training it is made again in the new
+        one, from the other nodes. The old directory is left as it is, and released. The job begins
+        a new epoch, as if it had resumed from what it saved last.
+
+        Args:
+            path: The new directory, the same on all ranks of a node; ``None`` on nodes that keep
+                theirs. It may be the old one, where another disk is mounted there.
+
+        Raises:
+            CheckpointingException: Saves or drains are in flight, or no rank gives a directory; on
+                all ranks, and nothing was changed.
+            MismatchError: The ranks of a node give different directories, or ranks of two nodes
+                would share one; on all ranks, and nothing was changed.
+            StorageError: A directory cannot be used; on all ranks, and nothing was changed.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._require_writable()
+        old, context = self._images("replace_store"), self._context
+        self._saves.require_none("replace a store")
+        if any(not promotion.is_over for promotion in self._promotions):
+            raise CheckpointingException(
+                "a store cannot be replaced while checkpoints are drained from it: finalize the "
+                "promotions first. Nothing was changed"
+            )
+        self._join()
+        self._saves.repairs.finish()
+        new = open_in_place(context, partial(self._open_store, self._ranks, context.allowed), path)
+        if new is not None:
+            self._open_store = partial(self._open_store, root=path)
+            new.on_quarantine = old.on_quarantine
+            new.limit_buffers(old.num_buffers)
+            self.store = context.store = new
+            context.resuming.notes = new.claim
+            try:
+                answered("leave", old.root, context.options.timeout, old.close)
+            except StorageError as error:
+                logger.warning("the store that was replaced is not released: %s", error)
+        self._saves.has_checked_space = False
+        self._forget_latest()
+        context.epoch.begin_anew()
+        self._join()
+        self._finder.look()
+        checkpoints = context.checkpoints
+        self._saves.repairs.begin([c for c in checkpoints.complete if checkpoints.lacks_copies(c)])
+
     def wait_staged(self) -> None:
         """Wait until no save reads the state, which may then be changed in any way.
 
@@ -738,7 +798,7 @@ class CheckpointManager(OfOneProcess):
             if is_abandoned:
                 self._saves.stop_waiting()
                 if self._reprotection is not None:
-                    self._reprotection.cancel()
+                    self._reprotection.abort()
 
     def _leave_store(self, *, keeps_memory: bool) -> None:
         if keeps_memory and isinstance(self.store, DirectoryStore):

@@ -105,9 +105,10 @@ class Recovery:
             self._bad.append(BadCopy(identity, reader, why))
         self.inventory.remove(self.checkpoint, piece, node)
         if self.inventory.reader([node], piece.rank) == self._context.ranks.rank:
-            self._verify_again(identity, why)
+            self.verify_again(identity, why)
 
-    def _verify_again(self, identity: ShardIdentity, why: str) -> None:
+    def verify_again(self, identity: ShardIdentity, why: str) -> None:
+        """Verify a piece of this node that was of no use, and quarantine it if it is bad."""
         # A rank with bad memory must not talk the others out of their good copies, and what the
         # node refused once it may give the next time.
         store = self._context.store

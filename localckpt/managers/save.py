@@ -37,6 +37,7 @@ from localckpt.ids import SAVES_AN_ATTEMPT, CkptID, Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
 from localckpt.managers.copies import Replication
+from localckpt.managers.repair import Repairs
 from localckpt.managers.replica_check import divergence_error
 from localckpt.managers.reports import SaveReport
 from localckpt.ranks.deadline import answered, begin
@@ -318,6 +319,8 @@ class Save:
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
             self._divided,
             self._metric,
+            self._saves.repairs.wanted(),
+            context.checkpoints.found(),
         )
 
     # Complete, or failed.
@@ -334,6 +337,7 @@ class Save:
                 self.fail(error)
                 raise
         self._context.checkpoints.remove(identity.checkpoint)
+        self._context.checkpoints.agree_on(verdict.found)
         if not verdict.parts_fit:
             self._saves.capture.divide_no_more("; ".join(verdict.problems))
         bad, failed = verdict.bad, self._failure(verdict)
@@ -353,6 +357,7 @@ class Save:
                 del failed
         assert verdict.reached is not None, "without a failure the save is complete"
         self._complete(verdict.reached, bad, self._measured(verdict.metric))
+        self._saves.repairs.begin(verdict.lacking)
         return verdict.reached
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
@@ -518,6 +523,7 @@ class Saves:
             ranks.
         has_diverged: Whether the last save that compared replicas found a difference; the same on
             all ranks.
+        has_checked_space: Whether the room in the store was checked.
         foreign: Carries out the saves that queues of other libraries have.
         is_to_stop: Tells whether the job is to stop, so that nothing is to wait for storage.
     """
@@ -527,12 +533,12 @@ class Saves:
     ) -> None:
         self.context, self.is_to_stop = context, is_to_stop
         self.in_flight: list[Save] = []
-        self.capture = StateCapture(context)
+        self.capture, self.repairs = StateCapture(context), Repairs(context)
         self.is_protected = is_protected
         self.is_divergence_fatal = context.options.on_divergence == "error"
         self.has_diverged = False
         self.foreign = SerialThread("localckpt-foreign")
-        self._has_checked_space = False
+        self.has_checked_space = False
         file = context.options.iteration_file
         self._iteration_file = None if file is None else Path(file).absolute()
         self._noting: Task[None] | None = None
@@ -645,12 +651,12 @@ class Saves:
 
     def check_space(self) -> None:
         """Check the room in the first save, once all images of this rank are known."""
-        if self._has_checked_space or (images := self.context.images) is None:
+        if self.has_checked_space or (images := self.context.images) is None:
             return
         rank, nodes = images.rank, self.context.epoch.nodes
         # One more than are kept is there while it is written.
         images.check_space(self.context.options.retention.most + 1, nodes.count(nodes[rank]))
-        self._has_checked_space = True
+        self.has_checked_space = True
 
     def retire(self, saved: int) -> Callable[[], None]:
         """Forget what is older than a complete iteration; return what prunes it here."""
@@ -706,6 +712,7 @@ class Saves:
 
     def closing_steps(self) -> Iterable[Callable[[], object]]:
         """Yield what ends all work, in the order in which it has to be done."""
+        yield self.repairs.close
         yield from (save.replication.wait for save in self.in_flight)
         yield self.foreign.close
         yield from (save.handed_over.close for save in self.in_flight if save.handed_over)

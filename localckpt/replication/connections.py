@@ -82,7 +82,12 @@ class HostConnections:
 
     @classmethod
     def connect_to(
-        cls, name: str, peers: Collection[int], rank: int, timeout_s: float
+        cls,
+        name: str,
+        peers: Collection[int],
+        rank: int,
+        timeout_s: float,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
         """New connections to those that this rank transfers with, only; ``name`` as above."""
         store, openings = _part_of_store(name), dict[int, _Opening]()
@@ -91,7 +96,7 @@ class HostConnections:
             for peer in sorted(peers):
                 pair = sorted((rank, peer))
                 part = PrefixStore(f"{pair[0]}-{pair[1]}", store)
-                openings[peer] = _Opening(part, pair, rank, timeout_s, lambda: False)
+                openings[peer] = _Opening(part, pair, rank, timeout_s, is_given_up)
             ways = {
                 peer: (opening.finish(), opening.ranks.index(peer))
                 for peer, opening in openings.items()

@@ -38,8 +38,11 @@ class Renewal(Protocol):
 
     def __str__(self) -> str: ...
 
-    def connect(self, name: str, rank: int, timeout_s: float, rate_limit: float | None) -> None:
-        """Connect this rank to those that it makes pieces with, under a name that is new."""
+    def connect(self, name: str, ranks: Ranks, rate_limit: float | None) -> None:
+        """Connect this rank to those that it makes pieces with, under a name that is new.
+
+        Once ``ranks`` are aborted it ends soon, with an error.
+        """
         ...
 
     def make(self, keeper: Keeper) -> list[str]:

@@ -29,11 +29,12 @@ def connect_for(
     timeout_s: float,
     *,
     rate_limit: float | None = None,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> Transport | None:
     """Connect a rank to its peers in a plan by a new ``name``; ``None`` if it has none."""
     if not (peers := plan.peers(rank)):
         return None
-    connections = HostConnections.connect_to(name, peers, rank, timeout_s)
+    connections = HostConnections.connect_to(name, peers, rank, timeout_s, is_given_up)
     return HostTransport(connections, rate_limit=rate_limit)
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
-from localckpt.ids import Piece, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, Piece, ShardIdentity, ShardRecord
 from localckpt.memory.limits import memory_limits
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
-from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, buffer_nbytes
+from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, allocate, buffer_nbytes
 from localckpt.storage.catalog import KnownFiles, Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
@@ -66,7 +66,8 @@ class DirectoryStore(Store):
     """Store of one rank for the pieces of one session on this node.
 
     A root that is missing is made with access for this user alone. ``timeout_s`` is the deadline of
-    a wait for another process that starts or ends here. Raises StorageError if the directory cannot
+    a wait for another process that starts or ends here. Pieces of checkpoints in ``repaired`` get
+    memory of their own, so that no save waits for it. Raises StorageError if the directory cannot
     be used, or a live process of another job owns the rank's folder.
     """
 
@@ -91,6 +92,8 @@ class DirectoryStore(Store):
         self._shards: dict[ShardIdentity, Path] = {}
         self._sizes: dict[Piece, int] = {}
         self._times_restored = 0
+        self._known: dict[ShardIdentity, Path] = {}
+        self.repaired = frozenset[Checkpoint]()
         self.on_quarantine: Callable[[Path, Problem], None] | None = None
         claim = self._take_folder(timeout_s)
         super().__init__(claim.token, claim)
@@ -98,7 +101,7 @@ class DirectoryStore(Store):
         self._pool = BufferPool(PrivateBuffer, num_buffers)
         # Committed images that are in memory still, until this rank saves.
         self._adopted: dict[ShardIdentity, Buffer] = {}
-        self._known = KnownFiles()
+        self._files = KnownFiles()
         self._try_out()
 
     def _try_out(self) -> None:
@@ -131,7 +134,7 @@ class DirectoryStore(Store):
         if is_kept and identity.rank == self.rank:
             self._offer_adopted()
         slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
-        if is_kept:
+        if is_kept and identity.checkpoint not in self.repaired:
             self._sizes[identity.piece] = nbytes
         return slot
 
@@ -143,14 +146,14 @@ class DirectoryStore(Store):
         kept = [*self._pool.hand_over(), *unread]
         self._adopted = {}
         self.close()
-        return KeptImages(kept, self._known)
+        return KeptImages(kept, self._files)
 
     def adopt(self, kept: KeptImages) -> None:
         """Read images from the memory of the store before this one, until something is saved.
 
         Each is verified before it is read; one that turns out bad is read from its file.
         """
-        self._known = kept.known
+        self._files = kept.known
         for buffer in kept.buffers:
             assert buffer.content is not None, "it was handed over"
             self._adopted[cast(ShardIdentity, buffer.content[0])] = buffer
@@ -266,12 +269,17 @@ class DirectoryStore(Store):
         return any(map(self._pool.is_busy, self.image_nbytes))
 
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        if slot.identity.checkpoint in self.repaired:
+            buffer = allocate(PrivateBuffer, slot.nbytes)
+            buffer.take(slot)
+            return buffer
         # A load also takes a staging buffer, since this rank's next save needs one anyway.
         return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
 
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
         # No save of this rank needs memory of the size of another rank's shard again.
         is_own = slot.is_kept or slot.identity.rank == self.rank
+        is_own = is_own and slot.identity.checkpoint not in self.repaired
         if is_own and (buffer := slot.buffer) is not None:
             if slot.identity in self._shards and not was_unfinished:
                 buffer.content = slot.identity, slot.nbytes
@@ -281,6 +289,8 @@ class DirectoryStore(Store):
             self._drop_memory(slot)
 
     def _drop_memory(self, slot: Slot) -> None:
+        if slot.identity.checkpoint in self.repaired and (buffer := slot.buffer) is not None:
+            buffer.close()
         # By owner, since an interrupt may have come before slot.take() recorded the buffer.
         self._pool.release(slot)
 
@@ -295,9 +305,9 @@ class DirectoryStore(Store):
         self._restore()
         with storage_errors("read", self._session):
             os.scandir(self._session).close()
-        session = SessionFolder(self._session, self._known)
+        session = SessionFolder(self._session, self._files)
         good, bad = session.shards()
-        self._known.keep([shard.path for shard in good])
+        self._files.keep([shard.path for shard in good])
         shards: dict[ShardIdentity, Path] = {}
         stored = []
         for shard in good:
@@ -341,8 +351,18 @@ class DirectoryStore(Store):
         self._shards[identity] = path
         if identity.is_shard:
             # A header says more of other pieces.
-            self._known.add(path, ShardRecord(identity, status.st_size), status)
+            self._files.add(path, ShardRecord(identity, status.st_size), status)
         return True
+
+    @one_at_a_time
+    def lost(self) -> set[Checkpoint]:
+        """Return the checkpoints of which pieces that were here are gone since the last call.
+
+        That is known by names, and pruned checkpoints are among them. No file is opened.
+        """
+        before = self._known | self._shards
+        self._known = {i: path for i, path in before.items() if os.path.lexists(path)}
+        return {identity.checkpoint for identity in before.keys() - self._known.keys()}
 
     @one_at_a_time
     def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> int:

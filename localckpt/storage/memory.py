@@ -92,7 +92,8 @@ class MemoryStore(DirectoryStore):
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
         if not slot.is_kept:
             return super()._take_memory(slot, timeout_s)
-        wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
+        if slot.identity.checkpoint not in self.repaired:
+            wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
         self._restore()
         return self._mapped(slot)
 
@@ -133,8 +134,8 @@ class MemoryStore(DirectoryStore):
 
     @one_at_a_time
     def _is_busy(self, piece: Piece) -> bool:
-        busy = [i for i, b in self._staged.items() if i.piece == piece and b.in_use]
-        return len(busy) >= self.num_buffers
+        own = (i for i in self._staged if i.piece == piece and i.checkpoint not in self.repaired)
+        return sum(self._staged[identity].in_use for identity in own) >= self.num_buffers
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
         status = [path.lstat() for path in self.images()]

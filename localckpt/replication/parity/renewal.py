@@ -9,7 +9,7 @@ from typing import Any
 
 from localckpt.ids import Group, ShardIdentity
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import PerRank, shaped
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.encode import encode
@@ -31,10 +31,12 @@ class ParityRenewal:
     def __str__(self) -> str:
         return f"{len(self._groups)} groups lack parity"
 
-    def connect(self, name: str, rank: int, timeout_s: float, rate_limit: float | None) -> None:
-        if (group := self._group_of(rank)) is not None:
-            name = f"{name}/{group.ranks[0]}"
-            connections = HostConnections.connect(name, group.ranks, rank, timeout_s)
+    def connect(self, name: str, ranks: Ranks, rate_limit: float | None) -> None:
+        if (group := self._group_of(ranks.rank)) is not None:
+            connections = HostConnections.connect(
+                *(f"{name}/{group.ranks[0]}", group.ranks, ranks.rank, ranks.timeout_s),
+                is_given_up=lambda: ranks.is_aborted,
+            )
             self._ring = HostTransport(connections, rate_limit=rate_limit)
 
     def make(self, keeper: Keeper) -> list[str]:

@@ -1,0 +1,605 @@
+"""What is lost under a running job is made again beside its saves, without a restart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import localckpt
+from benchmarks.stores import CountingStore
+from localckpt.errors import CheckpointingException, MismatchError, StorageError
+from localckpt.events.stream import EventStream
+from localckpt.storage.catalog import Problem
+from tests.events.sinks import Kept
+from tests.managers.jobs import (
+    KINDS,
+    MAX_S,
+    assert_same,
+    before_commit,
+    damage,
+    error_of,
+    files,
+    make_manager,
+    our_threads,
+    resume,
+    save,
+    state_of,
+)
+from tests.ranks import DeadRank, node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+def _told(sink: Kept) -> list[tuple[int | None, str]]:
+    """What became of each repair, in order."""
+    return [(event.step, event.outcome) for event in sink.named("reprotected")]
+
+
+def _clique(**options: Any) -> Any:
+    return localckpt.CliqueReplicationStrategy.from_replication_params(
+        replication_factor=2, timeout_s=MAX_S, **options
+    )
+
+
+def _await_whole(manager: Any) -> list[str]:
+    """Wait until no checkpoint lacks copies; the standing of each then."""
+    until = time.monotonic() + MAX_S
+    while any(standing.lacking for standing in manager.status()) and time.monotonic() < until:
+        time.sleep(0.01)
+    manager._saves.repairs.finish()
+    return [str(standing) for standing in manager.status()]
+
+
+def _own_files(manager: Any, iteration: int) -> list[Path]:
+    return sorted(manager.store.folder.glob(f"{iteration:012d}.*.safetensors"))
+
+
+def _remove_folder(manager: Any) -> None:
+    # At once, as nothing else is removed while a save may write there.
+    gone = manager.store.folder.with_name("gone")
+    manager.store.folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _remove_own_shard(manager: Any) -> None:
+    (path,) = manager.store.folder.glob(f"000000000002.{manager.rank}.*.safetensors")
+    path.unlink()
+
+
+def _quarantine_replica(manager: Any) -> None:
+    (identity,) = [
+        stored.record.identity
+        for stored in manager.store.list_stored()
+        if stored.record and stored.record.identity.iteration == 2
+        if stored.record.identity.rank != manager.rank
+    ]
+    manager.store.quarantine(identity, Problem("damaged", "a test says so"))
+
+
+_LOSSES = {
+    "folder": _remove_folder,
+    "own shard": _remove_own_shard,
+    "replica in quarantine": _quarantine_replica,
+}
+
+
+def _lose_and_save_on(
+    rank: int, world_size: int, kind: str, what: str, is_async: bool
+) -> list[list[str]]:
+    queue = localckpt.AsyncCallsQueue() if is_async else None
+    with (
+        _clique() as repl,
+        make_manager(kind, node_store(), "job", repl, keep_last=3) as manager,
+    ):
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration, queue)
+        dist.barrier()
+        if rank == 1:
+            _LOSSES[what](manager)
+        dist.barrier()
+        save(manager, state_of(rank, 3), 3, queue)
+        told = [_await_whole(manager)]
+        dist.barrier()
+        here = [name.rpartition("/")[2] for name in files(node_store())]
+        told.append([name for name in here if not name.endswith((".recycled", ".corrupt"))])
+        # What was made again is good, and training goes on.
+        for iteration in (2, 1):
+            assert_same(manager.load(iteration=iteration)[0], state_of(rank, iteration))
+            assert manager.last_load.source == "own node"
+        if queue is not None:
+            queue.close()
+        return told
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("is_async", [True, False], ids=["behind training", "at once"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", _LOSSES)
+def test_what_a_node_has_lost_is_whole_again_without_a_restart(
+    what: str, kind: str, is_async: bool, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_lose_and_save_on, 2, kind, what, is_async, store_per_node=nodes)
+
+    whole = [f"iteration {i} is replicated, 2 of 2" for i in (3, 2, 1)]
+    for status, here in told:
+        assert status == whole
+        assert [name.split(".")[:2] for name in here] == [
+            [f"{iteration:012d}", str(owner)] for iteration in (1, 2, 3) for owner in (0, 1)
+        ]
+
+
+def _lose_with_parity(rank: int, world_size: int) -> list[str]:
+    with (
+        localckpt.ParityReplicationStrategy(1, 3, timeout_s=MAX_S) as repl,
+        make_manager("disk", node_store(), "job", repl, keep_last=3) as manager,
+    ):
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        dist.barrier()
+        if rank == 1:
+            _remove_folder(manager)
+        dist.barrier()
+        save(manager, state_of(rank, 3), 3)
+        told = _await_whole(manager)
+        # Of each checkpoint a shard and the parity.
+        assert len(files(node_store())) == 6
+        assert_same(manager.load(iteration=2)[0], state_of(rank, 2))
+        assert manager.last_load.source == "own node"
+        return told
+
+
+@pytest.mark.fault("lost-nodes")
+def test_shards_and_parity_of_a_lost_folder_are_computed_again(node_dirs: Dirs) -> None:
+    told = run_ranks(_lose_with_parity, 3, store_per_node=node_dirs(3))
+
+    assert told == [[f"iteration {i} is replicated, 2 of 2" for i in (3, 2, 1)]] * 3
+
+
+def _lose_without_copies(rank: int, world_size: int) -> list[Any]:
+    kept = Kept()
+    events = EventStream([kept])
+    with make_manager("disk", node_store(), "job", keep_last=3, events=events) as manager:
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        dist.barrier()
+        if rank == 1:
+            _remove_own_shard(manager)
+        dist.barrier()
+        save(manager, state_of(rank, 3), 3)
+        manager._saves.repairs.finish()
+        told: list[Any] = [[str(standing) for standing in manager.status()]]
+        told.append(
+            [c.checkpoint.iteration for c in manager.explain().checkpoints if c.is_complete]
+        )
+        # It counts for nothing in what is kept, and is not looked for again.
+        save(manager, state_of(rank, 4), 4)
+        manager._saves.repairs.finish()
+        told.append([standing.iteration for standing in manager.status()])
+        assert resume(manager, rank, 4) == "own node"
+    events.close()
+    return [*told, _told(kept)]
+
+
+@pytest.mark.fault("lost-nodes")
+def test_a_checkpoint_that_nobody_has_any_more_is_told_at_once_and_not_repaired(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_lose_without_copies, 2, store_per_node=node_dirs(2))
+
+    status = [
+        "iteration 3 is local",
+        "iteration 2 is incomplete: 1 shards lack copies",
+        "iteration 1 is local",
+    ]
+    for of_rank in told:
+        assert of_rank == [status, [3, 1], [4, 3, 1], [(2, "failed")]]
+
+
+def _lose_what_is_damaged_elsewhere(rank: int, world_size: int) -> list[Any]:
+    kept = Kept()
+    events = EventStream([kept])
+    with (
+        _clique() as repl,
+        make_manager("disk", node_store(), "job", repl, keep_last=5, events=events) as manager,
+    ):
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration, 4 << 20), iteration)
+        dist.barrier()
+        if rank == 1:
+            _remove_own_shard(manager)
+        else:
+            damage(next(manager.store.folder.glob("000000000002.1.*")))
+        dist.barrier()
+        told = []
+        for iteration in (3, 4, 5):
+            save(manager, state_of(rank, iteration, 4 << 20), iteration)
+            manager._saves.repairs.finish()
+            dist.barrier()
+            told.append(str(next(s for s in manager.status() if s.iteration == 2)))
+    events.close()
+    return [told, _told(kept)]
+
+
+@pytest.mark.fault("bad-copies")
+def test_a_bad_copy_is_not_made_into_another_and_is_found_out(node_dirs: Dirs) -> None:
+    told = run_ranks(_lose_what_is_damaged_elsewhere, 2, store_per_node=node_dirs(2))
+
+    lacking = "iteration 2 is local, 1 of 2: 1 shards lack copies"
+    gone = "iteration 2 is incomplete, 0 of 2: 1 shards lack copies"
+    for status, events in told:
+        # After a round that failed one save passes.
+        assert status == [lacking, lacking, gone]
+        assert events == [(2, "failed"), (2, "failed")]
+
+
+def _save_without_loss(rank: int, world_size: int) -> tuple[float, float, int, list[str]]:
+    looks = 0
+    with (
+        _clique() as repl,
+        make_manager("disk", node_store(), "job", repl, keep_last=3) as manager,
+    ):
+        for iteration in (1, 2, 3):
+            save(manager, state_of(rank, iteration), iteration)
+        # Then a wait is one operation, however long it takes.
+        manager._ranks._part.is_large = True
+        counts = CountingStore.count(manager._ranks)
+        before, list_stored = manager._ranks.rounds, manager.store.list_stored
+
+        def look() -> Any:
+            nonlocal looks
+            looks += 1
+            return list_stored()
+
+        manager.store.list_stored = look
+        for iteration in range(4, 14):
+            save(manager, state_of(rank, iteration), iteration)
+        threads = [name for name in our_threads() if "repair" in name]
+        operations = sum(count.operations for count in counts) / 10
+        return (manager._ranks.rounds - before) / 10, operations, looks, threads
+
+
+def test_where_nothing_is_lost_no_repair_begins_and_a_save_costs_what_it_did(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_save_without_loss, 2, store_per_node=node_dirs(2))
+
+    # The root reads what the others report.
+    assert told[1][1] <= 12.0
+    for rounds, _, looks, threads in told:
+        assert rounds == 1
+        assert looks == 0
+        assert threads == []
+
+
+_LARGE = 24 << 20
+
+
+def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
+    queue, took = localckpt.AsyncCallsQueue(), list[float]()
+    kept = Kept()
+    events = EventStream([kept])
+    with (
+        _clique() as repl,
+        make_manager(
+            "disk", node_store(), "job", repl, events=events, retention=localckpt.Retention(last=2)
+        ) as manager,
+    ):
+        save(manager, state_of(rank, 1, _LARGE), 1, queue)
+        manager.mark_good("it stays beside those after it")
+        for iteration in (2, 3):
+            save(manager, state_of(rank, iteration, 1000), iteration, queue)
+        dist.barrier()
+        if rank == 1:
+            _remove_folder(manager)
+        dist.barrier()
+        # The copies of the good one take 3 s, those of saves next to nothing.
+        repl.rate_limit = 16e6
+        lacked = []
+        for iteration in range(4, 9):
+            began = time.monotonic()
+            request = manager.save(state_of(rank, iteration, 1000), iteration, is_async=True)
+            queue.schedule_async_request(request)
+            took.append(time.monotonic() - began)
+            queue.maybe_finalize_async_calls(blocking=True)
+            lacked.append(sum(standing.lacking > 0 for standing in manager.status()))
+            time.sleep(0.1)
+        began = time.monotonic()
+        whole = _await_whole(manager)
+        waited = time.monotonic() - began
+        assert_same(manager.load(iteration=1)[0], state_of(rank, 1, _LARGE))
+        queue.close()
+    events.close()
+    return [max(took[1:]), lacked[-1], waited, whole, _told(kept)]
+
+
+@pytest.mark.fault("lost-nodes")
+def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_pruned(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
+
+    for took, lacked, waited, whole, events in told:
+        assert took < 1.0
+        # It was still under way when the last of the saves was over.
+        assert lacked == 1
+        assert waited > 0.5
+        assert whole == [f"iteration {i} is replicated, 2 of 2" for i in (8, 7, 1)]
+        assert events[-1] == (1, "ok")
+
+
+def _close_meanwhile(rank: int, world_size: int) -> float:
+    with _clique(rate_limit=4e6) as repl:
+        manager = make_manager("disk", node_store(), "job", repl, keep_last=3)
+        repl.rate_limit = None
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration, _LARGE), iteration)
+        dist.barrier()
+        if rank == 1:
+            _remove_folder(manager)
+        dist.barrier()
+        save(manager, state_of(rank, 3), 3)
+        repl.rate_limit = 4e6
+        time.sleep(1.0)
+        began = time.monotonic()
+        manager.close()
+        assert our_threads() == []
+        return time.monotonic() - began
+
+
+@pytest.mark.fault("interrupted")
+def test_closing_aborts_a_repair_and_leaves_whole_files_or_none(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+
+    took = run_ranks(_close_meanwhile, 2, store_per_node=nodes)
+
+    assert max(took) < 5.0
+    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".recycled"))]
+    for path in nodes[1].rglob("*.safetensors"):
+        assert path.read_bytes() == next(nodes[0].rglob(path.name)).read_bytes()
+
+
+def _die_in_a_repair(rank: int, world_size: int) -> Any:
+    repl = _clique()
+    manager = make_manager("disk", node_store(), "job", repl, keep_last=100, timeout=4.0)
+    for iteration in (1, 2):
+        save(manager, state_of(rank, iteration), iteration)
+    dist.barrier()
+    if rank == 1:
+        _remove_folder(manager)
+
+        def die(ckpt_id: localckpt.CkptID) -> None:
+            if ckpt_id.iteration == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        before_commit(manager, die)
+    dist.barrier()
+    iteration, began = 3, time.monotonic()
+
+    def save_on() -> None:
+        nonlocal iteration, began
+        while True:
+            began = time.monotonic()
+            manager.save(state_of(rank, iteration), iteration)
+            iteration += 1
+
+    error = error_of(save_on)
+    waited = time.monotonic() - began
+    manager.__exit__(CheckpointingException, CheckpointingException(), None)
+    repl.close()
+    return error, waited, time.monotonic() - began, iteration - 1
+
+
+@pytest.mark.fault("lost-during-recovery")
+def test_a_rank_that_dies_in_a_repair_is_named_by_the_next_save_and_a_restart_has_all(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+
+    told, dead = run_ranks(_die_in_a_repair, 2, store_per_node=nodes, expect_dead=[1])
+
+    assert isinstance(dead, DeadRank)
+    error, waited, until_closed, newest = told
+    assert "rank 1" in error
+    assert waited < 15.0
+    assert until_closed < 25.0
+    again = run_ranks(_resume, 2, "disk", newest, store_per_node=nodes)
+    assert again == ["own node"] * 2
+
+
+def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
+    with _clique() as repl, make_manager(kind, node_store(), "job", repl) as manager:
+        return resume(manager, rank, iteration)
+
+
+class _Breaking(localckpt.CliqueReplicationStrategy):
+    """A strategy whose connections break as copies of some iterations are made."""
+
+    breaking = frozenset[int]()
+
+    def _host_transport(self, announced: Any, timeout_s: float) -> Any:
+        transport = super()._host_transport(announced, timeout_s)
+        if announced[0].id_.iteration in self.breaking:
+            transport.abort()
+        return transport
+
+
+def _lose_a_peer_for_a_while(rank: int, world_size: int) -> list[list[str]]:
+    with (
+        _Breaking.from_replication_params(replication_factor=2, timeout_s=MAX_S) as repl,
+        make_manager("disk", node_store(), "job", repl, keep_last=3) as manager,
+    ):
+        repl.breaking = frozenset((2,))
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        told = [[str(standing) for standing in manager.status()]]
+        save(manager, state_of(rank, 3), 3)
+        return [*told, _await_whole(manager)]
+
+
+def test_copies_that_a_lost_peer_has_cost_are_made_once_it_is_back(node_dirs: Dirs) -> None:
+    told = run_ranks(_lose_a_peer_for_a_while, 2, store_per_node=node_dirs(2))
+
+    whole = [f"iteration {i} is replicated, 2 of 2" for i in (3, 2, 1)]
+    lacking = "iteration 2 is local, 1 of 2: 2 shards lack copies"
+    assert told == [[[lacking, whole[2]], whole]] * 2
+
+
+def _refuse_copies(rank: int, world_size: int) -> tuple[list[tuple[int | None, str]], int]:
+    kept = Kept()
+    events = EventStream([kept])
+    with (
+        _clique() as repl,
+        make_manager("disk", node_store(), "job", repl, keep_last=20, events=events) as manager,
+    ):
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        dist.barrier()
+        if rank == 1:
+            _remove_own_shard(manager)
+
+            refused: list[int] = []
+
+            def refuse(ckpt_id: localckpt.CkptID) -> None:
+                if ckpt_id.iteration == 2 and len(refused) < 3:
+                    refused.append(iteration)
+                    raise StorageError("this disk takes nothing")
+
+            before_commit(manager, refuse)
+        dist.barrier()
+        lacking = []
+        for iteration in range(3, 20):
+            save(manager, state_of(rank, iteration), iteration)
+            manager._saves.repairs.finish()
+            dist.barrier()
+            lacking.append(manager.status()[-2].lacking)
+    events.close()
+    return _told(kept), lacking.count(1)
+
+
+@pytest.mark.fault("refused-io")
+def test_a_repair_that_fails_is_tried_again_after_more_and_more_saves(node_dirs: Dirs) -> None:
+    told = run_ranks(_refuse_copies, 2, store_per_node=node_dirs(2))
+
+    # After saves 3, 5, 9 and 17.
+    assert told == [([(2, "failed")] * 3 + [(2, "ok")], 14)] * 2
+
+
+# Stores that are replaced.
+
+
+def _replace(
+    rank: int, world_size: int, kind: str, ranks_per_node: int, fresh: Path
+) -> tuple[list[str], list[str]]:
+    """Replace the store of the second node."""
+    queue, node = localckpt.AsyncCallsQueue(), rank // ranks_per_node
+    with _clique() as repl, make_manager(kind, node_store(), "job", repl, keep_last=3) as manager:
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration, queue)
+        old = manager.store.folder
+        manager.replace_store(fresh if node == 1 else None)
+        if node == 1:
+            assert manager.store.root == fresh
+            assert not (old / ".owner").exists()
+            # Whoever removes the old one changes nothing.
+            shutil.rmtree(old)
+        told = _await_whole(manager)
+        dist.barrier()
+        for iteration in (3, 4):
+            save(manager, state_of(rank, iteration), iteration, queue)
+        assert resume(manager, rank, 4) == "own node"
+        save(manager, state_of(rank, 5), 5, queue)
+        queue.close()
+        return told, files(manager.store.root)
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize(("kind", "ranks_per_node"), [("disk", 1), ("memory", 1), ("disk", 2)])
+def test_a_store_that_is_replaced_is_filled_and_used_from_then_on(
+    kind: str, ranks_per_node: int, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    first, second, fresh = (node_dirs if kind == "disk" else shm_roots)(3)
+
+    told = run_ranks(
+        *(_replace, 2 * ranks_per_node, kind, ranks_per_node, fresh),
+        store_per_node=[first, second],
+    )
+
+    for status, here in told:
+        assert status == [f"iteration {i} is replicated, 2 of 2" for i in (2, 1)]
+        assert len([name for name in here if name.endswith(".safetensors")]) == 6 * ranks_per_node
+    again = run_ranks(_resume, 2 * ranks_per_node, kind, 5, store_per_node=[first, fresh])
+    assert again == ["own node"] * 2 * ranks_per_node
+
+
+def _mount_another_disk(rank: int, world_size: int) -> list[str]:
+    with _clique() as repl, make_manager("disk", node_store(), "job", repl, keep_last=3) as manager:
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        if rank == 1:
+            shutil.rmtree(node_store())
+            node_store().mkdir()
+        dist.barrier()
+        manager.replace_store(node_store() if rank == 1 else None)
+        told = _await_whole(manager)
+        save(manager, state_of(rank, 3), 3)
+        assert resume(manager, rank, 3) == "own node"
+        return told
+
+
+def test_a_store_may_be_replaced_by_another_disk_in_its_place(node_dirs: Dirs) -> None:
+    told = run_ranks(_mount_another_disk, 2, store_per_node=node_dirs(2))
+
+    assert told == [[f"iteration {i} is replicated, 2 of 2" for i in (2, 1)]] * 2
+
+
+def _replace_wrongly(rank: int, world_size: int, fresh: Path) -> list[str]:
+    queue = localckpt.AsyncCallsQueue()
+    with _clique() as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        save(manager, state_of(rank, 1), 1)
+        request = manager.save(state_of(rank, 2), 2, is_async=True)
+        queue.schedule_async_request(request)
+        told = [error_of(lambda: manager.replace_store(fresh))]
+        queue.maybe_finalize_async_calls(blocking=True)
+        path = fresh / "file"
+        node = rank // 2
+        told += [
+            error_of(lambda: manager.replace_store(None)),
+            error_of(lambda: manager.replace_store(fresh / str(rank)), MismatchError),
+            error_of(lambda: manager.replace_store(fresh), MismatchError),
+            error_of(lambda: manager.replace_store(path if node else None), StorageError),
+            error_of(lambda: manager.replace_store(f"s3://{rank // 2}"), StorageError),
+        ]
+        assert manager.store.root == node_store()
+        save(manager, state_of(rank, 3), 3, queue)
+        assert resume(manager, rank, 3) == "own node"
+        queue.close()
+        return told
+
+
+def test_what_cannot_be_replaced_is_said_on_all_ranks_and_nothing_is_changed(
+    node_dirs: Dirs, tmp_path: Path
+) -> None:
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    (fresh / "file").write_text("in the way")
+
+    told = run_ranks(_replace_wrongly, 4, fresh, store_per_node=node_dirs(2))
+
+    assert told == [told[0]] * 4
+    in_flight, nobody, apart, shared, file, url = told[0]
+    assert "cannot replace a store while the saves of iterations [2] are in flight" in in_flight
+    assert "no rank gives a directory" in nobody
+    assert "rank 0 would have one store" in apart
+    assert "ranks 0 to 3 would have one store" in shared
+    assert str(fresh / "file") in file
+    assert "is a URL" in url

@@ -36,6 +36,7 @@ _SECTIONS = {
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",
     "poll": "benchmarks.poll",
+    "repair": "benchmarks.repair",
     "training-loop": "benchmarks.training_loop",
     "control": "benchmarks.control",
     "large-worlds": "benchmarks.large_worlds",

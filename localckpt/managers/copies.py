@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -350,6 +351,7 @@ class _Work(Keeper):
         self.computed = computed
         self.slots += recovery.slots.values()
         self._transport: Transport | None = None
+        self._limited_s = 0.0
         wanted: dict[int, list[int]] = {}
         for owner, receivers in lacking.copies.items():
             for rank in receivers:
@@ -364,6 +366,11 @@ class _Work(Keeper):
     def connect(self, name: str, rate_limit: float | None) -> None:
         """Connect this rank to the ranks that it works with; see :meth:`Renewal.connect`."""
         ranks = self.ranks
+        if rate_limit is not None:
+            nbytes, moved = self.inventory.shards(self.checkpoint), Counter[int]()
+            for entry in self._plan.transfers:
+                moved.update(dict.fromkeys((entry.sender, entry.receiver), nbytes[entry.id_.rank]))
+            self._limited_s = max(moved.values(), default=0) / rate_limit
         self._transport = connect_for(
             *(self._plan, name, ranks.rank, ranks.timeout_s),
             rate_limit=rate_limit,
@@ -419,6 +426,7 @@ class _Work(Keeper):
                 accept,
                 self.ranks.timeout_s,
                 self._transport,
+                self._limited_s,
             )
             self.commit(slots)
         phase = f"restore the copies of iteration {self.checkpoint.iteration}"

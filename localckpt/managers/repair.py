@@ -130,10 +130,8 @@ class Repairs:
     def _note_failure(
         self, reprotection: Reprotection, checkpoint: Checkpoint, error: Exception
     ) -> None:
-        is_lost, is_ours = (
-            isinstance(error, NoReplicasAvailableError),
-            reprotection.ranks.is_aborted,
-        )
+        is_ours = reprotection.ranks.is_aborted
+        is_lost = isinstance(error, NoReplicasAvailableError)
         logger.log(
             logging.ERROR if is_lost else logging.INFO if is_ours else logging.WARNING,
             "iteration %d %s: %s",

@@ -45,8 +45,12 @@ def carry_out(
     accept: Callable[[CkptID, int], memoryview],
     timeout_s: float,
     transport: Transport | None = None,
+    limited_s: float = 0.0,
 ) -> list[CkptID]:
-    """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`."""
+    """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`.
+
+    ``limited_s`` is the longest that a rate limit of the transports makes any rank take.
+    """
     if not plan.transfers:
         return []
     rank = everyone.rank
@@ -86,7 +90,7 @@ def carry_out(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,
-            deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
+            deadline=Deadline.after((1 + _DEADLINES) * timeout_s + limited_s),
         )
     return [entry.id_ for entry in plan.receives(rank)]
 

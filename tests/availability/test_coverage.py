@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from localckpt.availability.coverage import (
     JoinRecord,
     SaveOutcome,
+    Standing,
     complete_checkpoints,
     describe_incomplete,
     judge_join,
@@ -185,6 +186,14 @@ def _outcome(**changes: object) -> SaveOutcome:
     return SaveOutcome(**(values | changes))  # type: ignore[arg-type]
 
 
+_CHECKPOINTS = st.builds(
+    Checkpoint,
+    st.builds(Generation, st.integers(0), st.integers(0)),
+    st.integers(0),
+    st.integers(1),
+)
+
+
 def test_a_save_that_went_well_everywhere_has_no_problems() -> None:
     assert save_problems([_outcome()] * 3) == []
 
@@ -196,6 +205,8 @@ def test_a_save_that_went_well_everywhere_has_no_problems() -> None:
         generation=st.builds(Generation, st.integers(0), st.integers(0)),
         error=st.none() | st.text(),
         missing=st.lists(st.builds(CkptID, st.integers(0), st.integers(0), st.text())).map(tuple),
+        lacking=st.lists(_CHECKPOINTS).map(tuple),
+        found=st.lists(st.builds(Standing, _CHECKPOINTS, *[st.integers(0)] * 3)).map(tuple),
     )
 )
 def test_outcomes_survive_the_way_to_the_other_ranks(outcome: SaveOutcome) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.availability.coverage import SaveOutcome
+from localckpt.availability.coverage import SaveOutcome, Standing
 from localckpt.availability.durability import (
     Durability,
     Found,
+    SaveVerdict,
     durability_found,
     durability_saved,
+    judge_save,
 )
 from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.availability.retention import Retention
@@ -206,3 +210,44 @@ def test_a_level_is_told_with_the_copies_on_the_nodes() -> None:
         *(False, False, False, True),
         *(False, True),
     ]
+
+
+def _verdict(*outcomes: SaveOutcome) -> SaveVerdict:
+    told = json.loads(json.dumps([outcome.to_json() for outcome in outcomes]))
+    return SaveVerdict.from_json(json.loads(json.dumps(judge_save(told))))
+
+
+def test_what_any_rank_lacks_is_repaired_and_the_worst_that_any_has_found_holds() -> None:
+    older, oldest = Checkpoint(_GENERATION, 5, 3), Checkpoint(_GENERATION, 3, 3)
+    outcome = SaveOutcome(7, _GENERATION, None, ())
+
+    verdict = _verdict(
+        replace(outcome, lacking=(older,), found=(Standing(oldest, 2, 2, 0),)),
+        replace(outcome, lacking=(oldest, older), found=(Standing(oldest, 1, 2, 3),)),
+        replace(outcome, found=(Standing(oldest, 1, 2, 1), Standing(older, 0, 2, 1))),
+    )
+
+    assert set(verdict.lacking) == {older, oldest}
+    assert set(verdict.found) == {Standing(oldest, 1, 2, 3), Standing(older, 0, 2, 1)}
+    assert _verdict(outcome, outcome).lacking == _verdict(outcome, outcome).found == ()
+
+
+def test_what_cannot_be_had_any_more_is_told_at_once_and_forgotten_by_all_together() -> None:
+    known, gone = JobCheckpoints(NoReplication(1.0, None)), Checkpoint(_GENERATION, 5, 2)
+    left = Checkpoint(_GENERATION, 3, 2)
+    whole = {c: Durability(c.iteration, "local", 1, 1) for c in (gone, left)}
+    known.take_in(Found(whole, [], ""))
+    inventory = Inventory(ranks_by_node("ab"))
+    inventory.add(gone, 0, "a", 4096)
+
+    known.note_found(gone, inventory)
+
+    assert [str(standing) for standing in known.status(0)] == [
+        "iteration 5 is incomplete: 1 shards lack copies",
+        "iteration 3 is local",
+    ]
+    # Until all ranks know it, it counts in what is kept as it did.
+    assert known.complete == [gone, left]
+    known.agree_on(known.found())
+    assert known.complete == [left]
+    assert known.found() == ()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import localckpt
@@ -284,14 +285,14 @@ def test_where_nothing_is_lost_no_repair_begins_and_a_save_costs_what_it_did(
 _LARGE = 24 << 20
 
 
-def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
+def _save_beside_a_slow_repair(rank: int, world_size: int, kind: str) -> list[Any]:
     queue, took = localckpt.AsyncCallsQueue(), list[float]()
     kept = Kept()
     events = EventStream([kept])
     with (
         _clique() as repl,
         make_manager(
-            "disk", node_store(), "job", repl, events=events, retention=localckpt.Retention(last=2)
+            kind, node_store(), "job", repl, events=events, retention=localckpt.Retention(last=2)
         ) as manager,
     ):
         save(manager, state_of(rank, 1, _LARGE), 1, queue)
@@ -323,10 +324,13 @@ def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("kind", KINDS)
 def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_pruned(
-    node_dirs: Dirs,
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
-    told = run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_save_beside_a_slow_repair, 2, kind, store_per_node=nodes)
 
     for took, lacked, waited, whole, events in told:
         assert took < 1.0
@@ -419,6 +423,35 @@ def test_a_rank_that_dies_in_a_repair_is_named_by_the_next_save_and_a_restart_ha
 def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
     with _clique() as repl, make_manager(kind, node_store(), "job", repl) as manager:
         return resume(manager, rank, iteration)
+
+
+def _restart_and_save(rank: int, world_size: int) -> list[list[str]]:
+    with _clique() as repl, make_manager("disk", node_store(), "job", repl, keep_last=3) as manager:
+        manager.find_latest()
+        if manager.latest_iteration == -1:
+            for iteration in (1, 2, 3):
+                save(manager, state_of(rank, iteration), iteration)
+            return []
+        manager.load()
+        manager._await_reprotected()
+        told = [[str(standing) for standing in manager.status()]]
+        save(manager, state_of(rank, 4), 4)
+        return [*told, _await_whole(manager)]
+
+
+@pytest.mark.fault("lost-nodes")
+def test_after_a_restart_older_checkpoints_that_are_kept_are_made_whole_too(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_restart_and_save, 2, store_per_node=nodes)
+    shutil.rmtree(nodes[1])
+
+    told = run_ranks(_restart_and_save, 2, store_per_node=nodes)
+
+    whole = [f"iteration {i} is replicated, 2 of 2" for i in (4, 3, 2)]
+    lacking = [f"iteration {i} is local, 1 of 2: 2 shards lack copies" for i in (2, 1)]
+    assert told == [[[whole[1], *lacking], whole]] * 2
 
 
 class _Breaking(localckpt.CliqueReplicationStrategy):
@@ -519,6 +552,7 @@ def _replace(
         assert resume(manager, rank, 4) == "own node"
         save(manager, state_of(rank, 5), 5, queue)
         queue.close()
+        dist.barrier()
         return told, files(manager.store.root)
 
 
@@ -603,3 +637,34 @@ def test_what_cannot_be_replaced_is_said_on_all_ranks_and_nothing_is_changed(
     assert "ranks 0 to 3 would have one store" in shared
     assert str(fresh / "file") in file
     assert "is a URL" in url
+
+
+def _replace_in_a_loop(rank: int, world_size: int, fresh: Path) -> tuple[int, list[str], str]:
+    weight = torch.zeros(9)
+    state = {"weight": (lambda: weight, weight.copy_)}
+    options: dict[str, Any] = {"every": 1, "timeout_s": MAX_S, "keep_last": 3}
+    with localckpt.Checkpointer(state, local=node_store(), **options) as checkpointer:
+        first = checkpointer.resume()
+        loaded = weight.clone()
+        for step in range(first, first + 4):
+            weight.fill_(step)
+            checkpointer.step(step)
+            if step == 2:
+                checkpointer.replace_store(fresh if rank == 1 else None)
+        checkpointer.wait_until_finished()
+        whole = _await_whole(checkpointer.manager)
+        return int(loaded[0]), whole, str(checkpointer.manager.store.root)
+
+
+def test_a_training_loop_goes_on_with_another_disk_and_resumes_from_it(
+    node_dirs: Dirs,
+) -> None:
+    first, second, fresh = node_dirs(3)
+
+    told = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, second])
+
+    whole = [f"iteration {i} is replicated, 2 of 2" for i in (3, 2, 1)]
+    assert told == [(0, whole, str(first)), (0, whole, str(fresh))]
+    shutil.rmtree(second)
+    again = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, fresh])
+    assert [loaded for loaded, *_ in again] == [3, 3]

@@ -93,13 +93,13 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (5692, 4900, 15),
     "integrations": (3053, 2900, 20),
-    "managers": (5234, 3600, 18),
+    "managers": (5240, 3600, 18),
     "memory": (735, 700, 7),
     "ranks": (2529, 1600, 10),
     "replication": (2838, 2900, 17),
     "replication/parity": (1733, 1700, 12),
     "state_dict": (6951, 5000, 30),
-    "storage": (3197, 3100, 16),
+    "storage": (3198, 3100, 16),
 }
 
 # Rooms around the core, which the goals count by themselves.

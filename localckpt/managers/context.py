@@ -133,8 +133,11 @@ class JobCheckpoints:
 
     def found(self) -> tuple[Standing, ...]:
         """Return what repairs have found on this rank, and not all ranks know."""
-        new = [(c, d) for c, d in dict(self._found).items() if d != self._reached.get(c)]
-        return tuple(Standing(c, d.copies, d.wanted, d.lacking) for c, d in new)
+        return tuple(
+            Standing(c, found.copies, found.wanted, found.lacking)
+            for c, found in dict(self._found).items()
+            if c in self.complete and found != self._reached.get(c)
+        )
 
     def agree_on(self, found: Sequence[Standing]) -> None:
         """Take in what any rank has found, and forget what cannot be had; all ranks call it."""

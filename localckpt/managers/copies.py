@@ -18,6 +18,7 @@ from operator import itemgetter
 
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
+from localckpt.events.event import Outcome
 from localckpt.failure_texts import described, short
 from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
 from localckpt.managers.context import Context
@@ -323,8 +324,9 @@ class Reprotection:
                 "shards of iteration %d have fewer copies than asked for until the next save: %s",
                 *(iteration, why),
             )
+            outcome: Outcome = "stopped" if self.ranks.is_aborted else "failed"
             details = {"error": short(why)}
-            emit("reprotected", began=began, step=iteration, outcome="failed", details=details)
+            emit("reprotected", began=began, step=iteration, outcome=outcome, details=details)
             return why
         emit("reprotected", began=began, step=iteration, nbytes=work.nbytes)
         logger.info(

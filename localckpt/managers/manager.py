@@ -718,7 +718,8 @@ class CheckpointManager(OfOneProcess):
                 "promotions first. Nothing was changed"
             )
         self._join()
-        self._saves.repairs.finish()
+        # They may be stuck at the disk that is to be replaced.
+        self._saves.repairs.close()
         new = open_in_place(context, partial(self._open_store, self._ranks, context.allowed), path)
         if new is not None:
             self._open_store = partial(self._open_store, root=path)

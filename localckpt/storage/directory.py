@@ -362,6 +362,7 @@ class DirectoryStore(Store):
         """
         before = self._known | self._shards
         self._known = {i: path for i, path in before.items() if os.path.lexists(path)}
+        self._shards = {i: path for i, path in self._shards.items() if i in self._known}
         return {identity.checkpoint for identity in before.keys() - self._known.keys()}
 
     @one_at_a_time

@@ -303,8 +303,8 @@ def _save_beside_a_slow_repair(rank: int, world_size: int, kind: str) -> list[An
         if rank == 1:
             _remove_folder(manager)
         dist.barrier()
-        # The copies of the good one take 3 s, those of saves next to nothing.
-        repl.rate_limit = 16e6
+        # The copies of the good one take 6 s, those of saves next to nothing.
+        repl.rate_limit = 8e6
         lacked = []
         for iteration in range(4, 9):
             began = time.monotonic()

@@ -22,6 +22,7 @@ from tests.storage.shards import (
     another_process,
     assert_loads,
     everything,
+    filled,
     found,
     identity,
     kill,
@@ -619,3 +620,45 @@ def test_a_link_to_what_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=f"{link} is a link to {tmp_path}/nowhere, which is"):
             RankFolder(root, "run", 0, 5.0)
     assert sorted(tmp_path.iterdir()) == [link]
+
+
+def test_what_is_gone_is_told_once_and_by_its_name_alone(node: Node) -> None:
+    store, other = node(), node(rank=1)
+    mine = [save(store, identity(n)) for n in (1, 2, 3, 4)]
+    theirs = save(other, identity(4, rank=1))
+    for who in mine:
+        assert store.holds(who)
+    assert other.holds(theirs)
+    assert store.lost() == other.lost() == set()
+
+    next(store.folder.glob("000000000001.*")).unlink()
+    store.quarantine(mine[1], Problem("damaged", "it was"))
+    assert store.lost() == {mine[0].checkpoint, mine[1].checkpoint}
+
+    assert store.lost() == set()
+    # Listed again, it knows what another rank has, and what is back.
+    save(store, mine[0])
+    assert found(store) == {mine[0], *mine[2:], theirs}
+    assert store.lost() == set()
+    shutil.rmtree(other.folder)
+    assert store.lost() == other.lost() == {theirs.checkpoint}
+
+
+def test_pieces_that_are_made_again_take_no_memory_for_which_a_save_waits(node: Node) -> None:
+    store = node()
+    again = [identity(n) for n in (1, 2, 3)]
+    store.repaired = frozenset(who.checkpoint for who in again)
+
+    slots = [filled(store, who) for who in again]
+
+    assert not store.is_busy()
+    assert store.image_nbytes == {}
+    for _ in range(2):
+        save(store, identity(9))
+    for slot in slots:
+        store.commit([slot])
+    store.release(slots)
+    store.repaired = frozenset()
+    for who in again:
+        assert_loads(store, who)
+    assert store.slots == []

@@ -454,6 +454,40 @@ def test_after_a_restart_older_checkpoints_that_are_kept_are_made_whole_too(
     assert told == [[[whole[1], *lacking], whole]] * 2
 
 
+def _save_two(rank: int, world_size: int) -> None:
+    with _clique() as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+
+
+def _lose_what_others_saved(rank: int, world_size: int) -> list[str]:
+    options: dict[str, Any] = {"keep_last": 5, "elastic": True}
+    with _clique() as repl, make_manager("disk", node_store(), "job", repl, **options) as manager:
+        assert manager.find_latest() == 2
+        manager.begin(2)
+        save(manager, state_of(rank, 3), 3)
+        dist.barrier()
+        if rank == 0:
+            _remove_folder(manager)
+        dist.barrier()
+        save(manager, state_of(rank, 4), 4)
+        return _await_whole(manager)
+
+
+@pytest.mark.fault("lost-nodes")
+def test_checkpoints_of_another_number_of_ranks_are_made_whole_too(node_dirs: Dirs) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save_two, 2, store_per_node=nodes[:2])
+
+    told = run_ranks(_lose_what_others_saved, 4, store_per_node=nodes)
+
+    assert told == [[f"iteration {i} is replicated, 2 of 2" for i in (4, 3, 2, 1)]] * 4
+    for iteration in (1, 2):
+        for owner in (0, 1):
+            name = f"{iteration:012d}.{owner}.*.safetensors"
+            assert len([node for node in nodes if any(node.rglob(name))]) == 2
+
+
 class _Breaking(localckpt.CliqueReplicationStrategy):
     """A strategy whose connections break as copies of some iterations are made."""
 

@@ -280,7 +280,7 @@ class Epoch:
         return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)
 
     def _join_record(self) -> JoinRecord:
-        store = self._store
+        store = self._context.store
         epochs = [s.record.identity.generation.epoch for s in store.list_stored() if s.record]
         return JoinRecord(
             self._context.session_id,

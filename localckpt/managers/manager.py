@@ -152,7 +152,6 @@ class CheckpointManager(OfOneProcess):
             reprotecting = Ranks("redundancy", options.process_group, options.timeout)
             self._all_ranks = self._ranks, reprotecting
             strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
-            self._open_store = open_store
             allowed, events = SafeGlobals(options.safe_globals), options.events or EventStream()
             try:
                 self.store = self._open_store(self._ranks, allowed)
@@ -258,7 +257,8 @@ class CheckpointManager(OfOneProcess):
         for promotion in tuple(self._promotions):
             promotion.stop()
         if self._reprotection is not None:
-            self._reprotection.cancel()
+            self._reprotection.abort()
+        self._saves.repairs.abort()
 
     def __repr__(self) -> str:
         images = self._context.images

@@ -95,6 +95,12 @@ class Repairs:
                 )
         self._rounds = []
 
+    def abort(self) -> None:
+        """End the rounds, from any thread."""
+        for reprotection, _ in tuple(self._rounds):
+            reprotection.ranks.cut_off()
+            reprotection.abort()
+
     def close(self) -> None:
         """Abort the rounds, and wait until nothing of them runs here."""
         for reprotection, _ in self._rounds:

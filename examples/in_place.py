@@ -32,9 +32,9 @@ from examples.model import GPT, Text
 from localckpt import Checkpointer, PeerLostError
 
 RANKS = 2
-STEPS = 48
+STEPS = 36
 SAVE_EVERY = 4
-LOSE_AT = (18, 34)
+LOSE_AT = (14, 26)
 LIMIT_S = 120.0
 _PROJECT = Path(__file__).absolute().parents[1]
 

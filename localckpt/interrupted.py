@@ -29,8 +29,10 @@ class OfOneProcess:
         self.begin_life()
 
     def begin_life(self) -> None:
-        """Begin again, as if nothing was closed, interrupted or aborted."""
+        """Begin again, as if nothing was interrupted or aborted."""
         self._closed = False
+        # Whether all that belongs to a group of ranks is freed, to be made again by rejoin().
+        self._has_left = False
         # Name of the call that was interrupted, which closed the object.
         self._interrupted = ""
         # No method of this object, which would be a cycle.
@@ -63,6 +65,18 @@ class OfOneProcess:
     def _end_waits(self) -> None:
         """End the waits of threads that no call of this object is made in."""
 
+    def _begin_rejoin(self) -> None:
+        """Refuse to join again what is closed, and abort what is under way."""
+        self._check_usable(also_closed=True)
+        if self._closed:
+            self._check_usable()
+        self.abort()
+
+    def _fail_rejoin(self) -> None:
+        """Be as before an attempt to join again, which failed."""
+        self._has_left = True
+        self._abort.set()
+
     def _check_usable(self, *, also_closed: bool = False) -> None:
         """Refuse a call in a fork, after an interrupt, and of what is closed."""
         if self._is_fork:
@@ -76,13 +90,13 @@ class OfOneProcess:
                 f"other ranks may wait for it: make a new one, on every rank. Checkpoints saved "
                 f"before are as they were"
             )
-        if self._abort.is_set() and not also_closed:
-            raise self._abort.error()
         if self._closed and not also_closed:
             raise CheckpointingException(
                 f"this {self._noun} is closed; make another, on every rank. Checkpoints saved "
                 f"before are as they were"
             )
+        if self._abort.is_set() and not also_closed:
+            raise self._abort.error()
 
 
 def _aborted(noun: str, what_to_do: str) -> AbortedError:

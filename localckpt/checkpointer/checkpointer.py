@@ -515,9 +515,7 @@ class Checkpointer(OfOneProcess):
                 or close.
         """
         called, left_after = time.monotonic(), self._last_step
-        if self._closed or self._interrupted:
-            self._check_usable()
-        self.abort()
+        self._begin_rejoin()
         self._leave_ranks()
         self.begin_life()
         try:
@@ -529,7 +527,6 @@ class Checkpointer(OfOneProcess):
             step = self.resume(**options)
         except BaseException:
             self._abort.set()
-            # For the next attempt, or close().
             self._last_step = left_after
             raise
         self._has_failed = False

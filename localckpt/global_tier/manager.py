@@ -521,6 +521,9 @@ class GlobalCheckpointManager(OfOneProcess):
         """
         if self._closed or self._is_fork:
             return
+        if self._has_left:
+            self._closed = True
+            return
         if self._abort.is_set():
             self._close_alone()
             return
@@ -549,11 +552,8 @@ class GlobalCheckpointManager(OfOneProcess):
             MismatchError, StorageError, PeerLostError: As when a manager is made. Rejoin again, or
                 close.
         """
-        self._check_usable(also_closed=True)
-        if self._closed and not self._abort.is_set():
-            self._check_usable()
-        self.abort()
-        if not self._closed:
+        self._begin_rejoin()
+        if not self._has_left:
             if (save := self._save) is not None:
                 # It holds the root as long as it goes on.
                 save.over.wait(_ENDING_S)
@@ -564,8 +564,8 @@ class GlobalCheckpointManager(OfOneProcess):
         try:
             GlobalCheckpointManager.__init__(self, **given)
         except BaseException:
-            self._closed = True
-            self._abort.set()
+            self._closed = False
+            self._fail_rejoin()
             raise
 
     def _end_waits(self) -> None:

@@ -225,17 +225,14 @@ class CheckpointManager(OfOneProcess):
 
     def rejoin_with(self, strategy: ReplicationStrategy | None, *, is_new: bool) -> None:
         """Rejoin with a strategy, or none; ``is_new`` is one made for the ranks as they are."""
-        self._check_usable(also_closed=True)
-        if self._closed and not self._abort.is_set():
-            self._check_usable()
-        self.abort()
+        self._begin_rejoin()
         if not self._under_way.acquire(timeout=_LEAVING_S):
             raise CheckpointingException(
                 f"rejoin() was called while {self._calling or 'another call'}() goes on in a "
                 f"thread that abort() did not end: does its storage answer? Nothing was changed"
             )
         try:
-            if not self._closed:
+            if not self._has_left:
                 self._close(is_abandoned=True, keeps_memory=True)
             self.begin_life()
             with self._abort:
@@ -244,8 +241,7 @@ class CheckpointManager(OfOneProcess):
                 self.repl_strategy = strategy
                 self._open()
         except BaseException:
-            self._closed = True
-            self._abort.set()
+            self._fail_rejoin()
             raise
         finally:
             self._under_way.release()
@@ -783,7 +779,11 @@ class CheckpointManager(OfOneProcess):
 
         With ``keeps_memory`` the images that are in memory are kept for the next store.
         """
-        self._closed = True
+        if self._has_left:
+            self._closed = True
+            self._kept.close()
+            return
+        self._closed, self._has_left = not keeps_memory, keeps_memory
         with ExitStack() as closing:
             for ranks in self._all_ranks:
                 closing.callback(ranks.abandon if is_abandoned else ranks.close)

@@ -202,3 +202,42 @@ def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Pat
 
     assert first == second
     assert late
+
+
+def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
+    state = make_state(sharded=False)
+    checkpointer = localckpt.Checkpointer(
+        state, local=node_store(), shared=shared, every=2, replication_factor=2, timeout_s=2.0
+    )
+    step = checkpointer.resume()
+    for step in range(step, step + 3):
+        train_step(state, step)
+        checkpointer.step(step)
+    checkpointer.wait_until_finished()
+    dist.barrier()
+    if rank == 0:
+        for _ in range(2):
+            # The other rank does not come.
+            with pytest.raises(localckpt.PeerLostError):
+                checkpointer.rejoin()
+            with pytest.raises(localckpt.AbortedError):
+                checkpointer.step(step + 1)
+    dist.barrier()
+    rejoined = checkpointer.rejoin()
+    assert (rejoined.step, rejoined.source) == (step, "own memory")
+    checkpointer.abort()
+    if rank == 0:
+        with pytest.raises(localckpt.PeerLostError):
+            checkpointer.rejoin()
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(localckpt.CheckpointingException, match="closed"):
+        checkpointer.rejoin()
+    dist.barrier()
+    again = localckpt.Checkpointer(state, local=node_store(), shared=shared, timeout_s=20.0)
+    assert again.resume() == step
+    again.close()
+
+
+def test_a_rejoin_that_failed_is_done_again_or_the_object_is_closed(tmp_path: Path) -> None:
+    run_ranks(_fail_and_close, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 2))

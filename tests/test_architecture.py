@@ -93,13 +93,13 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (5749, 4900, 15),
     "integrations": (3058, 2900, 20),
-    "managers": (5410, 3600, 18),
+    "managers": (5427, 3600, 18),
     "memory": (735, 700, 7),
     "ranks": (2650, 1600, 10),
     "replication": (2893, 2900, 17),
     "replication/parity": (1733, 1700, 12),
     "state_dict": (6966, 5000, 30),
-    "storage": (3378, 3100, 16),
+    "storage": (3387, 3100, 16),
 }
 
 # Rooms around the core, which the goals count by themselves.

@@ -13,7 +13,12 @@ from functools import partial
 from typing import Any
 
 from localckpt.availability.inventory import ranks_by_node
-from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.errors import (
+    CheckpointingException,
+    MismatchError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.events.event import Outcome
 from localckpt.failure_texts import described, ranks_named, short
 from localckpt.ids import Checkpoint
@@ -129,9 +134,21 @@ class Repairs:
         finally:
             store.repaired = frozenset()
             reprotection.ranks.close()
+            self._prune(wanted)
             left = [c for c in wanted if c in self._suspect or checkpoints.lacks_copies(c)]
             self._failures = self._failures + 1 if left and not reprotection.ranks.is_aborted else 0
             self._passes = min(2**self._failures, _MOST_PASSES) - 1
+
+    def _prune(self, made: Sequence[Checkpoint]) -> None:
+        """Prune what was made of a checkpoint after all ranks had pruned it."""
+        context = self._context
+        over = [c for c in made if c not in context.checkpoints.complete]
+        if context.images is None or not over:
+            return
+        try:
+            context.images.prune(lambda shard: shard.checkpoint in over, ())
+        except StorageError as error:
+            logger.warning("pieces that nobody keeps stay until the next start: %s", error)
 
     def _note_failure(
         self, reprotection: Reprotection, checkpoint: Checkpoint, error: Exception

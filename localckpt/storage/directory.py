@@ -344,7 +344,7 @@ class DirectoryStore(Store):
         path = self._path(identity)
         try:
             status = path.lstat()
-        except OSError:
+        except FileNotFoundError:
             return False
         if not stat.S_ISREG(status.st_mode):
             return False
@@ -361,7 +361,7 @@ class DirectoryStore(Store):
         That is known by names, and pruned checkpoints are among them. No file is opened.
         """
         before = self._known | self._shards
-        self._known = {i: path for i, path in before.items() if os.path.lexists(path)}
+        self._known = {i: path for i, path in before.items() if not _is_gone(path)}
         self._shards = {i: path for i, path in self._shards.items() if i in self._known}
         return {identity.checkpoint for identity in before.keys() - self._known.keys()}
 
@@ -491,6 +491,15 @@ class DirectoryStore(Store):
                     os.rename(path, recycled)
                     self._was_recycled(identity, recycled)
         self._shards.pop(identity, None)
+
+
+def _is_gone(path: Path) -> bool:
+    """Return whether it is known that there is no file; storage may refuse to tell."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,7 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: st
         call = schedule(caller, work.write_when, here / "a", here / "gate")
         try:
             work.await_file(here / "a.started")
+            work.write(here / "waits")
             print(caller.is_current_async_call_done(blocking=True, no_dist=True))
         except KeyboardInterrupt:
             work.write(here / "gate")
@@ -237,6 +238,8 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: st
         """
     )
     pid = int(work.await_file(tmp_path / "a.started"))
+    # A worker may have started before the call of the trainer that starts it is over.
+    work.await_file(tmp_path / "waits")
 
     os.kill(pid, signal.SIGINT)
     os.kill(trainer.process.pid, signal.SIGINT)

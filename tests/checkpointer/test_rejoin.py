@@ -209,8 +209,8 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
     checkpointer = localckpt.Checkpointer(
         state, local=node_store(), shared=shared, every=2, replication_factor=2, timeout_s=2.0
     )
-    step = checkpointer.resume()
-    for step in range(step, step + 3):
+    first = checkpointer.resume()
+    for step in range(first, first + 3):
         train_step(state, step)
         checkpointer.step(step)
     checkpointer.wait_until_finished()

@@ -336,7 +336,7 @@ def test_a_rank_that_cannot_read_its_copy_takes_its_peers(
     cold: bool, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
     reads = ("pread64", "preadv", "preadv2")
-    step = 1 if long_form else 4
+    step = 1 if long_form else 2
     job = Job("disk", ranks=2, codes=(errno.EIO,), cold=cold, only=reads, step=step)
 
     refused = run(job, _start_again_and_again, nodes_of(job))

@@ -277,7 +277,8 @@ class BufferPool:
         """Make a buffer; without memory, ``None`` if there are others, which have to do."""
         size = buffer_nbytes(nbytes)
         with self._lock:
-            fitting = [b for b in self._offered if nbytes <= len(b.view) <= size * _ROOM]
+            free = [b for b in self._offered if not b.in_use]
+            fitting = [b for b in free if nbytes <= len(b.view) <= size * _ROOM]
             if fitting:
                 self._offered.remove(fitting[0])
                 self._buffers.setdefault(purpose, []).append(fitting[0])

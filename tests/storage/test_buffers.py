@@ -217,3 +217,14 @@ def test_what_an_owner_took_without_coming_to_know_it_is_given_back_by_its_name(
     assert of_another.in_use
     assert pool.take(0, 1000, 1.0, owner="the next save") is not of_another
     pool.close()
+
+
+def test_a_buffer_that_was_offered_is_not_used_while_somebody_reads_it() -> None:
+    pool, offered = BufferPool(PrivateBuffer), PrivateBuffer(1 << 20)
+    offered.readers.add("a load")
+    pool.offer(offered)
+
+    taken = pool.take("shards", 1 << 20, PATIENCE_S)
+
+    assert taken is not offered
+    pool.close()

@@ -237,7 +237,8 @@ class Checkpointer(OfOneProcess):
             self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
         )
 
-        self._given = given
+        # Not the state, which is to be freed once rejoin() is given another one.
+        self._given = {name: value for name, value in given.items() if name != "state"}
 
         def check_all() -> dict[str, str]:
             check_arguments(given)
@@ -509,7 +510,9 @@ class Checkpointer(OfOneProcess):
             options: As for :meth:`resume`.
 
         Raises:
-            MismatchError, NoReplicasAvailableError: As for :meth:`resume`.
+            MismatchError: As for :meth:`resume`.
+            NoReplicasAvailableError: As for :meth:`resume`. Or there is no checkpoint yet, and some
+                rank's state has been trained and was not given anew.
             StorageError: This rank's directory cannot be used.
             PeerLostError: Some rank did not come in time. As after any other error, rejoin again,
                 or close.
@@ -524,6 +527,8 @@ class Checkpointer(OfOneProcess):
                 self._record.rejoin(self._ranks, called, left_after)
                 undo.pop_all()
             self._begin()
+            if state is None and not self._state.is_made_by_caller and left_after is not None:
+                self._resumption.trained_to = left_after
             step = self.resume(**options)
         except BaseException:
             self._abort.set()

@@ -64,6 +64,11 @@ class TrainingState:
         self._given = given
         self._set(parts)
 
+    @property
+    def is_made_by_caller(self) -> bool:
+        """Whether :meth:`make` has the caller's function make all parts anew."""
+        return callable(self._given)
+
     def make(self) -> None:
         if callable(self._given):
             self._set(parts_of(self._given(), self._epochs, rng=self._rng))

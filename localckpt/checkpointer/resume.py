@@ -135,6 +135,8 @@ class Resumption:
         # When the process began, until it has resumed.
         self._began: float | None = record.began
         self.source = ""
+        # Step that the state to fill is of, if it is not as it was made.
+        self.trained_to: int | None = None
 
     def find(self, elsewhere: Elsewhere | None) -> int:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""
@@ -293,7 +295,9 @@ class Resumption:
         self, step: int, source: str, called: float, saved_at: float | None, *, is_empty: bool
     ) -> str:
         """Say on the root where all loaded from; return the name of the job's run."""
-        mine, seconds = [source, self._events.run, is_empty], time.monotonic() - called
+        trained_to = -1 if self.trained_to is None or step >= 0 else self.trained_to
+        mine = [source, self._events.run, is_empty, trained_to]
+        seconds = time.monotonic() - called
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
         )
@@ -342,7 +346,14 @@ def _leave_nodes(
 
 
 def _judge_sources(told_by: list[list[Any]]) -> list[str]:
-    if all(is_empty for *_, is_empty in told_by):
+    if trained := {rank: step for rank, (*_, step) in enumerate(told_by) if step >= 0}:
+        step = max(trained.values())
+        raise NoReplicasAvailableError(
+            f"there is no complete checkpoint to go back to, and the state of "
+            f"{ranks_named(list(trained))} is that of training up to step {step}, not as it was "
+            f"made: give rejoin(state=...) parts that are made anew. Nothing was changed"
+        )
+    if all(is_empty for _, _, is_empty, _ in told_by):
         raise MismatchError(
             "nothing of this state is in the checkpoint: not one of its parts has the name of one "
             "that was saved. Name the parts as they were, or say how they were called, "

@@ -105,10 +105,10 @@ def _abort_and_rejoin(
             late_timer = threading.Timer(moves.uniform(0.0, 0.05), checkpointer.abort)
             late_timer.start()
             with contextlib.suppress(PeerLostError):
-                checkpointer.rejoin()
+                checkpointer.rejoin({"part": part})
             late_timer.join()
             dist.barrier()
-        rejoined = checkpointer.rejoin()
+        rejoined = checkpointer.rejoin({"part": part})
         step = rejoined.step
         assert step == 0 or part.is_of(step - 1), f"round {number}"
         if number % 5 == 2 or rounds < 10:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -241,3 +243,57 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
 
 def test_a_rejoin_that_failed_is_done_again_or_the_object_is_closed(tmp_path: Path) -> None:
     run_ranks(_fail_and_close, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 2))
+
+
+def _rejoin_before_a_save(rank: int, world_size: int) -> None:
+    state = make_state(sharded=False)
+    untrained = digest(state)
+    checkpointer = localckpt.Checkpointer(
+        state, local=node_store(), every=10**6, save_last=False, timeout_s=20.0
+    )
+    train_step(state, checkpointer.resume())
+    checkpointer.step(0)
+    for _ in range(2):
+        checkpointer.abort()
+        dist.barrier()
+        with pytest.raises(localckpt.NoReplicasAvailableError, match="made anew"):
+            checkpointer.rejoin()
+        dist.barrier()
+    state = make_state(sharded=False)
+    assert checkpointer.rejoin(state).step == 0
+    assert digest(state) == untrained
+    checkpointer.abort()
+    dist.barrier()
+    # It has made no step since it was made.
+    assert checkpointer.rejoin().step == 0
+    checkpointer.close()
+
+
+def test_without_a_checkpoint_no_state_of_the_life_before_passes_for_a_new_one(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_rejoin_before_a_save, 2, store_per_node=stores(tmp_path, 2))
+
+
+def _give_states_anew(rank: int, world_size: int) -> list[bool]:
+    state = make_state(sharded=False)
+    checkpointer = localckpt.Checkpointer(state, local=node_store(), every=1, timeout_s=20.0)
+    step, models = checkpointer.resume(), []
+    for _ in range(3):
+        train_step(state, step)
+        checkpointer.step(step)
+        checkpointer.wait_until_finished()
+        checkpointer.abort()
+        dist.barrier()
+        models.append(weakref.ref(state["model"]))
+        state = make_state(sharded=False)
+        step = checkpointer.rejoin(state).step
+    gc.collect()
+    checkpointer.close()
+    return [model() is not None for model in models]
+
+
+def test_a_state_that_was_given_anew_frees_the_one_before(tmp_path: Path) -> None:
+    outcomes = run_ranks(_give_states_anew, 2, store_per_node=stores(tmp_path, 2))
+
+    assert outcomes == [[False] * 3] * 2

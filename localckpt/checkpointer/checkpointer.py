@@ -493,6 +493,8 @@ class Checkpointer(OfOneProcess):
     def rejoin(
         self,
         state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        guard: Sequence[torch.optim.Optimizer] | None = None,
         **options: Any,
     ) -> Rejoined:
         """Go on with the ranks of the job as they are now, and resume; all of them call it.
@@ -507,6 +509,8 @@ class Checkpointer(OfOneProcess):
         Args:
             state: The parts of the state, if they are other objects now, such as a module in a new
                 DDP; as for the class. ``None`` for those that there are.
+            guard: The optimizers of the state, if they are others now; needed with ``state``, if
+                the checkpointer was given some.
             options: As for :meth:`resume`.
 
         Raises:
@@ -518,7 +522,14 @@ class Checkpointer(OfOneProcess):
                 or close.
         """
         called, left_after = time.monotonic(), self._last_step
+        if state is not None and self._given["guard"] and guard is None:
+            raise CheckpointingException(
+                "guard= has optimizers of the state before: give rejoin() those of the new state, "
+                "guard=[...], or none, guard=[]. Nothing was changed"
+            )
         self._begin_rejoin()
+        if guard is not None:
+            self._given["guard"] = guard
         self._leave_ranks()
         self.begin_life()
         try:
@@ -528,7 +539,8 @@ class Checkpointer(OfOneProcess):
                 undo.pop_all()
             self._begin()
             if state is None and not self._state.is_made_by_caller and left_after is not None:
-                self._resumption.trained_to = left_after
+                # The loss may have come between a step of the optimizer and the call that notes it.
+                self._resumption.trained_to = max(left_after, 0)
             step = self.resume(**options)
         except BaseException:
             self._abort.set()
@@ -563,7 +575,7 @@ class Checkpointer(OfOneProcess):
         self._epochs.rejoin(self._ranks.world_size)
 
         def rejoined(strategy: ReplicationStrategy | None) -> NodeManager:
-            manager.rejoin_with(strategy, is_new=True)
+            manager.rejoin_with(strategy, is_new=True, guard=given["guard"])
             return manager
 
         def shared_rejoined(local: NodeManager) -> GlobalCheckpointManager:

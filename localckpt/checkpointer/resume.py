@@ -350,8 +350,8 @@ def _judge_sources(told_by: list[list[Any]]) -> list[str]:
         step = max(trained.values())
         raise NoReplicasAvailableError(
             f"there is no complete checkpoint to go back to, and the state of "
-            f"{ranks_named(list(trained))} is that of training up to step {step}, not as it was "
-            f"made: give rejoin(state=...) parts that are made anew. Nothing was changed"
+            f"{ranks_named(list(trained))} may be that of training up to step {step}, not as it "
+            f"was made: give rejoin(state=...) parts that are made anew. Nothing was changed"
         )
     if all(is_empty for _, _, is_empty, _ in told_by):
         raise MismatchError(

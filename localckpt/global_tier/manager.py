@@ -561,8 +561,10 @@ class GlobalCheckpointManager(OfOneProcess):
         given = self._made_with
         if process_group is not None:
             given = {**given, "process_group": process_group}
+        is_to_stop = self.is_to_stop
         try:
             GlobalCheckpointManager.__init__(self, **given)
+            self.is_to_stop = is_to_stop
         except BaseException:
             self._closed = False
             self._fail_rejoin()

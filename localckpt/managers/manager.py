@@ -218,13 +218,17 @@ class CheckpointManager(OfOneProcess):
             StorageError: This rank's directory cannot be used.
             PeerLostError: A rank did not come in time. Rejoin again, or close.
         """
-        if process_group is not None:
-            self._options = replace(self._options, process_group=process_group)
+        given = {} if process_group is None else {"process_group": process_group}
         strategy = self.repl_strategy if repl_strategy is None else repl_strategy
-        self.rejoin_with(strategy, is_new=repl_strategy is not None)
+        self.rejoin_with(strategy, is_new=repl_strategy is not None, **given)
 
-    def rejoin_with(self, strategy: ReplicationStrategy | None, *, is_new: bool) -> None:
-        """Rejoin with a strategy, or none; ``is_new`` is one made for the ranks as they are."""
+    def rejoin_with(
+        self, strategy: ReplicationStrategy | None, *, is_new: bool, **options: Any
+    ) -> None:
+        """Rejoin with a strategy, or none; ``is_new`` is one made for the ranks as they are.
+
+        ``options`` are those that have other values from now on.
+        """
         self._begin_rejoin()
         if not self._under_way.acquire(timeout=_LEAVING_S):
             raise CheckpointingException(
@@ -239,6 +243,7 @@ class CheckpointManager(OfOneProcess):
                 if strategy is not None and not is_new:
                     strategy.rejoin()
                 self.repl_strategy = strategy
+                self._options = replace(self._options, **options)
                 self._open()
         except BaseException:
             self._fail_rejoin()

@@ -204,7 +204,7 @@ class Ranks:
             call = Call(what, mine, result, judge, deadline, grace_s, kind, order)
             return _outcome(what, *self._meet(call), read)
         except CheckpointingException as error:
-            if failure is None or mine is None:
+            if failure is None or mine is None or isinstance(error, AbortedError):
                 raise
             if isinstance(error, PeerLostError) and mine.text not in str(error):
                 raise PeerLostError(f"could not {what}: {mine.text} Also: {error}") from failure

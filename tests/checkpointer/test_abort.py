@@ -47,7 +47,8 @@ class _Part:
 
 def _resources() -> dict[str, int]:
     process = psutil.Process()
-    ours = [name for name in os.listdir("/dev/shm") if name.startswith("localckpt-test")]
+    run = os.environ["LOCALCKPT_TEST_RUN"]
+    ours = [name for name in os.listdir("/dev/shm") if run in name]
     return {
         "threads": process.num_threads(),
         "descriptors": process.num_fds(),

@@ -264,8 +264,9 @@ def _rejoin_before_a_save(rank: int, world_size: int) -> None:
     assert digest(state) == untrained
     checkpointer.abort()
     dist.barrier()
-    # It has made no step since it was made.
-    assert checkpointer.rejoin().step == 0
+    # It is not known that no step was begun.
+    with pytest.raises(localckpt.NoReplicasAvailableError, match="made anew"):
+        checkpointer.rejoin()
     checkpointer.close()
 
 
@@ -297,3 +298,26 @@ def test_a_state_that_was_given_anew_frees_the_one_before(tmp_path: Path) -> Non
     outcomes = run_ranks(_give_states_anew, 2, store_per_node=stores(tmp_path, 2))
 
     assert outcomes == [[False] * 3] * 2
+
+
+def _guard_anew(rank: int, world_size: int) -> None:
+    state = make_state(sharded=False)
+    checkpointer = localckpt.Checkpointer(
+        state, local=node_store(), every=1, guard=[state["optimizer"]], timeout_s=20.0
+    )
+    train_step(state, checkpointer.resume())
+    checkpointer.step(0)
+    checkpointer.wait_until_finished()
+    state = make_state(sharded=False)
+    with pytest.raises(localckpt.CheckpointingException, match="guard="):
+        checkpointer.rejoin(state)
+    # Nothing was aborted.
+    train_step(state, 1)
+    checkpointer.step(1)
+    dist.barrier()
+    assert checkpointer.rejoin(state, guard=[state["optimizer"]]).step > 0
+    checkpointer.close()
+
+
+def test_optimizers_that_are_guarded_are_given_anew_with_the_state(tmp_path: Path) -> None:
+    run_ranks(_guard_anew, 2, store_per_node=stores(tmp_path, 2))

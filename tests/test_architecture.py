@@ -92,7 +92,7 @@ _BUDGETS = {
     "events": (596, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5751, 4900, 15),
-    "integrations": (3058, 2900, 20),
+    "integrations": (3061, 2900, 20),
     "managers": (5432, 3600, 18),
     "memory": (735, 700, 7),
     "ranks": (2650, 1600, 10),

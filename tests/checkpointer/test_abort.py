@@ -133,8 +133,10 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
     for seen, said, longest_s in outcomes:
         assert longest_s < 2.5
         assert "AbortedError" in said
-        # What a call has under way at the moment counts, too.
-        for name, slack in {"threads": 6, "descriptors": 6, "shared memory": 0, "keys": 40}.items():
+        # What a call has under way at the moment counts, too. Of an abort a thread that is late may
+        # leave one key.
+        slacks = {"threads": 6, "descriptors": 6, "shared memory": 0, "keys": 40 + rounds}
+        for name, slack in slacks.items():
             assert seen[-1][name] <= seen[0][name] + slack, name
         assert seen[-1]["memory"] < seen[0]["memory"] + (64 << 20)
 

@@ -87,7 +87,7 @@ _BUDGETS = {
     "top": (2156, 1300, 13),
     "async_save": (1591, 1400, 7),
     "availability": (2604, 2000, 10),
-    "checkpointer": (4387, 1800, 13),
+    "checkpointer": (4388, 1800, 13),
     "cli": (2994, 3000, 16),
     "events": (596, 700, 4),
     "exporters": (321, 500, 3),

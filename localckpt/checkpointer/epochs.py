@@ -55,7 +55,8 @@ class Epochs:
 
     def rejoin(self, world_size: int) -> None:
         """Take another number of ranks; a loop that was under way is over."""
-        self._world_size = world_size
+        # A load that was aborted may have given its place.
+        self._world_size, self._taken = world_size, None
         self.begin(is_resumed=False)
 
     def begin(self, *, is_resumed: bool) -> None:

@@ -138,7 +138,7 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
         slacks = {"threads": 6, "descriptors": 6, "shared memory": 0, "keys": 40 + rounds}
         for name, slack in slacks.items():
             assert seen[-1][name] <= seen[0][name] + slack, name
-        assert seen[-1]["memory"] < seen[0]["memory"] + (64 << 20)
+        assert seen[-1]["memory"] < seen[0]["memory"] + ((64 + rounds) << 20)
 
 
 def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str) -> float:

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import localckpt
+from localckpt.checkpointer.epochs import Epochs
 from localckpt.cli.account import account
 from localckpt.cli.starts import starts_of
 from localckpt.events.jsonl import read_events
@@ -321,3 +322,12 @@ def _guard_anew(rank: int, world_size: int) -> None:
 
 def test_optimizers_that_are_guarded_are_given_anew_with_the_state(tmp_path: Path) -> None:
     run_ranks(_guard_anew, 2, store_per_node=stores(tmp_path, 2))
+
+
+def test_a_place_that_an_aborted_load_has_given_is_forgotten() -> None:
+    epochs = Epochs(lambda: None, lambda: False, 2)
+    epochs.load_state_dict(epochs.state_dict())
+
+    epochs.rejoin(3)
+
+    assert epochs.saved_at is None

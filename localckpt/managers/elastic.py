@@ -122,7 +122,8 @@ class ElasticLoad:
         report = {"bad": self._copies.bad, "saved": of_digests, "given": digest_of_names(given)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
         found_bad, asked = self._ranks.agree(
-            *(what, opening, report, ask_for_structures), read=shaped((list, dict | None))
+            *(what, opening, report, ask_for_structures),
+            read=shaped(([(int, int, str)], dict | None)),
         )
         if self._copies.take_out(found_bad):
             return None
@@ -320,7 +321,7 @@ class ElasticLoad:
             "check that the states can be loaded into",
             checking,
             self._copies.bad or None,
-            read=shaped(list),
+            read=shaped([(int, str)]),
         )
         return not self._take_out(reports)
 
@@ -366,7 +367,7 @@ class ElasticLoad:
             f"load iteration {self._checkpoint.iteration}",
             moving,
             report if any(report) else None,
-            read=shaped((list, str | None)),
+            read=shaped(([(int, str)], str | None)),
             grace_s=timeout_s,
             deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Packed(NamedTuple):
     """Text of values in a report or a verdict, and the rank that saved them.
 
     ``kind`` is ``"all"`` for values of every rank, ``"keep"`` for those of one rank, ``"rule"`` for
-    those that a function of the caller's gets.
+    those that a function of the caller's gets. The text is empty if all of them are tensors.
     """
 
     kind: str
@@ -148,6 +148,8 @@ class ElasticJudge:
     # What is planned, until digests that are asked for are judged.
     _plan: ReshardPlan = field(default_factory=ReshardPlan, init=False)
     _packs: list[Packed] = field(default_factory=list, init=False)
+    # Kinds of values, and the shards that they are asked of.
+    _asked: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Say nothing of tensors below some names, which are found to be on one side only."""
@@ -189,6 +191,18 @@ class ElasticJudge:
         for shard, keys in equal.items():
             asked[self._readers[shard]]["equal"].append([shard, keys])
         of_all = {"unequal": list(self._ruled.unequal), "shared": shared}
+        self._asked = Counter(
+            ("all", shard)
+            for of_rank in asked.values()
+            for kind in ("sections", "equal")
+            for shard, _ in of_rank[kind]
+        )
+        for shard, of_shard in ruled.items():
+            kinds = {kind_of(self._rule_of(key)) for key in of_shard if key in self._ruled.unequal}
+            if "function" in kinds:
+                self._asked["rule", shard] = 1
+            if "keep" in kinds and shard < len(reports) and shard != self._readers[shard]:
+                self._asked["keep", shard] = 1
         return PerRank(of_all, asked)
 
     def plan(self, reports: Sequence[Message]) -> PerRank:
@@ -212,6 +226,12 @@ class ElasticJudge:
         found = Mismatches()
         with found.noted():
             judge_tables(about, digests, self._sections, self._places)
+        if Counter((packed.kind, packed.shard) for packed in packs) != self._asked:
+            raise MismatchError(
+                f"the ranks have not told all values of iteration {self._checkpoint.iteration} "
+                f"that rank 0 has asked for. Does another program write to the job's store? "
+                f"Nothing was changed"
+            )
         self._packs = packs
         with found.noted():
             self._plan = plan_reshard(
@@ -261,7 +281,7 @@ class ElasticJudge:
         made = ruled_values(self._rules, self._packs, saved_by, loaded_by, self._images)
         for rank, text in made:
             parts[rank]["values"].append(text)
-        values = [packed.text for packed in self._packs if packed.kind == "all"]
+        values = [packed.text for packed in self._packs if packed.kind == "all" and packed.text]
         return PerRank({"name": new_name(), "values": values}, parts)
 
     def _rule_of(self, key: str) -> PrivateRule:

@@ -312,7 +312,9 @@ class ShardCopies:
             if shard != rank and shard < world_size:
                 told.append(("keep", shard, self.unequal_of(shard, unequal, "keep")))
         return [
-            Packed(kind, shard, self.values.pack(units)) for kind, shard, units in told if units
+            Packed(kind, shard, self.values.pack(units) if units else "")
+            for kind, shard, units in told
+            if units or kind == "all"
         ]
 
     def unequal_of(self, shard: int, unequal: Sequence[str], kind: str) -> list[Unit]:

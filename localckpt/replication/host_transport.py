@@ -79,8 +79,12 @@ class HostTransport:
             self._disconnect()
         for receiver in receivers:
             receiver.join()
-        if failures:
-            progress.raise_first(failures)
+        try:
+            if failures:
+                progress.raise_first(failures)
+        finally:
+            # Their frames hold the list, and the images.
+            failures.clear()
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""

@@ -93,9 +93,12 @@ class Progress:
             # Threads' frames hold each other's failures, and the images.
             forget_frames(failure)
         first = next((f for f in failures if not isinstance(f, PeerFailed)), failures[0])
-        if isinstance(first, PeerFailed):
-            raise self.explain(first) from first.__cause__
-        raise first
+        try:
+            if isinstance(first, PeerFailed):
+                raise self.explain(first) from first.__cause__
+            raise first
+        finally:
+            del first, failure
 
     def lacking(self) -> list[int]:
         """Return, in any thread, the peers that have not sent or confirmed all bytes."""

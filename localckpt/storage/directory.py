@@ -437,6 +437,9 @@ class DirectoryStore(Store):
         for buffer in self._adopted.values():
             buffer.close()
         self._adopted = {}
+        for slot in self._slots:
+            # Else the images would stay mapped until the cycles of a manager are collected.
+            slot.forget_content()
         with storage_errors("clean up", self.folder):
             for slot in self._slots:
                 if slot.is_kept:

@@ -111,12 +111,13 @@ def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -
 @pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="torch changes no group in place before 2.14"
 )
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", _WORLDS)
 def test_survivors_whose_process_group_is_changed_in_place_go_back(
-    name: str, tmp_path: Path
+    name: str, sharded: bool, tmp_path: Path
 ) -> None:
     worlds = _WORLDS[name]
-    survivors = _survive(worlds, tmp_path, False, 64, True)
+    survivors = _survive(worlds, tmp_path, sharded, 64, True)
 
     for home, seen in survivors.items():
         lives = [number for number, world in enumerate(worlds) if home in world]

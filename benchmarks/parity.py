@@ -20,14 +20,14 @@ from benchmarks.links import Links, links, why_not
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Report, compare
 from benchmarks.setup import Options
+from localckpt.parity import gf
+from localckpt.parity.chains import schedule
+from localckpt.parity.encode import encode, encoding_chains
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.planning import Left, plan_rebuild
+from localckpt.parity.stripes import Kind, ParityLayout
 from localckpt.replication.connections import HostConnections, as_tensor
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.parity import gf
-from localckpt.replication.parity.chains import schedule
-from localckpt.replication.parity.encode import encode, encoding_chains
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.planning import Left, plan_rebuild
-from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import MemorySource
 
 __all__ = ["measure"]

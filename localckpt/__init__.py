@@ -68,12 +68,10 @@ if TYPE_CHECKING:
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.manager import CheckpointManager as CheckpointManager
     from localckpt.managers.replica_check import replicated as replicated
+    from localckpt.parity.strategy import ParityReplicationStrategy as ParityReplicationStrategy
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
     from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
-    from localckpt.replication.parity.strategy import (
-        ParityReplicationStrategy as ParityReplicationStrategy,
-    )
     from localckpt.replication.strategies import (
         CliqueReplicationStrategy as CliqueReplicationStrategy,
     )
@@ -109,7 +107,7 @@ _PUBLIC = {
     "managers.local": "BaseCheckpointManager InMemoryCheckpointManager LocalCheckpointManager",
     "managers.manager": "CheckpointManager",
     "managers.replica_check": "replicated",
-    "replication.parity.strategy": "ParityReplicationStrategy",
+    "parity.strategy": "ParityReplicationStrategy",
     "replication.strategies": (
         "CliqueReplicationStrategy LazyCliqueReplicationStrategy ReplicationStrategy"
     ),
@@ -128,6 +126,8 @@ _BESIDE = {
     "replication.groups": "GroupWrapper parse_group_sequence",
     "state_dict.basic": "BasicTensorAwareStateDict TensorAwareStateDict",
 }
+# Schemes whose pieces are no copies of shards, by the kind of these; see replication/schemes.py.
+SCHEMES_BY_KIND = {"parity": "localckpt.parity.code:ParityCode"}
 
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names.split()}
 _HOMES_BESIDE = {name: home for home, names in _BESIDE.items() for name in names.split()}

@@ -5,11 +5,11 @@ the user (``repl_strategy=``). A :class:`RecoveryScheme` turns pieces that are n
 into shards again, and is found by the kind of the pieces that the nodes hold, whichever strategy
 the job has that loads them. Copies need no scheme.
 
-To add a redundancy with pieces of its own: a module beside ``parity/`` with a strategy that derives
-from :class:`MemberStrategy` and a scheme; a line in ``schemes.py``; and the name of the strategy in
-``localckpt/__init__.py``. A piece is an image as any other: its identity has a kind, its header
-says under ``<kind>_of`` which group it protects, and stores, inventories, coverage and commands
-treat all kinds alike.
+To add a redundancy with pieces of its own: a package with a strategy that derives from
+:class:`MemberStrategy`, which users pass as they do ours, and a scheme, which the package names in
+an entry point; see ``schemes.py``. A piece is an image as any other: its identity has a kind, its
+header says under ``<kind>_of`` which group it protects, and stores, inventories, coverage and
+commands treat all kinds alike.
 """
 
 from __future__ import annotations

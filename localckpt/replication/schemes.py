@@ -1,19 +1,57 @@
 """The redundancy schemes whose pieces are not copies of shards, by the kind of their pieces.
 
 A checkpoint is read by the kinds of the pieces that the nodes hold, whichever redundancy the job
-that reads it has. A scheme of another kind is entered here; see ``redundancy.py``.
+that reads it has. So nobody has to import a scheme: its class is found by name, in the table of
+this package or in the entry points of another that is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from localckpt.replication.parity.code import ParityCode
-from localckpt.replication.parity.stripes import PARITY_KIND
+import localckpt
+from localckpt.errors import MismatchError
 
 if TYPE_CHECKING:
     from localckpt.replication.redundancy import RecoveryScheme
 
-SCHEMES: Mapping[str, RecoveryScheme] = {PARITY_KIND: ParityCode()}
-"""The scheme of each kind of piece beside shards."""
+ENTRY_POINTS = "localckpt.schemes"
+"""Group of the entry points: each is named as a kind, and its value is ``module:class``."""
+
+
+class _Schemes(Mapping[str, "RecoveryScheme"]):
+    def __getitem__(self, kind: str) -> RecoveryScheme:
+        return _scheme(kind, _classes()[kind])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_classes())
+
+    def __len__(self) -> int:
+        return len(_classes())
+
+
+SCHEMES: Mapping[str, RecoveryScheme] = _Schemes()
+"""The scheme of each kind of piece beside shards, imported when a piece of its kind is found."""
+
+
+@cache
+def _classes() -> dict[str, str]:
+    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    return others | localckpt.SCHEMES_BY_KIND
+
+
+@cache
+def _scheme(kind: str, home: str) -> RecoveryScheme:
+    try:
+        scheme: RecoveryScheme = pkgutil.resolve_name(home)()
+    except (ImportError, AttributeError) as error:
+        raise MismatchError(
+            f"pieces of the kind {kind!r} are computed by {home}, which cannot be imported: "
+            f"{error}. Install what it needs on every node, or remove the package that names it; "
+            f"nothing was changed"
+        ) from error
+    return scheme

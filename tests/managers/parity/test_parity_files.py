@@ -16,8 +16,8 @@ import localckpt
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import Generation, Group, ShardIdentity
 from localckpt.memory.digests import BlockHasher
-from localckpt.replication.parity.image import ParityFrame, ParityOf, ParityPart
-from localckpt.replication.parity.stripes import PARITY_KIND
+from localckpt.parity.image import ParityFrame, ParityOf, ParityPart
+from localckpt.parity.stripes import PARITY_KIND
 from localckpt.state_dict.image import unpack
 from localckpt.state_dict.source import ImageBytes, MemorySource, read_header, read_verified_record
 from tests.cli.commands import call

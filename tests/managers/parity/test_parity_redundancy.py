@@ -15,7 +15,7 @@ import torch.distributed as dist
 import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
 from localckpt.ids import Piece, ShardIdentity
-from localckpt.replication.parity import rebuilding
+from localckpt.parity import rebuilding
 from localckpt.state_dict.source import read_verified_record
 from localckpt.storage.files import FileSource
 from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of

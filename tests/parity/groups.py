@@ -6,10 +6,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
-from localckpt.replication.parity.chains import Chain, add_terms
-from localckpt.replication.parity.encode import encoding_chains
-from localckpt.replication.parity.gf import Bytes, Scratch
-from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.parity.chains import Chain, add_terms
+from localckpt.parity.encode import encoding_chains
+from localckpt.parity.gf import Bytes, Scratch
+from localckpt.parity.stripes import Kind, ParityLayout, Strip
 from tests.replication.sources import image
 
 Kept = tuple[Kind, int]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.replication.parity import chains as chaining
-from localckpt.replication.parity.chains import (
+from localckpt.parity import chains as chaining
+from localckpt.parity.chains import (
     BUFFERS_NBYTES,
     Chain,
     ChainSchedule,
@@ -20,8 +20,8 @@ from localckpt.replication.parity.chains import (
     schedule,
     tasks_of,
 )
-from localckpt.replication.parity.encode import encoding_chains
-from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.parity.encode import encoding_chains
+from localckpt.parity.stripes import Kind, ParityLayout, Strip
 
 _RANKS = 5
 _MESSAGE = 10

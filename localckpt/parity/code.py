@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from localckpt.availability.inventory import Nodes
 from localckpt.errors import MismatchError
 from localckpt.ids import Group
-from localckpt.replication.parity.stripes import ParityLayout
+from localckpt.parity.stripes import ParityLayout
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -73,7 +73,7 @@ class ParityCode:
 
     def recover(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> Recovered:
         # Commands that only look at stores need no torch.
-        from localckpt.replication.parity.rebuilding import Rebuilding
+        from localckpt.parity.rebuilding import Rebuilding
 
         return Rebuilding(lost, store, ranks, timeout_s).run()
 

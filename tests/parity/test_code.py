@@ -19,11 +19,11 @@ from localckpt.availability.inventory import Inventory, node_report, ranks_by_no
 from localckpt.availability.recoverable import minimal
 from localckpt.errors import MismatchError
 from localckpt.ids import MOST_RANKS, Checkpoint, Generation, Group, Piece, ShardRecord
-from localckpt.replication.parity.code import ParityCode
-from localckpt.replication.parity.gf import inverse, multiply, power
-from localckpt.replication.parity.planning import Repair, longest_wait
-from localckpt.replication.parity.strategy import place_parity_groups
-from localckpt.replication.parity.stripes import PARITY_KIND, ParityLayout
+from localckpt.parity.code import ParityCode
+from localckpt.parity.gf import inverse, multiply, power
+from localckpt.parity.planning import Repair, longest_wait
+from localckpt.parity.strategy import place_parity_groups
+from localckpt.parity.stripes import PARITY_KIND, ParityLayout
 from localckpt.replication.schemes import SCHEMES
 
 _CHECKPOINT = Checkpoint(Generation(1, 2), 3, 8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.replication.parity import gf
+from localckpt.parity import gf
 
 _ELEMENTS = st.integers(0, 255)
 _BLOCKS = (gf._XTIME_BLOCK_NBYTES, gf._SCALE_BLOCK_NBYTES)

@@ -17,14 +17,14 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from localckpt.replication.parity.gf import (
+from localckpt.parity.gf import (
     Bytes,
     Scratch,
     scale_xor_into,
     xor_into,
     xtime_xor_into,
 )
-from localckpt.replication.parity.stripes import Strip
+from localckpt.parity.stripes import Strip
 from localckpt.replication.progress import chunks
 
 BUFFERS_NBYTES = 64 << 20

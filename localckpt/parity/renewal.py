@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from localckpt.ids import Group, ShardIdentity
+from localckpt.parity.encode import encode
+from localckpt.parity.image import ParityFrame, ParityOf
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.stripes import PARITY_KIND
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.parity.encode import encode
-from localckpt.replication.parity.image import ParityFrame, ParityOf
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.stripes import PARITY_KIND
 from localckpt.replication.redundancy import Keeper
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot

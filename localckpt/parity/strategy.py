@@ -16,6 +16,11 @@ from localckpt.errors import (
     SameMachineReplicationException,
 )
 from localckpt.ids import Checkpoint, Group, ShardIdentity
+from localckpt.parity.encode import encode
+from localckpt.parity.image import ParityFrame, ParityOf
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.renewal import ParityRenewal
+from localckpt.parity.stripes import MOST_MEMBERS, MOST_PARITIES, PARITY_KIND
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import MANAGER, refused_together
@@ -25,11 +30,6 @@ from localckpt.replication.member_strategy import (
     MemberStrategy,
     deadline_with_others,
 )
-from localckpt.replication.parity.encode import encode
-from localckpt.replication.parity.image import ParityFrame, ParityOf
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.renewal import ParityRenewal
-from localckpt.replication.parity.stripes import MOST_MEMBERS, MOST_PARITIES, PARITY_KIND
 from localckpt.replication.placement import place_cliques
 from localckpt.replication.redundancy import Lacking
 from localckpt.storage.store import Slot, Store

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localckpt.replication.parity.chains import Chain, Hop, Term
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.stripes import Kind, ParityLayout
+from localckpt.parity.chains import Chain, Hop, Term
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import ShardSource
 
 

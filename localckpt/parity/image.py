@@ -10,7 +10,7 @@ from typing import Any
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import Group, ShardIdentity
-from localckpt.replication.parity.stripes import MOST_NBYTES, PARITY_KIND, ParityLayout
+from localckpt.parity.stripes import MOST_NBYTES, PARITY_KIND, ParityLayout
 from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.header import NO_PARTS, Skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, TensorSlot

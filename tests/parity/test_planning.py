@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.replication.parity.gf import Bytes
-from localckpt.replication.parity.planning import Left, plan_rebuild
-from localckpt.replication.parity.stripes import Kind, ParityLayout
-from tests.replication.parity.groups import Kept, carry_out, group
+from localckpt.parity.gf import Bytes
+from localckpt.parity.planning import Left, plan_rebuild
+from localckpt.parity.stripes import Kind, ParityLayout
+from tests.parity.groups import Kept, carry_out, group
 
 _SHAPES = [(g, m) for g in range(3, 9) for m in (1, 2) if g >= m + 2]
 

@@ -11,19 +11,19 @@ import pytest
 
 from localckpt.errors import PeerLostError, StorageError
 from localckpt.memory.digests import BLOCK_NBYTES
+from localckpt.parity import chains as chaining
+from localckpt.parity.chains import BUFFERS_NBYTES, schedule
+from localckpt.parity.encode import encode, encoding_chains
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.planning import Left, plan_rebuild
+from localckpt.parity.stripes import Kind, ParityLayout
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.parity import chains as chaining
-from localckpt.replication.parity.chains import BUFFERS_NBYTES, schedule
-from localckpt.replication.parity.encode import encode, encoding_chains
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.planning import Left, plan_rebuild
-from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.waiting import Pacer
+from tests.parity.groups import Kept, group
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
-from tests.replication.parity.groups import Kept, group
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
 from tests.simulated import gather
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from localckpt.ids import SHARD_KIND, Group, Piece
-from localckpt.replication.parity.chains import Chain, Hop, Term
-from localckpt.replication.parity.gf import inverse, multiply, power
-from localckpt.replication.parity.image import ParityOf
-from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout, Strip
+from localckpt.parity.chains import Chain, Hop, Term
+from localckpt.parity.gf import inverse, multiply, power
+from localckpt.parity.image import ParityOf
+from localckpt.parity.stripes import PARITY_KIND, Kind, ParityLayout, Strip
 from localckpt.replication.redundancy import Lost, PieceProblem
 
 

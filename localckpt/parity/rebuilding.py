@@ -19,14 +19,10 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import described
 from localckpt.ids import ShardIdentity
-from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.parity.chains import Chain
-from localckpt.replication.parity.image import ParityOf, ParityPart
-from localckpt.replication.parity.pipeline import Pipeline
-from localckpt.replication.parity.planning import (
+from localckpt.parity.chains import Chain
+from localckpt.parity.image import ParityOf, ParityPart
+from localckpt.parity.pipeline import Pipeline
+from localckpt.parity.planning import (
     Left,
     Repair,
     Seen,
@@ -36,7 +32,11 @@ from localckpt.replication.parity.planning import (
     plan_repairs,
     take_together,
 )
-from localckpt.replication.parity.stripes import Kind
+from localckpt.parity.stripes import Kind
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.redundancy import Lost, PieceProblem, Recovered
 from localckpt.replication.retrieval import WatchedSource, new_name
 from localckpt.state_dict.source import ImageBytes, ShardSource

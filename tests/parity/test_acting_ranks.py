@@ -22,24 +22,24 @@ from localckpt.availability.recoverable import groups_to_compute
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.ranks.ranks import Ranks
-from localckpt.replication.parity.gf import Bytes
-from localckpt.replication.parity.image import ParityOf
-from localckpt.replication.parity.planning import (
+from localckpt.parity.gf import Bytes
+from localckpt.parity.image import ParityOf
+from localckpt.parity.planning import (
     Repair,
     Seen,
     plan_rebuild,
     plan_repairs,
     take_together,
 )
-from localckpt.replication.parity.stripes import PARITY_KIND, Kind, ParityLayout
+from localckpt.parity.stripes import PARITY_KIND, Kind, ParityLayout
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
 from localckpt.storage.names import session_name
 from tests.managers.jobs import make_manager
+from tests.parity.groups import Kept, carry_out, group
 from tests.ranks import node_store, run_ranks
-from tests.replication.parity.groups import Kept, carry_out, group
 
 Dirs = Callable[[int], list[Path]]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.replication.parity import gf
-from localckpt.replication.parity.stripes import Kind, ParityLayout
-from tests.replication.parity.groups import group
+from localckpt.parity import gf
+from localckpt.parity.stripes import Kind, ParityLayout
+from tests.parity.groups import group
 
 _SIZES = st.one_of(st.integers(0, 3), st.integers(0, 40 * BLOCK_NBYTES), st.integers(0, 10**12))
 

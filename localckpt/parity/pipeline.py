@@ -20,10 +20,7 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
-from localckpt.ranks.deadline import interruptible
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.parity.chains import (
+from localckpt.parity.chains import (
     Chain,
     ChainStep,
     Hop,
@@ -32,8 +29,11 @@ from localckpt.replication.parity.chains import (
     sent_by_rank,
     tasks_of,
 )
-from localckpt.replication.parity.gf import Bytes, Scratch
-from localckpt.replication.parity.stripes import Kind, Strip
+from localckpt.parity.gf import Bytes, Scratch
+from localckpt.parity.stripes import Kind, Strip
+from localckpt.ranks.deadline import interruptible
+from localckpt.replication.connections import HostConnections
+from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import PeerFailed, Progress
 from localckpt.state_dict.source import ShardSource, views_last
 from localckpt.waiting import Pacer

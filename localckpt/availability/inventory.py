@@ -182,7 +182,7 @@ class Inventory:
     """Pieces on all nodes of a job, without those of kinds or groups that no code fits."""
 
     def __init__(self, ranks_on: Mapping[str, Sequence[int]], codes: Codes | None = None) -> None:
-        self.codes = codes or {}
+        self.codes = {} if codes is None else codes
         self.ranks_on = ranks_on
         """The nodes, each with its ranks, all of which can read the node's pieces."""
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}

@@ -25,13 +25,14 @@ ENTRY_POINTS = "localckpt.schemes"
 
 class _Schemes(Mapping[str, "RecoveryScheme"]):
     def __getitem__(self, kind: str) -> RecoveryScheme:
-        return _scheme(kind, _classes()[kind])
+        # Looking through all that is installed takes a restart longer than looking at the nodes.
+        return _scheme(kind, localckpt.SCHEMES_BY_KIND.get(kind) or _installed()[kind])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_classes())
+        return iter(_installed() | localckpt.SCHEMES_BY_KIND)
 
     def __len__(self) -> int:
-        return len(_classes())
+        return len(_installed() | localckpt.SCHEMES_BY_KIND)
 
 
 SCHEMES: Mapping[str, RecoveryScheme] = _Schemes()
@@ -39,9 +40,8 @@ SCHEMES: Mapping[str, RecoveryScheme] = _Schemes()
 
 
 @cache
-def _classes() -> dict[str, str]:
-    others = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-    return others | localckpt.SCHEMES_BY_KIND
+def _installed() -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
 
 
 @cache

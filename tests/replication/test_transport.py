@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError, StorageError
+from localckpt.memory.host_memory import map_memory
 from localckpt.ranks import deadline
 from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
 from localckpt.replication.transport import DeviceTransport, HostTransport, Transport
@@ -455,3 +458,25 @@ def test_a_pause_of_the_rate_limit_ends_when_the_exchange_is_aborted() -> None:
     # The peer learns of it with the next chunk that it sends.
     assert aborted < 5.0
     assert peer < 15.0
+
+
+def _lose_a_peer_without_a_collector(rank: int, world_size: int) -> bool:
+    transport = _host_transport(_CHUNK)
+    if rank == 0:
+        transport.close()
+        return False
+    gc.collect()
+    gc.disable()
+
+    def exchange() -> weakref.ref[Any]:
+        memory = map_memory(100 * _CHUNK)
+        told = weakref.ref(memory.obj)
+        with pytest.raises(PeerLostError):
+            transport.exchange([(0, MemorySource(memory))], [(0, memory)], _TIMEOUT_S)
+        return told
+
+    return exchange()() is not None
+
+
+def test_the_error_of_a_failed_exchange_keeps_none_of_its_memory() -> None:
+    assert run_ranks(_lose_a_peer_without_a_collector, 2) == [False, False]

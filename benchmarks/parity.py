@@ -27,7 +27,7 @@ from localckpt.parity.pipeline import Pipeline
 from localckpt.parity.planning import Left, plan_rebuild
 from localckpt.parity.stripes import Kind, ParityLayout
 from localckpt.replication.connections import HostConnections, as_tensor
-from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.transport import connect
 from localckpt.state_dict.source import MemorySource
 
 __all__ = ["measure"]
@@ -130,9 +130,8 @@ class _Rank:
         self.rank = dist.get_rank()
         self.layout = ParityLayout((_NBYTES,) * members, parity)
         ranks = range(members)
-        self.pipeline = Pipeline(HostConnections.connect("pipeline", ranks, self.rank, _DEADLINE_S))
-        fetching = HostConnections.connect("fetch", ranks, self.rank, _DEADLINE_S)
-        self.transport = HostTransport(fetching)
+        self.pipeline = Pipeline(connect("pipeline", ranks, self.rank, _DEADLINE_S))
+        self.transport = connect("fetch", ranks, self.rank, _DEADLINE_S)
         self.bare = HostConnections.connect("bare", ranks, self.rank, _DEADLINE_S)
         self.image = _buffer(_NBYTES)
         self.parity = _buffer(self.layout.parity_nbytes)
@@ -183,7 +182,7 @@ class _Rank:
             (Kind.PARITY, self.rank): MemorySource(self.parity),
         }
         sinks = {(Kind.IMAGE, 0): self.place} if self.rank == 0 else {}
-        self.pipeline.run("rebuilding", self._plan, sources, sinks, _DEADLINE_S)
+        self.pipeline.run(self._plan, sources, sinks, _DEADLINE_S)
 
     def check(self) -> None:
         """What was rebuilt last is what was lost."""

@@ -29,9 +29,9 @@ from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies_of_others, plan_shards
 from localckpt.replication.redundancy import Keeper, Lacking
-from localckpt.replication.retrieval import carry_out, connect_for, new_name
+from localckpt.replication.retrieval import carry_out, new_name
 from localckpt.replication.schemes import SCHEMES
-from localckpt.replication.transport import Transport
+from localckpt.replication.transport import Transport, connect
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import Task
 
@@ -373,8 +373,9 @@ class _Work(Keeper):
             for entry in self._plan.transfers:
                 moved.update(dict.fromkeys((entry.sender, entry.receiver), nbytes[entry.id_.rank]))
             self._limited_s = max(moved.values(), default=0) / rate_limit
-        self._transport = connect_for(
-            *(self._plan, name, ranks.rank, ranks.timeout_s),
+        self._transport = connect(
+            *(name, self._plan.peers(ranks.rank), ranks.rank, ranks.timeout_s),
+            in_pairs=True,
             rate_limit=rate_limit,
             is_given_up=lambda: ranks.is_aborted,
         )

@@ -30,9 +30,8 @@ from localckpt.managers.restoring import incurable
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parts import PARCEL_NBYTES, exchange_parts
+from localckpt.replication.transport import connect
 from localckpt.state_dict.boxes import Rectangle, rectangles_of
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.reader import OpenImages
@@ -176,8 +175,7 @@ def move_tensors(
 
     if peers := sent.keys() | received.keys():
         outgoing, incoming = (dict(sorted(side.items())) for side in (sent, received))
-        connections = HostConnections.connect_to(name, peers, rank, timeout_s)
-        with closing(HostTransport(connections)) as transport:
+        with closing(connect(name, peers, rank, timeout_s, in_pairs=True)) as transport:
             exchange_parts(transport, outgoing, incoming, read, take, timeout_s)
 
 

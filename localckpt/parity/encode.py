@@ -28,12 +28,11 @@ def encode(
 
     That it returned says that this member's part is done, not that every other's is.
     """
-    connections = pipeline.connections
-    member = connections.ranks.index(connections.rank)
+    ranks = pipeline.transport.ranks
+    member = ranks.index(pipeline.transport.rank)
     _clear_unused(layout, member, parity)
     pipeline.run(
-        "encoding parity",
-        encoding_chains(layout, connections.ranks),
+        encoding_chains(layout, ranks),
         {(Kind.IMAGE, member): source},
         {(Kind.PARITY, member): parity},
         timeout_s,

@@ -1,7 +1,7 @@
-"""Carries out chains over gloo, within a bounded memory and a deadline.
+"""Carries out chains over a transport, within a bounded memory and a deadline.
 
-One thread does everything in the order of the schedule, while gloo's own threads move what was
-asked for ahead. An answer to a message says that its memory may be used again.
+One thread does everything in the order of the schedule, while the transport moves what was asked
+for ahead. An answer to a message says that its memory may be used again.
 
 A rank that is lost stops the whole pipeline, so most ranks lose peers that only gave up: which rank
 is to blame is told by who does not come to the decision that follows.
@@ -18,7 +18,6 @@ from typing import TypeAlias
 import numpy as np
 import torch.distributed as dist
 
-from localckpt.errors import PeerLostError
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.parity.chains import (
     Chain,
@@ -31,12 +30,10 @@ from localckpt.parity.chains import (
 )
 from localckpt.parity.gf import Bytes, Scratch
 from localckpt.parity.stripes import Kind, Strip
-from localckpt.ranks.deadline import interruptible
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.progress import PeerFailed, Progress
+from localckpt.replication.messages import Message, Messages
+from localckpt.replication.progress import Progress
+from localckpt.replication.transport import Transport
 from localckpt.state_dict.source import ShardSource, views_last
-from localckpt.waiting import Pacer
 
 Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
 """Sources from which a rank reads what a member keeps."""
@@ -50,55 +47,30 @@ _MOST_ANSWERS = 64
 
 
 class Pipeline:
-    """Computes sums over connections, the caller's, again and again with the same memory."""
+    """Computes sums over a transport, the caller's, again and again with the same memory."""
 
-    def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
-        self.connections = connections
-        self.broken = False
-        self.pacer = pacer or Pacer()
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.memory = _MessageMemory()
 
     def run(
-        self,
-        what: str,
-        chains: Sequence[Chain],
-        sources: Sources,
-        sinks: Sinks,
-        timeout_s: float,
+        self, chains: Sequence[Chain], sources: Sources, sinks: Sinks, timeout_s: float
     ) -> None:
-        """Carry out chains; the ranks of the connections call it together.
+        """Carry out chains; the ranks of the transport call it together; see its ``run``.
 
-        When it raises, the connections are cut, and nothing is read from or written to the memory
-        any more. When it returns, all that this rank sent has arrived.
+        When it returns, all that this rank sent has arrived.
         """
-        if self.broken:
-            raise PeerLostError(
-                f"rank {self.connections.rank} was {what}, and cannot: these connections broke "
-                f"before"
-            )
-        try:
-            job = _Job(self, chains, sources, sinks, timeout_s)
-            with job.progress.watched():
-                interruptible(job.run, self._give_up)
-        except BaseException as error:
-            self.broken = True
-            self.connections.disconnect()
-            if not isinstance(error, PeerFailed):
-                raise
-            if self.connections.given_up:
-                raise PeerLostError(
-                    f"rank {self.connections.rank} was {what}, and gave it up. What was saved "
-                    f"before stands."
-                ) from error.__cause__
-            raise job.progress.explain(error) from error.__cause__
-
-    def _give_up(self) -> None:
-        self.connections.given_up = True
-        self.connections.disconnect()
-
-    def close(self) -> None:
-        self.broken = True
-        self.memory = _MessageMemory()
+        rank = self.transport.rank
+        slow_s = self.transport.limited_s(max(sent_by_rank(chains).values(), default=0))
+        progress = Progress(rank, timeout_s + slow_s)
+        for chain in chains:
+            for sender, receiver in pairwise(hop.rank for hop in chain.hops):
+                if rank == sender:
+                    progress.expect(receiver, sent=chain.nbytes)
+                if rank == receiver:
+                    progress.expect(sender, received=chain.nbytes)
+        job = _Job(rank, progress, chains, sources, sinks)
+        self.transport.run(progress, lambda messages: job.run(messages, self.memory))
 
 
 class _MessageMemory:
@@ -124,38 +96,30 @@ class _Job:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        rank: int,
+        progress: Progress,
         chains: Sequence[Chain],
         sources: Sources,
         sinks: Sinks,
-        timeout_s: float,
     ) -> None:
-        connections, pacer, memory = pipeline.connections, pipeline.pacer, pipeline.memory
-        slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
-        self.progress = connections.progress = Progress(connections.rank, timeout_s + slow_s)
-        self._messages = Messages(connections, self.progress, pacer)
+        self._rank = rank
+        self._progress = progress
         self._chains = chains
         self._sources = sources
         self._sinks = sinks
-        self._scratch = memory.scratch
-        when = schedule(chains)
-        self._tasks = tasks_of(connections.rank, chains, when)
-        self._next = next(self._tasks, None)
-        longest = max((chain.nbytes for chain in chains), default=0)
-        self._free = memory.buffers(when.buffers, min(when.message_nbytes, longest))
         self._ready: deque[_Ready] = deque()
         self._unanswered: deque[_Sent] = deque()
         self._answers: deque[tuple[int, dist.Work]] = deque()
         self._last_read: tuple[Strip, int, int] | None = None
         self._last_data = _NO_BYTES
-        for chain in chains:
-            for sender, receiver in pairwise(hop.rank for hop in chain.hops):
-                if connections.rank == sender:
-                    self.progress.expect(receiver, sent=chain.nbytes)
-                if connections.rank == receiver:
-                    self.progress.expect(sender, received=chain.nbytes)
 
-    def run(self) -> None:
+    def run(self, messages: Messages, memory: _MessageMemory) -> None:
+        self._messages, self._scratch = messages, memory.scratch
+        when = schedule(self._chains)
+        self._tasks = tasks_of(self._rank, self._chains, when)
+        self._next = next(self._tasks, None)
+        longest = max((chain.nbytes for chain in self._chains), default=0)
+        self._free = memory.buffers(when.buffers, min(when.message_nbytes, longest))
         while True:
             self._reclaim_past_buffers()
             self._ask_ahead()
@@ -242,7 +206,7 @@ class _Job:
 
     def _finish_answers(self, most_left: int) -> None:
         while len(self._answers) > most_left:
-            self.progress.wait(*self._answers.popleft())
+            self._progress.wait(*self._answers.popleft())
 
     def _hop(self, task: ChainStep, on: int) -> Hop:
         return self._chains[task.chain].hops[task.hop + on]
@@ -272,11 +236,11 @@ class _Ready:
     memory: memoryview
     buffer: memoryview | None = None
     is_summed: bool = False
-    message: Incoming | None = None
+    message: Message | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     step: int
     buffer: memoryview | None
-    message: Outgoing
+    message: Message

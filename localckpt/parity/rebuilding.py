@@ -36,9 +36,9 @@ from localckpt.parity.stripes import Kind
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.replication.connections import HostConnections
 from localckpt.replication.redundancy import Lost, PieceProblem, Recovered
 from localckpt.replication.retrieval import WatchedSource, new_name
+from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.store import Store
 
@@ -183,26 +183,17 @@ class Rebuilding:
 
     def _connect(self, name: str, group: _Group, opened: ExitStack) -> None:
         ranks, name = group.repair.ranks, f"{name}/{self._groups.index(group)}"
-        group.connections = HostConnections.connect(name, ranks, self._rank, self._timeout_s)
-        opened.callback(group.connections.close)
+        group.transport = connect(name, ranks, self._rank, self._timeout_s)
+        opened.callback(group.transport.close)
 
     def _rebuild(self, group: _Group) -> None:
-        assert group.connections is not None, "the ranks are connected before"
+        assert group.transport is not None, "the ranks are connected before"
         sinks = {
             (Kind.IMAGE, group.place[rank]): self._recovered.slots[rank].image
             for rank in group.computed_by(self._rank)
         }
-        pipeline = Pipeline(group.connections)
-        try:
-            pipeline.run(
-                "rebuilding lost shards",
-                group.chains,
-                {(k, group.place[o]): source for (k, o), source in group.sources.items()},
-                sinks,
-                self._timeout_s,
-            )
-        finally:
-            pipeline.close()
+        sources = {(k, group.place[o]): source for (k, o), source in group.sources.items()}
+        Pipeline(group.transport).run(group.chains, sources, sinks, self._timeout_s)
 
     def _found_what_failed(self, what: str) -> bool:
         """Tell each other which sources failed; whether it is any use to plan again."""
@@ -241,7 +232,7 @@ class _Group:
         self.of: ParityOf
         self.left = Left({}, {})
         self.sources: dict[tuple[Kind, int], WatchedSource] = {}
-        self.connections: HostConnections | None = None
+        self.transport: Transport | None = None
         self.chains: Sequence[Chain] = ()
 
     def computed_by(self, rank: int) -> list[int]:

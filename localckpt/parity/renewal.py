@@ -14,9 +14,8 @@ from localckpt.parity.pipeline import Pipeline
 from localckpt.parity.stripes import PARITY_KIND
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.redundancy import Keeper
+from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot
 
@@ -26,18 +25,18 @@ class ParityRenewal:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._ring: HostTransport | None = None
+        self._ring: Transport | None = None
 
     def __str__(self) -> str:
         return f"{len(self._groups)} groups lack parity"
 
     def connect(self, name: str, ranks: Ranks, rate_limit: float | None) -> None:
         if (group := self._group_of(ranks.rank)) is not None:
-            connections = HostConnections.connect(
+            self._ring = connect(
                 *(f"{name}/{group.ranks[0]}", group.ranks, ranks.rank, ranks.timeout_s),
+                rate_limit=rate_limit,
                 is_given_up=lambda: ranks.is_aborted,
             )
-            self._ring = HostTransport(connections, rate_limit=rate_limit)
 
     def make(self, keeper: Keeper) -> list[str]:
         ranks, rank = keeper.ranks, keeper.ranks.rank
@@ -77,18 +76,15 @@ class ParityRenewal:
         self, keeper: Keeper, identity: ShardIdentity, of: ParityOf, source: ShardSource
     ) -> Slot:
         assert self._ring is not None, "the members are connected before this begins"
-        pipeline = Pipeline(self._ring.connections, self._ring.pacer)
         try:
             frame = ParityFrame.of(identity, of)
             slot = keeper.reserve(identity.of_kind(PARITY_KIND), frame.nbytes)
             parity = frame.put(slot.image)
-            encode(of.layout, pipeline, source, parity, keeper.ranks.timeout_s)
+            encode(of.layout, Pipeline(self._ring), source, parity, keeper.ranks.timeout_s)
         except BaseException:
             # The other members are not to wait for this one until their deadline.
             self._ring.abort()
             raise
-        finally:
-            pipeline.close()
         return slot
 
     def abort(self) -> None:

@@ -24,7 +24,6 @@ from localckpt.parity.stripes import MOST_MEMBERS, MOST_PARITIES, PARITY_KIND
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import MANAGER, refused_together
-from localckpt.replication.exchange import shards_away
 from localckpt.replication.member_strategy import (
     Announcement,
     MemberStrategy,
@@ -117,8 +116,6 @@ class ParityReplicationStrategy(MemberStrategy):
     ) -> list[Slot]:
         step_s = self.step_s(timeout_s, of_save=True)
         source = own.source if own is not None else None
-        if self._pipeline is not None and self._pipeline.broken:
-            self._close_connections()
         ckpt_id = identity.ckpt_id
         announced = self._announce(source, ckpt_id, error, step_s)
         what, clique = f"iteration {ckpt_id.iteration}", self._clique_ranks
@@ -170,7 +167,11 @@ class ParityReplicationStrategy(MemberStrategy):
             for group in dict.fromkeys(self._protection.values())
             if any(bears[rank] <= self._parity for rank in group.ranks)
         ]
-        copies = shards_away(checkpoint, inventory)
+        copies = {
+            owner: [owner]
+            for owner, nodes in inventory.holders(checkpoint).items()
+            if inventory.node_of(owner) not in nodes
+        }
         return Lacking(copies, ParityRenewal(groups) if groups else None)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
@@ -185,19 +186,12 @@ class ParityReplicationStrategy(MemberStrategy):
 
     def _connected(self, announced: Sequence[Announcement], timeout_s: float) -> Pipeline:
         transport = self._host_transport(announced, timeout_s)
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.connections is not transport.connections:
-            self._close_pipeline()
-            self._pipeline = pipeline = Pipeline(transport.connections, transport.pacer)
-        return pipeline
+        if self._pipeline is None or self._pipeline.transport is not transport:
+            self._pipeline = Pipeline(transport)
+        return self._pipeline
 
     def _close_connections(self) -> None:
         super()._close_connections()
-        self._close_pipeline()
-
-    def _close_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
         self._pipeline = None
 
 

@@ -165,18 +165,11 @@ class ReplicationStrategy:
         accept: Callable[[CkptID, int], memoryview],
         timeout_s: float | None = None,
     ) -> list[CkptID]:
-        """Carry out what a plan moves between ranks; all ranks call it together, same plan.
+        """Bring the shards of a plan to the ranks that lack them; all ranks call it with one plan.
 
-        A rank's own copies are not touched. Without anything to move it returns at once.
-
-        Args:
-            plan: The plan.
-            open_source: Opens an image that the plan lets this rank send; closed here.
-            accept: Returns writable memory of a size for an image that comes.
-            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
-
-        Returns:
-            The shards that this rank received.
+        A rank's own copies are not touched. ``open_source`` opens an image that this rank sends,
+        which is closed here; ``accept`` returns writable memory for one that comes. Returns what
+        this rank received.
 
         Raises:
             PeerLostError: A rank did not come, or broke off.

@@ -19,7 +19,7 @@ from localckpt.ranks.deadline import Patience, ask_store, begin
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.store_part import remove_later
 from localckpt.ranks.values import if_there
-from localckpt.replication.progress import Progress, first_line
+from localckpt.replication.progress import first_line
 from localckpt.waiting import wait_until
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,12 @@ class HostConnections:
     """Connections of this rank to others, in no group that torch.distributed knows of.
 
     ``ways`` has for each peer a gloo group of torch's that both are in, and the peer's place there.
-    ``progress`` is that of the last exchange.
     """
 
     def __init__(
         self,
         ways: Mapping[int, tuple[Any, int]],
-        ranks: Sequence[int],
+        ranks: Collection[int],
         rank: int,
         asking: Sequence[_AskingStore] = (),
     ) -> None:
@@ -53,60 +52,37 @@ class HostConnections:
         self._process = os.getpid()
         self.ranks = list(ranks)
         self.rank = rank
-        self.given_up = False
-        """True if this rank has cut them because it does not wait for the others any more."""
-        self.progress: Progress | None = None
-        """Progress of the last exchange over them; ``None`` before the first."""
 
     @classmethod
     def connect(
         cls,
         name: str,
-        ranks: Sequence[int],
+        ranks: Collection[int],
         rank: int,
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
+        in_pairs: bool = False,
     ) -> HostConnections:
-        """New connections among some ranks, so that their failure touches no other group.
-
-        Only these ranks call it, together, with a ``name`` that was not used before in this job.
-        ``is_given_up`` is asked meanwhile, by another thread: whether to stop.
-        """
-        if list(ranks) == [rank]:
-            # A process that is alone connects to nobody, and may be in no job that has a store.
-            return cls({}, ranks, rank)
-        opening = _Opening(_part_of_store(name), ranks, rank, timeout_s, is_given_up)
-        group = opening.finish()
-        ways = {other: (group, place) for place, other in enumerate(ranks)}
-        return cls(ways, ranks, rank, [opening.asking])
-
-    @classmethod
-    def connect_to(
-        cls,
-        name: str,
-        peers: Collection[int],
-        rank: int,
-        timeout_s: float,
-        is_given_up: Callable[[], bool] = lambda: False,
-    ) -> HostConnections:
-        """New connections to those that this rank transfers with, only; ``name`` as above."""
-        store, openings = _part_of_store(name), dict[int, _Opening]()
+        """Connect some ranks to each other, or this one to each; see ``transport.connect``."""
+        groups = [sorted((rank, peer)) for peer in sorted(ranks)] if in_pairs else [list(ranks)]
+        # A process that is alone connects to nobody, and may be in no job that has a store.
+        groups = [members for members in groups if members != [rank]]
+        ways: dict[int, tuple[Any, int]] = {}
+        openings: list[_Opening] = []
         try:
             # All at once: each waits for its peer, which connects to others as well.
-            for peer in sorted(peers):
-                pair = sorted((rank, peer))
-                part = PrefixStore(f"{pair[0]}-{pair[1]}", store)
-                openings[peer] = _Opening(part, pair, rank, timeout_s, is_given_up)
-            ways = {
-                peer: (opening.finish(), opening.ranks.index(peer))
-                for peer, opening in openings.items()
-            }
+            for members in groups:
+                part = PrefixStore(f"{members[0]}-{members[-1]}", _part_of_store(name))
+                openings.append(_Opening(part, members, rank, timeout_s, is_given_up))
+            for opening in openings:
+                group = opening.finish()
+                ways |= {other: (group, place) for place, other in enumerate(opening.ranks)}
         except BaseException:
-            for opening in openings.values():
+            for opening in openings:
                 opening.give_up()
             raise
-        asking = [opening.asking for opening in openings.values()]
-        return cls(ways, sorted((rank, *peers)), rank, asking)
+        everyone = sorted({rank, *ranks}) if in_pairs else ranks
+        return cls(ways, everyone, rank, [opening.asking for opening in openings])
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""

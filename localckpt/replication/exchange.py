@@ -40,24 +40,24 @@ class ExchangePlan(Generic[IdT]):
         return [entry for entry in self.entries if entry.sender != entry.receiver]
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        return self._by_sender.get(rank, [])
+        return self._of_ranks[0].get(rank, [])
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        return self._by_receiver.get(rank, [])
+        return self._of_ranks[1].get(rank, [])
 
     def peers(self, rank: int) -> set[int]:
         senders = {entry.sender for entry in self.receives(rank)}
         return senders | {entry.receiver for entry in self.sends(rank)}
 
-    # Looked through once, not once for every question: there is an entry for each rank of the job.
-
     @cached_property
-    def _by_sender(self) -> dict[int, list[ExchangePlanEntry[IdT]]]:
-        return _by_rank((entry.sender, entry) for entry in self.transfers)
-
-    @cached_property
-    def _by_receiver(self) -> dict[int, list[ExchangePlanEntry[IdT]]]:
-        return _by_rank((entry.receiver, entry) for entry in self.transfers)
+    def _of_ranks(self) -> tuple[dict[int, list[ExchangePlanEntry[IdT]]], ...]:
+        # Looked through once, not for every question: each rank of the job may have an entry.
+        sends: dict[int, list[ExchangePlanEntry[IdT]]] = {}
+        receives: dict[int, list[ExchangePlanEntry[IdT]]] = {}
+        for entry in self.transfers:
+            sends.setdefault(entry.sender, []).append(entry)
+            receives.setdefault(entry.receiver, []).append(entry)
+        return sends, receives
 
 
 def plan_among_nodes(
@@ -93,29 +93,16 @@ def plan_among_nodes(
                 sent[node] += 1
             entries.append(ExchangePlanEntry(sender, receiver, id_))
     if missing:
-        raise NoReplicasAvailableError(_describe_missing(missing, len(node_of)))
+        lost = "; ".join(
+            f"{id_} (wanted by rank {', '.join(map(str, receivers))})"
+            for id_, receivers in missing.items()
+        )
+        raise NoReplicasAvailableError(
+            f"none of the {len(node_of)} ranks that were asked holds {len(missing)} of the shards "
+            f"that are wanted: {lost}. What the ranks do hold is untouched. Bring back a node that "
+            f"holds them, or load an older checkpoint."
+        )
     return ExchangePlan(tuple(entries))
-
-
-def _by_rank(
-    entries: Iterable[tuple[int, ExchangePlanEntry[IdT]]],
-) -> dict[int, list[ExchangePlanEntry[IdT]]]:
-    by_rank: dict[int, list[ExchangePlanEntry[IdT]]] = {}
-    for rank, entry in entries:
-        by_rank.setdefault(rank, []).append(entry)
-    return by_rank
-
-
-def _describe_missing(missing: Mapping[IdT, Sequence[int]], ranks: int) -> str:
-    lost = "; ".join(
-        f"{id_} (wanted by rank {', '.join(map(str, receivers))})"
-        for id_, receivers in missing.items()
-    )
-    return (
-        f"none of the {ranks} ranks that were asked holds {len(missing)} of the shards that are "
-        f"wanted: {lost}. What the ranks do hold is untouched. Bring back a node that holds them, "
-        f"or load an older checkpoint."
-    )
 
 
 def plan_shards(
@@ -171,12 +158,3 @@ def missing_copies_of_others(
         if chosen:
             missing[owner] = chosen
     return missing
-
-
-def shards_away(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, list[int]]:
-    """Find the ranks whose own node lacks their shard, though another node has it."""
-    return {
-        owner: [owner]
-        for owner, nodes in inventory.holders(checkpoint).items()
-        if inventory.node_of(owner) not in nodes
-    }

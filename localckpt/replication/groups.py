@@ -24,7 +24,7 @@ from localckpt.errors import (
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.job_store import group_ranks
 from localckpt.ranks.ranks import MANAGER, Ranks, refused_together
-from localckpt.replication.placement import require_integer
+from localckpt.replication.placement import domains_problem, require_integer
 
 _NAMED_AT_MOST, _SAID_AT_MOST = 8, 200
 
@@ -228,17 +228,8 @@ def _clashes(clique: Sequence[int], domains: Sequence[str]) -> list[list[int]]:
 
 
 def _cure(factor: int, domains: Sequence[str]) -> str:
-    count = len(set(domains))
-    if count == 1:
-        return (
-            "All ranks are in one failure domain, where replication protects nothing: "
-            "pass repl_strategy=None, or run on more nodes."
-        )
-    if count < factor:
-        return (
-            f"The job has {count} failure domains, too few for {factor} copies of each shard: "
-            f"use replication_factor={count} at most."
-        )
+    if problem := domains_problem(domains, factor, "failure domain"):
+        return problem[0].upper() + problem[1:]
     for jump in range(1, len(domains) // factor + 1):
         cliques = parse_group_sequence(jump, factor, len(domains))
         if not any(_clashes(clique, domains) for clique in cliques):

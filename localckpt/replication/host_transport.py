@@ -1,18 +1,26 @@
-"""Images from host memory or files, over gloo, in chunks that are answered; see ``messages.py``."""
+"""Images from host memory or files, in chunks that are answered; see ``messages.py``."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.ranks.deadline import interruptible
-from localckpt.replication.connections import HostConnections
-from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.progress import CHUNK_NBYTES, Progress, Receives, Sends, chunks, numbered
+from localckpt.ranks.failure import forget_frames
+from localckpt.replication.messages import Connections, Message, Messages
+from localckpt.replication.progress import (
+    CHUNK_NBYTES,
+    PeerFailed,
+    Progress,
+    Receives,
+    Sends,
+    chunks,
+    numbered,
+)
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
 from localckpt.waiting import Pacer
 
@@ -31,38 +39,60 @@ class HostTransport:
 
     def __init__(
         self,
-        connections: HostConnections,
+        connections: Connections,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
-        self.connections = connections
-        self._rank = self.connections.rank
-        self._chunk_nbytes = chunk_nbytes
-        self.pacer = Pacer(rate_limit)
+        self.rank, self.ranks = connections.rank, connections.ranks
         self.broken = False
+        self.progress: Progress | None = None
+        self._connections = connections
+        self._chunk_nbytes = chunk_nbytes
+        self._pacer = Pacer(rate_limit)
+        self._given_up = False
 
     def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
-        if self.broken:
-            raise PeerLostError(
-                f"rank {self._rank} cannot exchange shards: these connections broke before"
-            )
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
-        progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
-        self.connections.progress = progress
-        with progress.watched():
-            interruptible(lambda: self._exchange(sends, receives, progress), self.abort)
+        progress = Progress(self.rank, timeout_s + self.limited_s(max(sent, received)))
+        for peer, source in sends:
+            progress.expect(peer, sent=source.nbytes)
+        for peer, view in receives:
+            progress.expect(peer, received=len(view))
+        self.run(progress, lambda messages: self._exchange(sends, receives, messages, progress))
 
-    def _exchange(self, sends: Sends, receives: Receives, progress: Progress) -> None:
-        messages = Messages(self.connections, progress, self.pacer)
+    def run(self, progress: Progress, work: Callable[[Messages], None]) -> None:
+        if self.broken:
+            raise PeerLostError(
+                f"rank {self.rank} cannot exchange shards: these connections broke before"
+            )
+        self.progress = progress
+        messages = Messages(self._connections, progress, self._pacer)
+        try:
+            with progress.watched():
+                interruptible(lambda: work(messages), self.abort)
+        except BaseException as error:
+            self._disconnect()
+            if not isinstance(error, PeerFailed):
+                raise
+            forget_frames(error)
+            if self._given_up:
+                raise PeerLostError(
+                    f"rank {self.rank} was exchanging shards, and gave it up. What was saved "
+                    f"before stands."
+                ) from error.__cause__
+            raise progress.explain(error) from error.__cause__
+
+    def limited_s(self, nbytes: int) -> float:
+        return self._pacer.longest_s(nbytes)
+
+    def _exchange(
+        self, sends: Sends, receives: Receives, messages: Messages, progress: Progress
+    ) -> None:
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []
         try:
-            for peer, source in sends:
-                progress.expect(peer, sent=source.nbytes)
-            for peer, view in receives:
-                progress.expect(peer, received=len(view))
             for peer, arrivals in self._ask(receives, messages).items():
                 # One each, so that a peer that is slow does not hold back answers to another.
                 receiver = threading.Thread(
@@ -88,15 +118,15 @@ class HostTransport:
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
-        self.connections.given_up = True
+        self._given_up = True
         self._disconnect()
 
     def close(self) -> None:
-        self.connections.close()
+        self._connections.close()
         self.broken = True
 
-    def _ask(self, receives: Receives, messages: Messages) -> dict[int, list[Incoming]]:
-        asked: dict[int, list[Incoming]] = {}
+    def _ask(self, receives: Receives, messages: Messages) -> dict[int, list[Message]]:
+        asked: dict[int, list[Message]] = {}
         for peer, number, view in numbered(receives):
             for start, stop in chunks(len(view), self._chunk_nbytes):
                 asked.setdefault(peer, []).append(messages.ask(peer, number, view[start:stop]))
@@ -105,7 +135,7 @@ class HostTransport:
     def _receive(
         self,
         peer: int,
-        arrivals: Sequence[Incoming],
+        arrivals: Sequence[Message],
         messages: Messages,
         progress: Progress,
         failures: list[BaseException],
@@ -124,7 +154,7 @@ class HostTransport:
                 messages.count_arrived(chunk)
 
     def _send(self, sends: Sends, messages: Messages) -> None:
-        unanswered: deque[Outgoing] = deque()
+        unanswered: deque[Message] = deque()
         try:
             for peer, number, view in self._read(sends, unanswered, messages):
                 unanswered.append(messages.send(peer, number, view))
@@ -139,7 +169,7 @@ class HostTransport:
     def _read(
         self,
         sends: Sends,
-        unanswered: deque[Outgoing],
+        unanswered: deque[Message],
         messages: Messages,
     ) -> Iterator[tuple[int, int, memoryview]]:
         """Chunks in the order of sending: ``(peer, number, view)``."""
@@ -164,5 +194,5 @@ class HostTransport:
 
     def _disconnect(self) -> None:
         self.broken = True
-        self.pacer.stop()
-        self.connections.disconnect()
+        self._pacer.stop()
+        self._connections.disconnect()

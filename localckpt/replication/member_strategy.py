@@ -26,7 +26,6 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, Ranks, shaped
 from localckpt.replication.base import STEPS, ReplicationStrategy
-from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import (
     GroupWrapper,
     check_failure_domains,
@@ -34,9 +33,9 @@ from localckpt.replication.groups import (
     parse_group_sequence,
     require_same,
 )
-from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.placement import keepers_in
 from localckpt.replication.retrieval import new_name
+from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class MemberStrategy(ReplicationStrategy):
         # member of this rank's clique, as ranks of the default group.
         self._keepers: dict[int, list[int]] = {}
         self._keepers_here: dict[int, list[int]] = {}
-        self._host: HostTransport | None = None
+        self._host: Transport | None = None
         self._host_name = ""
         self._is_connecting = False
 
@@ -197,7 +196,7 @@ class MemberStrategy(ReplicationStrategy):
         what = "connect" if self._is_connecting else self._clique_ranks.under_way
         if others and what is not None:
             return f"{ranks_named(others)} to {what}"
-        progress = None if (host := self._host) is None else host.connections.progress
+        progress = None if (host := self._host) is None else host.progress
         return "" if progress is None else ", ".join(map(progress.of, progress.lacking()))
 
     def abort(self, within_s: float = 2.0) -> None:
@@ -275,19 +274,19 @@ class MemberStrategy(ReplicationStrategy):
         _require_agreement(announced)
         return announced
 
-    def _host_transport(self, announced: Sequence[Announcement], timeout_s: float) -> HostTransport:
+    def _host_transport(self, announced: Sequence[Announcement], timeout_s: float) -> Transport:
         """Return the connections of the last save if all members have them, else new ones."""
         if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
             if self._host is not None:
                 self._host.close()
-            name, ranks = announced[0].offer, self._clique.ranks
+            name, clique = announced[0].offer, self._clique
             self._host, self._is_connecting = None, True
             try:
-                connections = HostConnections.connect(
-                    *(name, ranks, self._clique.my_global_rank, timeout_s),
+                self._host = connect(
+                    *(name, clique.ranks, clique.my_global_rank, timeout_s),
+                    rate_limit=self.rate_limit,
                     is_given_up=lambda: self._is_aborted,
                 )
-                self._host = HostTransport(connections, rate_limit=self.rate_limit)
             finally:
                 self._is_connecting = False
             self._host_name = name

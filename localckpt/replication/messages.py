@@ -12,31 +12,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from localckpt.replication.connections import NEVER, HostConnections, as_tensor, nothing
+from localckpt.replication.connections import NEVER, as_tensor, nothing
 from localckpt.replication.progress import Progress
 from localckpt.waiting import Pacer
+
+
+class Connections(Protocol):
+    """Connections to other ranks, over which messages of one tag stay in their order."""
+
+    rank: int
+    ranks: list[int]
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work: ...
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work: ...
+
+    def disconnect(self) -> None:
+        """Close all connections, in any thread: peers stop waiting, and late bytes go nowhere."""
+
+    def close(self) -> None: ...
 
 
 class Messages:
     """Messages of one exchange, with the progress of each peer."""
 
-    def __init__(self, connections: HostConnections, progress: Progress, pacer: Pacer) -> None:
+    def __init__(self, connections: Connections, progress: Progress, pacer: Pacer) -> None:
         self._connections = connections
         self._progress = progress
         self._pacer = pacer
 
-    def ask(self, peer: int, number: int, memory: memoryview) -> Incoming:
+    def ask(self, peer: int, number: int, memory: memoryview) -> Message:
         """Ask for a peer's next message of a ``number``; it may come at any time from now on."""
         with self._progress.blaming(peer):
             data = self._receive(as_tensor(memory), peer, number, _Kind.DATA)
             mark = self._receive(nothing(), peer, number, _Kind.MARK)
-        return Incoming(peer, number, len(memory), data, mark)
+        return Message(peer, number, len(memory), data, mark)
 
-    def take(self, message: Incoming) -> dist.Work:
+    def take(self, message: Message) -> dist.Work:
         """Wait for a message, and begin to answer it; :meth:`Progress.wait` takes what returns."""
         peer = message.peer
         self._progress.wait(peer, message.mark)
@@ -46,23 +63,24 @@ class Messages:
         with self._progress.blaming(peer):
             return self._send(nothing(), peer, message.number, _Kind.ANSWER)
 
-    def send(self, peer: int, number: int, memory: memoryview) -> Outgoing:
+    def send(self, peer: int, number: int, memory: memoryview) -> Message:
         """Start to send, once the pacer lets it; the memory must last until :meth:`await_taken`."""
         self._pacer.wait(len(memory))
         with self._progress.blaming(peer):
             answer = self._receive(nothing(), peer, number, _Kind.ANSWER)
             data = self._send(as_tensor(memory), peer, number, _Kind.DATA)
             mark = self._send(nothing(), peer, number, _Kind.MARK)
-        return Outgoing(peer, len(memory), answer, data, mark)
+        return Message(peer, number, len(memory), data, mark, answer)
 
-    def await_taken(self, message: Outgoing) -> None:
+    def await_taken(self, message: Message) -> None:
+        assert message.answer is not None, "one that was sent is answered"
         for work in (message.answer, message.data, message.mark):
             self._progress.wait(message.peer, work)
         self._progress.count(message.peer, sent=message.nbytes)
 
-    def count_arrived(self, message: Incoming | Outgoing) -> None:
+    def count_arrived(self, message: Message) -> None:
         """Count a message that arrived before the connections broke, unless it was counted."""
-        if isinstance(message, Outgoing):
+        if message.answer is not None:
             if _is_done(message.answer):
                 self._progress.count(message.peer, sent=message.nbytes)
         elif not message.is_marked and _is_done(message.data):
@@ -88,22 +106,15 @@ class _Kind(IntEnum):
 
 
 @dataclass(slots=True)
-class Incoming:
+class Message:
     peer: int
     number: int
     nbytes: int
     data: dist.Work
     mark: dist.Work
+    answer: dist.Work | None = None
+    """Of a message that is sent."""
     is_marked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    peer: int
-    nbytes: int
-    answer: dist.Work
-    data: dist.Work
-    mark: dist.Work
 
 
 def _is_done(work: dist.Work) -> bool:

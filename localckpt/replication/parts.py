@@ -6,8 +6,9 @@ but the values. A parcel is read, sent, and taken apart before the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Protocol, TypeAlias, TypeVar
 
 from localckpt.memory.host_memory import round_up
 from localckpt.ranks.deadline import Deadline
@@ -54,40 +55,38 @@ def exchange_parts(
     When it raises, the peers are to see this rank as lost.
     """
     deadline = Deadline.after(timeout_s)
-    sides = [
-        {peer: parcels_of(parts) for peer, parts in side.items()} for side in (outgoing, incoming)
-    ]
-    memory = [
-        {peer: memoryview(bytearray(max(map(_nbytes_of, of)))) for peer, of in side.items()}
-        for side in sides
-    ]
-    for turn in range(max(len(parcels) for side in sides for parcels in side.values())):
-        sent, received = (
-            {
-                peer: (parcels[turn], memory[number][peer][: _nbytes_of(parcels[turn])])
-                for peer, parcels in side.items()
-                if turn < len(parcels)
-            }
-            for number, side in enumerate(sides)
-        )
-        read([placed for parcel in sent.values() for placed in _placed(*parcel)])
+    for sent, received in zip_longest(_turns(outgoing), _turns(incoming), fillvalue=()):
+        read([placed for _, _, parcel in sent for placed in parcel])
         transport.exchange(
-            [(peer, MemorySource(view)) for peer, (_, view) in sent.items()],
-            [(peer, view) for peer, (_, view) in received.items()],
+            [(peer, MemorySource(memory)) for peer, memory, _ in sent],
+            [(peer, memory) for peer, memory, _ in received],
             deadline.left_s,
         )
-        for parcel in received.values():
-            for part, view in _placed(*parcel):
-                take(part, view)
+        for _, _, parcel in received:
+            for part, memory in parcel:
+                take(part, memory)
 
 
-def _nbytes_of(parcel: Sequence[_Sized]) -> int:
-    return sum(round_up(part.nbytes, _ALIGN) for part in parcel)
+_Parcel: TypeAlias = list[tuple[PartT, memoryview]]
 
 
-def _placed(parcel: Sequence[PartT], memory: memoryview) -> list[tuple[PartT, memoryview]]:
-    placed, at = [], 0
-    for part in parcel:
-        placed.append((part, memory[at : at + part.nbytes]))
-        at += round_up(part.nbytes, _ALIGN)
-    return placed
+def _turns(
+    side: Mapping[int, Sequence[PartT]],
+) -> Iterator[Sequence[tuple[int, memoryview, _Parcel[PartT]]]]:
+    """Yield, turn by turn, a parcel of each peer that has one: its memory, and each part's."""
+    parcels = {peer: parcels_of(parts) for peer, parts in side.items()}
+    memory = {
+        peer: memoryview(bytearray(min(PARCEL_NBYTES, sum(p.nbytes + _ALIGN for p in parts))))
+        for peer, parts in side.items()
+    }
+    for turn in range(max(map(len, parcels.values()), default=0)):
+        coming = []
+        for peer, of_peer in parcels.items():
+            if turn < len(of_peer):
+                parcel: _Parcel[PartT] = []
+                at = 0
+                for part in of_peer[turn]:
+                    parcel.append((part, memory[peer][at : at + part.nbytes]))
+                    at += round_up(part.nbytes, _ALIGN)
+                coming.append((peer, memory[peer][:at], parcel))
+        yield coming

@@ -32,7 +32,8 @@ def place_cliques(
     """
     domains = list(nodes if outer is None else outer)
     kind = "failure domain" if outer is None else "outer failure domain"
-    _require_domains(domains, factor, kind)
+    if problem := domains_problem(domains, factor, kind):
+        raise SameMachineReplicationException(problem)
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
@@ -87,18 +88,20 @@ def keepers_in(clique: Sequence[int], domains: Sequence[str]) -> dict[int, list[
     }
 
 
-def _require_domains(domains: Sequence[str], factor: int, what: str) -> None:
+def domains_problem(domains: Sequence[str], factor: int, what: str) -> str:
+    """Say why ranks in these domains cannot keep so many copies; empty if they can."""
     count = len(set(domains))
     if count == 1:
-        raise SameMachineReplicationException(
+        return (
             f"all {len(domains)} ranks are in one {what}, {domains[0]!r}, where replication "
             f"protects nothing: pass repl_strategy=None to save without it, or run on more nodes"
         )
     if count < factor:
-        raise SameMachineReplicationException(
+        return (
             f"the ranks are in {count} {what}s, too few for {factor} copies of each shard: use "
             f"replication_factor={count} at most, or run on more nodes"
         )
+    return ""
 
 
 def _are_apart(domains: Iterable[str], factor: int) -> bool:

@@ -35,17 +35,18 @@ class Progress:
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._received: dict[int, list[int]] = {}
-        self._sent: dict[int, list[int]] = {}
+        # For each peer, the bytes that came, of how many, and that it confirmed, of how many.
+        self._moved: dict[int, list[int]] = {}
         self._patience = Patience(rank, "exchange shards")
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        self._received.setdefault(peer, [0, 0])[1] += received
-        self._sent.setdefault(peer, [0, 0])[1] += sent
+        moved = self._moved.setdefault(peer, [0, 0, 0, 0])
+        moved[1] += received
+        moved[3] += sent
 
     def count(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        self._received[peer][0] += received
-        self._sent[peer][0] += sent
+        self._moved[peer][0] += received
+        self._moved[peer][2] += sent
         self._patience.renew()
 
     def watched(self) -> AbstractContextManager[None]:
@@ -102,15 +103,14 @@ class Progress:
 
     def lacking(self) -> list[int]:
         """Return, in any thread, the peers that have not sent or confirmed all bytes."""
-        counts = {peer: (self._received[peer], self._sent[peer]) for peer in list(self._received)}
-        return [peer for peer, of in counts.items() if any(done < total for done, total in of)]
+        moved = dict(self._moved).items()
+        return [p for p, (came, all_in, went, all_out) in moved if came < all_in or went < all_out]
 
     def of(self, peer: int) -> str:
-        came, of_came = self._received.get(peer, (0, 0))
-        went, of_went = self._sent.get(peer, (0, 0))
+        came, coming, went, going = self._moved.get(peer, (0, 0, 0, 0))
         return (
-            f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
-            f"it confirmed {went:,} of {of_went:,})"
+            f"rank {peer} ({came:,} of {coming:,} bytes came from it, "
+            f"it confirmed {went:,} of {going:,})"
         )
 
 

@@ -43,15 +43,12 @@ class Renewal(Protocol):
 
         Once ``ranks`` are aborted it ends soon, with an error.
         """
-        ...
 
     def make(self, keeper: Keeper) -> list[str]:
         """Make the pieces, of all ranks together; return what went wrong, on any rank."""
-        ...
 
     def abort(self) -> None:
         """End :meth:`make` in another thread, with an error there."""
-        ...
 
     def close(self) -> None: ...
 
@@ -144,4 +141,3 @@ class RecoveryScheme(Code, Protocol):
         store; the caller verifies it when it restores the state, and releases the slots. There are
         none after an error, the same on all ranks, or if not all shards were computed.
         """
-        ...

@@ -13,29 +13,12 @@ from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
-from localckpt.replication.connections import HostConnections
 from localckpt.replication.exchange import ExchangePlan
-from localckpt.replication.transport import HostTransport, Transport
+from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource, views_last
 
 # What a rank does from its connecting to the end of its exchange has two.
 _DEADLINES = 2
-
-
-def connect_for(
-    plan: ExchangePlan[CkptID],
-    name: str,
-    rank: int,
-    timeout_s: float,
-    *,
-    rate_limit: float | None = None,
-    is_given_up: Callable[[], bool] = lambda: False,
-) -> Transport | None:
-    """Connect a rank to its peers in a plan by a new ``name``; ``None`` if it has none."""
-    if not (peers := plan.peers(rank)):
-        return None
-    connections = HostConnections.connect_to(name, peers, rank, timeout_s, is_given_up)
-    return HostTransport(connections, rate_limit=rate_limit)
 
 
 def carry_out(
@@ -77,14 +60,14 @@ def carry_out(
         deadline = Deadline.after(timeout_s)
         everyone.agree("make room for shards of other ranks", accepting, deadline=deadline)
         with Attempt() as exchanging:
-            if transport is None and (transport := connect_for(plan, name, rank, timeout_s)):
+            if transport is None:
+                transport = connect(name, plan.peers(rank), rank, timeout_s, in_pairs=True)
                 opened.callback(transport.close)
-            if transport is not None:
-                # Senders of many start with different receivers.
-                world = everyone.world_size
-                sends = sorted(plan.sends(rank), key=lambda e: (e.receiver - rank) % world)
-                outgoing = [(entry.receiver, sources[entry.id_]) for entry in sends]
-                transport.exchange(outgoing, views, timeout_s)
+            # Senders of many start with different receivers.
+            world = everyone.world_size
+            sends = sorted(plan.sends(rank), key=lambda e: (e.receiver - rank) % world)
+            outgoing = [(entry.receiver, sources[entry.id_]) for entry in sends]
+            transport.exchange(outgoing, views, timeout_s)
         # Others may be in the middle of theirs, and go on together with this rank.
         everyone.agree(
             "bring shards to the ranks that lack them",

@@ -1,8 +1,7 @@
 """The redundancy schemes whose pieces are not copies of shards, by the kind of their pieces.
 
-A checkpoint is read by the kinds of the pieces that the nodes hold, whichever redundancy the job
-that reads it has. So nobody has to import a scheme: its class is found by name, in the table of
-this package or in the entry points of another that is installed.
+Nobody has to import a scheme, since a job may read pieces that its own redundancy does not make:
+the class is found by name, in the table of this package or in the entry points of another.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self, TypedDict, Unpack
 
@@ -23,6 +23,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, MANAGER, refused_together
 from localckpt.replication.base import NoReplication as NoReplication
 from localckpt.replication.base import ReplicationStrategy as ReplicationStrategy
+from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.member_strategy import (
@@ -34,7 +35,6 @@ from localckpt.replication.placement import place_cliques
 from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
-from localckpt.replication.transport import DeviceTransport
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.store import Slot, Store
 
@@ -205,7 +205,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         announced = self._announce(source, ckpt_id, error, step_s, on_gpu)
         what = f"iteration {ckpt_id.iteration}"
 
-        rounds = self._rounds(announced)
+        rounds = list(self._rounds(announced))
         senders = [sender for _, sender in rounds if sender is not None]
         with Attempt() as accepting:
             views = [
@@ -270,21 +270,16 @@ class CliqueReplicationStrategy(MemberStrategy):
 
     def _rounds(
         self, announced: Sequence[Announcement]
-    ) -> list[tuple[int | None, Announcement | None]]:
-        """Return the receiver and the sender of each round, with one of each at most."""
-        mine, keepers = self._clique.my_global_rank, self._keepers_here
+    ) -> Iterator[tuple[int | None, Announcement | None]]:
+        """Yield the receiver and the sender of each round, one of each at most."""
+        keepers, mine = self._keepers_here, self._clique.my_global_rank
         place, count = self._clique.my_group_rank, len(announced)
-        rounds: list[tuple[int | None, Announcement | None]] = []
         for distance in range(1, count):
-            receiver = announced[(place + distance) % count].rank
-            sender = announced[(place - distance) % count]
-            rounds.append(
-                (
-                    receiver if receiver in keepers[mine] else None,
-                    sender if mine in keepers[sender.rank] else None,
-                )
+            to, sender = announced[(place + distance) % count], announced[place - distance]
+            yield (
+                to.rank if to.rank in keepers[mine] else None,
+                sender if mine in keepers[sender.rank] else None,
             )
-        return rounds
 
     def _exchange(
         self,

@@ -19,9 +19,8 @@ from localckpt.parity.planning import Left, plan_rebuild
 from localckpt.parity.stripes import Kind, ParityLayout
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
-from localckpt.replication.connections import HostConnections
+from localckpt.replication.transport import connect
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.waiting import Pacer
 from tests.parity.groups import Kept, group
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
@@ -31,7 +30,7 @@ _MESSAGE, _LARGEST = 300_000, chaining._LARGEST_MESSAGE_NBYTES
 
 
 def _pipeline(rank: int, world_size: int) -> Pipeline:
-    return Pipeline(HostConnections.connect("parity", range(world_size), rank, 20.0))
+    return Pipeline(connect("parity", range(world_size), rank, 20.0))
 
 
 def _source(number: int, content: Any) -> ShardSource:
@@ -67,7 +66,7 @@ def _rebuild(
     mine = [(Kind.IMAGE, member) for member, target in wanted.items() if target == rank]
     sinks = {place: memoryview(bytearray(len(kept[place]))) for place in mine}
     chains = plan_rebuild(layout, left, wanted)
-    pipeline.run("rebuilding", chains, sources, sinks, 30.0)
+    pipeline.run(chains, sources, sinks, 30.0)
 
     for kind, member in mine:
         assert np.array_equal(np.asarray(sinks[kind, member]), kept[kind, member])
@@ -108,8 +107,8 @@ def test_ranks_encode_and_bring_back_what_is_lost(sizes: tuple[int, ...], m: int
 def _encode_slowly(rank: int, world_size: int) -> float:
     layout = ParityLayout((600_000,) * world_size, 1)
     kept = group(layout)
-    connections = HostConnections.connect("slowly", range(world_size), rank, 20.0)
-    pipeline = Pipeline(connections, Pacer(400_000))
+    transport = connect("slowly", range(world_size), rank, 20.0, rate_limit=400_000)
+    pipeline = Pipeline(transport)
     parity = memoryview(bytearray(layout.parity_nbytes))
     source = _source(rank, kept[Kind.IMAGE, rank])
     began = time.monotonic()

@@ -21,7 +21,6 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import CkptID, Group
-from localckpt.replication import member_strategy
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
 from localckpt.replication.strategies import (
@@ -302,7 +301,7 @@ def _never_call(
         def connect(*_: Any, **__: Any) -> Any:
             raise PeerLostError("this rank does not connect")
 
-        member_strategy.HostConnections.connect = connect  # type: ignore[method-assign]
+        HostConnections.connect = connect  # type: ignore[method-assign]
         with pytest.raises(PeerLostError):
             strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
     took = time.monotonic() - started
@@ -335,7 +334,7 @@ def _give_up_when_connected(rank: int, world_size: int) -> float:
             await_announced("zero has given up")
         return connections
 
-    member_strategy.HostConnections.connect = connected  # type: ignore[method-assign]
+    HostConnections.connect = connected  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(PeerLostError):
         _replicate(strategy, rank, 1)

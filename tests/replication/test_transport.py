@@ -21,7 +21,9 @@ from localckpt.errors import MismatchError, PeerLostError, StorageError
 from localckpt.memory.host_memory import map_memory
 from localckpt.ranks import deadline
 from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
-from localckpt.replication.transport import DeviceTransport, HostTransport, Transport
+from localckpt.replication.device_transport import DeviceTransport
+from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.transport import connect
 from localckpt.state_dict.source import MemorySource, ShardSource
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource, image
@@ -31,7 +33,7 @@ _TIMEOUT_S = 20.0
 _numbers = count()
 
 
-def _transport(kind: str) -> Transport:
+def _transport(kind: str) -> DeviceTransport | HostTransport:
     if kind == "device":
         return DeviceTransport(None, "cpu", bucket_nbytes=_CHUNK)
     return _host_transport(_CHUNK)
@@ -126,7 +128,7 @@ def _send_along_a_chain(rank: int, world_size: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     last = world_size - 2
     before, behind = ({rank - 1} - {-1}, {rank + 1} - {last + 1})
-    transport = HostTransport(HostConnections.connect_to("chain", before | behind, rank, 20.0))
+    transport = connect("chain", before | behind, rank, 20.0, in_pairs=True)
     mine, coming = image(rank, 3 * _CHUNK), memoryview(bytearray(3 * _CHUNK))
 
     transport.exchange(
@@ -221,7 +223,7 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -
 
 
 def _exchange_for_ever(
-    transport: Transport, peer: int, mine: memoryview, theirs: memoryview
+    transport: HostTransport, peer: int, mine: memoryview, theirs: memoryview
 ) -> None:
     while True:
         transport.exchange([(peer, MemorySource(mine))], [(peer, theirs)], 60.0)

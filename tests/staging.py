@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore
 
 __all__ = ["staging_nbytes"]
 

@@ -91,8 +91,8 @@ _BUDGETS = {
     "top": (2156, 1300, 13),
     "async_save": (1591, 1400, 7),
     "availability": (2604, 2000, 10),
-    "checkpointer": (4388, 1800, 13),
-    "cli": (2994, 3000, 16),
+    "checkpointer": (4387, 1800, 13),
+    "cli": (2993, 3000, 16),
     "events": (596, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5751, 4900, 15),
@@ -103,12 +103,12 @@ _BUDGETS = {
     "ranks": (2650, 1600, 10),
     "replication": (2922, 2900, 17),
     "state_dict": (6966, 5000, 30),
-    "storage": (3391, 3100, 16),
+    "storage": (3343, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (160, 150)
+_CORE_MODULES = (159, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -64,8 +64,7 @@ from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, refused_together, shaped
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.storage.memory import default_root
-from localckpt.storage.names import local_path, session_name
+from localckpt.storage.names import default_root, local_path, session_name
 from localckpt.threads import Latch, Task
 from localckpt.trust import is_orderly
 

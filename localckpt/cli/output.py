@@ -13,8 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.storage.memory import default_root
-from localckpt.storage.names import local_path
+from localckpt.storage.names import default_root, local_path
 
 BAD = 1
 """Exit status: something that was looked at is bad."""

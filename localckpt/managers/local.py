@@ -12,9 +12,9 @@ from localckpt.options import HookOptions, Options, StoreOptions
 from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, timeout_in
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore, ReadOnlyStore
 from localckpt.storage.hooks import Hooks, HookStore
-from localckpt.storage.memory import MemoryStore, default_root
+from localckpt.storage.names import default_root
 
 StrPath: TypeAlias = str | os.PathLike[str]
 

@@ -61,7 +61,7 @@ from localckpt.state_dict.targets import TargetRules
 from localckpt.storage.catalog import Problem
 from localckpt.storage.directory import DirectoryStore, KeptImages
 from localckpt.storage.kept_shard import KeptShard
-from localckpt.storage.memory import default_session
+from localckpt.storage.names import default_session
 from localckpt.storage.store import Store
 from localckpt.trust import is_orderly
 

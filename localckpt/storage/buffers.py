@@ -141,24 +141,6 @@ class PrivateBuffer(Buffer):
         self._view = memoryview(b"")
 
 
-def map_file(fd: int, nbytes: int) -> memoryview:
-    """Map a file in shared memory, and reserve all its pages; raises OSError."""
-    if os.fstat(fd).st_size < nbytes:
-        os.ftruncate(fd, nbytes)
-    memory = map_memory(nbytes, fd)
-    try:
-        # Before posix_fallocate, which would allocate small pages.
-        prefer_huge_pages(address_of(memory), nbytes)
-        populate(address_of(memory), nbytes)
-        # Without reserved pages, a write to the mapping is a SIGBUS once memory is full.
-        os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        # The error's traceback keeps this variable, which would keep the pages.
-        del memory
-        raise
-    return memory
-
-
 class BufferPool:
     """Pool of at most ``depth`` buffers for each purpose, which one thread takes and makes."""
 

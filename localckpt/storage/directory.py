@@ -3,7 +3,9 @@
 Every rank reads all folders and writes only its own. ``root/<session>/<rank>/`` holds one file for
 each piece that the rank keeps. File names only need to differ; a piece's identity is read from its
 header. A retired file is renamed to a recycled file, which a later save overwrites. Images are
-written from a pool of staging buffers; the store of ``memory.py`` stages them in place.
+written from a pool of staging buffers. In shared memory, which outlives the process, they are
+staged in place: straight into the mapped file that will hold them, so a commit is a hash and a
+rename. Retired files stay mapped there, and later saves are staged into them.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ from localckpt.errors import CheckpointingException, CorruptShardError, StorageE
 from localckpt.ids import Checkpoint, Piece, ShardIdentity, ShardRecord
 from localckpt.memory.limits import memory_limits
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
-from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, allocate, buffer_nbytes
+from localckpt.storage.buffers import (
+    Buffer,
+    BufferPool,
+    PrivateBuffer,
+    allocate,
+    buffer_nbytes,
+    wait_until_free,
+)
 from localckpt.storage.catalog import KnownFiles, Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource
+from localckpt.storage.files import FileSource, MappedFile
 from localckpt.storage.names import DIRTY, RECYCLED, SHARD, local_path, shard_name
 from localckpt.storage.owner import Running, owner_of
 from localckpt.storage.preflight import (
@@ -67,10 +76,13 @@ class DirectoryStore(Store):
 
     A root that is missing is made with access for this user alone. ``timeout_s`` is the deadline of
     a wait for another process that starts or ends here. Pieces of checkpoints in ``repaired`` get
-    memory of their own, so that no save waits for it. Raises StorageError if the directory cannot
-    be used, or a live process of another job owns the rank's folder.
+    memory of their own, so that no save waits for it. ``keep_last`` is the number of checkpoints
+    that are kept, which a store in place has memory for. Raises StorageError if the directory
+    cannot be used, or a live process of another job owns the rank's folder.
     """
 
+    in_place = False
+    """Whether images are staged in the files that will hold them."""
     claim: SeenFolder
 
     def __init__(
@@ -81,8 +93,9 @@ class DirectoryStore(Store):
         timeout_s: float,
         *,
         num_buffers: int = 2,
+        keep_last: int = 1,
     ) -> None:
-        self.num_buffers = num_buffers
+        self.num_buffers, self._keep_last = num_buffers, keep_last
         self.root = local_path(root)
         self.session_id = session_id
         self.rank = rank
@@ -95,6 +108,9 @@ class DirectoryStore(Store):
         self._known: dict[ShardIdentity, Path] = {}
         self.repaired = frozenset[Checkpoint]()
         self.on_quarantine: Callable[[Path, Problem], None] | None = None
+        # Mapped files: dirty and committed ones by identity, recycled ones by file name.
+        self._staged: dict[ShardIdentity, MappedFile] = {}
+        self._recycled: dict[str, MappedFile] = {}
         claim = self._take_folder(timeout_s)
         super().__init__(claim.token, claim)
         self.folder, self._session = claim.path, claim.session
@@ -106,10 +122,14 @@ class DirectoryStore(Store):
 
     def _try_out(self) -> None:
         """Find out how the claimed folder can be written; raises StorageError if it cannot."""
-        self._direct = try_out(self.folder, DIRTY)
+        self._direct, kind = try_out(self.folder, DIRTY), file_system(self.folder)
+        if self.in_place:
+            if kind not in IN_MEMORY:
+                logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
+            return
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
-        if (kind := file_system(self.folder)) in IN_MEMORY:
+        if kind in IN_MEMORY:
             logger.warning(
                 "%s is on %s: checkpoints there outlive processes, but not a reboot of the node",
                 self.root,
@@ -188,19 +208,25 @@ class DirectoryStore(Store):
         self.claim.restore()
         if self._times_restored != self.claim.times_restored:
             self._times_restored = self.claim.times_restored
-            self._forget_files()
-
-    def _forget_files(self) -> None:
-        self._shards = {i: path for i, path in self._shards.items() if path.exists()}
+            self._shards = {i: path for i, path in self._shards.items() if path.exists()}
+            # Mapped files of saves under way are given back with their slots.
+            gone = self._staged.keys() - {slot.identity for slot in self._slots}
+            for buffer in (*map(self._staged.pop, gone), *self._recycled.values()):
+                buffer.close()
+            self._recycled.clear()
 
     def limit_buffers(self, count: int) -> None:
         self.num_buffers = min(self.num_buffers, count)
         self._pool.limit(count)
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
-        return MemoryNeeds(
-            buffer_nbytes(nbytes), self.num_buffers, 0, self._pool.nbytes, memory_limits()
-        )
+        kept, had_nbytes = 0, self._pool.nbytes
+        if self.in_place:
+            kept = self._keep_last
+            had_nbytes = sum(path.lstat().st_blocks * 512 for path in self.images())
+        else:
+            nbytes = buffer_nbytes(nbytes)
+        return MemoryNeeds(nbytes, self.num_buffers, kept, had_nbytes, memory_limits())
 
     def commit(self, slots: Sequence[Slot]) -> None:
         for write in self.writes(slots):
@@ -255,6 +281,8 @@ class DirectoryStore(Store):
 
     def _write_options(self, slot: Slot) -> dict[str, bool]:
         """Return the fields of a slot's :class:`ShardWrite` that differ from store to store."""
+        if self.in_place:
+            return {"in_place": True}
         with storage_errors("recycle a file in", self.folder):
             recycled = self._claim_recycled(slot.identity, slot.nbytes) is not None
         return {"recycled": recycled, "direct": self._direct}
@@ -262,25 +290,76 @@ class DirectoryStore(Store):
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
         """Make memory for saves of a piece, if it is missing; raises StorageError."""
         self._sizes[piece] = nbytes
-        self._pool.prepare(piece, nbytes, gpu)
+        if self.in_place:
+            self._map_ahead(nbytes, gpu)
+        else:
+            self._pool.prepare(piece, nbytes, gpu)
+
+    @one_at_a_time
+    def _map_ahead(self, nbytes: int, gpu: torch.device | None) -> None:
+        while len(self.images()) < (self._keep_last + 1) * len(self._sizes):
+            ready = self.folder / f"ahead.{secrets.token_hex(4)}{RECYCLED}"
+            self._recycled[ready.name] = buffer = MappedFile(ready, nbytes, create=True)
+            if gpu is not None:
+                buffer.pin(gpu)
 
     def is_busy(self) -> bool:
         """Return whether a new save would have to wait for an older one's memory."""
-        return any(map(self._pool.is_busy, self.image_nbytes))
+        return any(map(self._is_busy if self.in_place else self._pool.is_busy, self.image_nbytes))
+
+    @one_at_a_time
+    def _is_busy(self, piece: Piece) -> bool:
+        """Return whether a piece would have to wait for a mapped file."""
+        own = (i for i in self._staged if i.piece == piece and i.checkpoint not in self.repaired)
+        return sum(self._staged[identity].in_use for identity in own) >= self.num_buffers
 
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
-        if slot.identity.checkpoint in self.repaired:
+        is_repair = slot.identity.checkpoint in self.repaired
+        if self.in_place and slot.is_kept:
+            if not is_repair:
+                wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
+            self._restore()
+            return self._map(slot)
+        if is_repair:
             buffer = allocate(PrivateBuffer, slot.nbytes)
             buffer.take(slot)
             return buffer
         # A load also takes a staging buffer, since this rank's next save needs one anyway.
         return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
 
+    @one_at_a_time
+    def _map(self, slot: Slot) -> Buffer:
+        identity, nbytes = slot.identity, slot.nbytes
+        path = self._dirty(identity)
+        with storage_errors("recycle a file in", self.folder):
+            claimed = self._claim_recycled(identity, nbytes)
+        buffer = self._recycled.pop(claimed, None) if claimed is not None else None
+        try:
+            if buffer is None:
+                buffer = MappedFile(path, nbytes, create=claimed is None)
+            else:
+                buffer.resize(path, nbytes)
+        except StorageError:
+            # Free the file's memory, since the node has too little.
+            if buffer is not None:
+                buffer.close()
+            with storage_errors("remove", path):
+                path.unlink(missing_ok=True)
+            raise
+        buffer.take(slot)
+        self._staged[identity] = buffer
+        return buffer
+
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
+        buffer = slot.buffer
+        if self.in_place and slot.is_kept:
+            if was_unfinished and buffer is not None:
+                self._staged.pop(slot.identity, None)
+                buffer.close()
+            return
         # No save of this rank needs memory of the size of another rank's shard again.
-        is_own = slot.is_kept or slot.identity.rank == self.rank
-        is_own = is_own and slot.identity.checkpoint not in self.repaired
-        if is_own and (buffer := slot.buffer) is not None:
+        is_own = slot.is_kept or (slot.identity.rank == self.rank and not self.in_place)
+        if is_own and slot.identity.checkpoint not in self.repaired and buffer is not None:
             if slot.identity in self._shards and not was_unfinished:
                 buffer.content = slot.identity, slot.nbytes
             buffer.give_back()
@@ -289,13 +368,22 @@ class DirectoryStore(Store):
             self._drop_memory(slot)
 
     def _drop_memory(self, slot: Slot) -> None:
+        if self.in_place and slot.is_kept:
+            self._drop_mapped(slot.identity)
+            return
         if slot.identity.checkpoint in self.repaired and (buffer := slot.buffer) is not None:
             buffer.close()
         # By owner, since an interrupt may have come before slot.take() recorded the buffer.
         self._pool.release(slot)
 
-    def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
-        """Note that a shard's file has become a recycled file."""
+    @one_at_a_time
+    def _drop_mapped(self, identity: ShardIdentity) -> None:
+        # By identity, since an interrupt may have come before slot.take() recorded the buffer.
+        if (buffer := self._staged.pop(identity, None)) is not None:
+            buffer.close()
+        with storage_errors("remove", self._dirty(identity)):
+            self._dirty(identity).unlink(missing_ok=True)
+            self._path(identity).unlink(missing_ok=True)
 
     # Stored pieces.
 
@@ -434,9 +522,10 @@ class DirectoryStore(Store):
             return
         self._closed = True
         self._pool.close()
-        for buffer in self._adopted.values():
-            buffer.close()
-        self._adopted = {}
+        for mapped in (self._adopted, self._staged, self._recycled):
+            for buffer in mapped.values():
+                buffer.close()
+            mapped.clear()
         for slot in self._slots:
             # Else the images would stay mapped until the cycles of a manager are collected.
             slot.forget_content()
@@ -492,8 +581,17 @@ class DirectoryStore(Store):
             else:
                 with suppress(FileNotFoundError):
                     os.rename(path, recycled)
-                    self._was_recycled(identity, recycled)
+                    self._keep_mapped(identity, recycled)
         self._shards.pop(identity, None)
+
+    def _keep_mapped(self, identity: ShardIdentity, recycled: Path) -> None:
+        buffer = self._staged.pop(identity, None)
+        if buffer is not None and buffer.readers:
+            # Its readers go on with the mapped pages, which no later save may overwrite.
+            buffer.close()
+            recycled.unlink(missing_ok=True)
+        elif buffer is not None:
+            self._recycled[recycled.name] = buffer
 
 
 def _is_gone(path: Path) -> bool:
@@ -556,3 +654,9 @@ class ReadOnlyStore(DirectoryStore):
 
     def _quarantine(self, path: Path, problem: Problem) -> None:
         logger.warning("%s stays as it is, and is not used: %s", path, problem)
+
+
+class MemoryStore(DirectoryStore):
+    """Store in a directory in shared memory."""
+
+    in_place = True

@@ -1,4 +1,4 @@
-"""Opening and reading of files: with O_DIRECT, or from the page cache if the file is cached."""
+"""Files that are read, with O_DIRECT or from the page cache if they are cached, or mapped."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localckpt.errors import CorruptShardError
-from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.memory.host_memory import (
+    PAGE_NBYTES,
+    address_of,
+    map_memory,
+    populate,
+    prefer_huge_pages,
+    round_up,
+)
 from localckpt.state_dict.source import scatter
-from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.buffers import Buffer, PrivateBuffer, check_memory
 from localckpt.storage.failures import storage_errors
 
 # 4 requests keep a disk busy, and half of these threads copy and hash at any time. Reads from the
@@ -28,6 +35,7 @@ _MAX_PARTS = 1024
 # Shorter reads gain nothing by O_DIRECT.
 _LONG_NBYTES = 1 << 20
 _PROBES = 16
+_FULL = "it is full: free space, keep fewer checkpoints, or enlarge it (shared memory)"
 
 
 def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
@@ -196,3 +204,87 @@ def _memory(nbytes: int) -> PrivateBuffer:
     except OSError as error:
         # No StorageError, which would make the caller try another copy of the file.
         raise MemoryError(f"{nbytes} bytes to read through: {error}") from error
+
+
+class MappedFile(Buffer):
+    """Mapped file of a shard in shared memory. Closing the buffer keeps the file."""
+
+    _path: Path
+    _nbytes: int
+    _map: memoryview | None = None
+
+    def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
+        super().__init__()
+        self._open(path, nbytes, create=create)
+
+    @property
+    def in_use(self) -> bool:
+        # A commit, in any process, renames the file from this name.
+        with storage_errors("look at", self._path):
+            return self._path.exists()
+
+    def give_back(self) -> None:
+        """Do nothing: the commit's rename marks the buffer as free."""
+
+    def resize(self, path: Path, nbytes: int) -> None:
+        """Adapt the buffer to another image: a new path, and a new size."""
+        if self._map is None or nbytes > len(self._map):
+            self.close()
+            self._open(path, nbytes, create=False)
+            return
+        before = self._nbytes
+        if nbytes != before:
+            # CUDA would go on to copy into the pages that the file had when it was pinned.
+            self._unpin()
+        self._path, self._nbytes = path, nbytes
+        with (
+            storage_errors("reserve shared memory in", path, _FULL),
+            open_owned(path, os.O_RDWR | os.O_NOFOLLOW) as file,
+        ):
+            if nbytes > before:
+                # Only the new range, since the kernel visits every page of the range.
+                os.posix_fallocate(file.fileno(), before, nbytes - before)
+            os.ftruncate(file.fileno(), nbytes)
+        self._view = self._map[:nbytes]
+
+    def close(self) -> None:
+        self._unpin()
+        self._view = memoryview(b"")
+        # The pages are unmapped with the last view, even if this object lives longer.
+        self._map = None
+
+    def _open(self, path: Path, nbytes: int, *, create: bool) -> None:
+        if create:
+            check_memory(nbytes)
+        else:
+            check_memory(nbytes - path.stat().st_size)
+        self._path, self._nbytes = path, nbytes
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+        with storage_errors("map shared memory in", path, _FULL), open_owned(path, flags) as file:
+            try:
+                # Whole pages, so that a slightly larger image fits the next time.
+                mapped = _map_file(file.fileno(), round_up(nbytes, PAGE_NBYTES))
+                self._map, self._view = mapped, mapped[:nbytes]
+                os.ftruncate(file.fileno(), nbytes)
+            except BaseException:
+                if create:
+                    path.unlink(missing_ok=True)
+                raise
+
+
+def _map_file(fd: int, nbytes: int) -> memoryview:
+    """Map a file in shared memory, and reserve all its pages; raises OSError."""
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+    memory = map_memory(nbytes, fd)
+    try:
+        # Before posix_fallocate, which would allocate small pages.
+        prefer_huge_pages(address_of(memory), nbytes)
+        populate(address_of(memory), nbytes)
+        # Without reserved pages, a write to the mapping is a SIGBUS once memory is full.
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        # The error's traceback keeps this variable, which would keep the pages.
+        del memory
+        raise
+    return memory

@@ -7,12 +7,15 @@ quarantined files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from localckpt.errors import StorageError
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Generation, ShardIdentity
 
 SHARD = ".safetensors"
@@ -71,3 +74,33 @@ def shard_named(name: str) -> tuple[int, int, Generation] | None:
         return None
     iteration, rank, epoch, sequence = map(int, match.groups())
     return iteration, rank, Generation(epoch, sequence)
+
+
+def default_root() -> Path:
+    """Return the default directory of this user's store on this node."""
+    return Path(f"/dev/shm/localckpt-{os.getuid()}")
+
+
+def default_session() -> str:
+    """Name a session in :func:`default_root`, which all programs of this user share on this node.
+
+    The name stands for the main script (or the code of ``python -c``), its arguments and the
+    working directory, so two programs never meet, and a restart finds its checkpoints. A program
+    without a script, as a notebook, is a CheckpointingException.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    command = sys.orig_argv[1:]
+    if script is not None:
+        path = Path(script).absolute()
+        label = path.parent.name if path.stem == "__main__" else path.stem
+        program = [str(path), *sys.argv[1:]]
+    elif "-c" in command and "--multiprocessing-fork" not in command:
+        label, program = "command", command[command.index("-c") :]
+    else:
+        raise CheckpointingException(
+            f"the checkpoints of this program would be in {default_root()}, which all programs of "
+            f"this user share, and it has no script by which they could be named (as a notebook or "
+            f"a prompt): give session_id=. Nothing was made"
+        )
+    place = json.dumps([*program, os.getcwd()])
+    return f"{label}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import localckpt
 from localckpt.managers.manager import agreed_session
 from localckpt.ranks.ranks import Ranks
-from localckpt.storage.memory import default_root, default_session
+from localckpt.storage.names import default_root, default_session
 from tests.cli.commands import call
 from tests.ranks import run_ranks
 

@@ -15,8 +15,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers import capture
 from localckpt.managers import save as save_module
 from localckpt.storage import write
-from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore
 from localckpt.storage.write import write_shard
 from tests.managers.jobs import MAX_S, cliques, make_manager
 from tests.ranks import node_store, run_ranks

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore
 
 KINDS = ["disk", "memory"]
 

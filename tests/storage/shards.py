@@ -122,7 +122,7 @@ import sys, time
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import MemoryStore
 kind, root, session, rank = sys.argv[1:5]
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)

@@ -16,8 +16,7 @@ import pytest
 
 from localckpt.errors import StorageError
 from localckpt.storage.buffers import BufferPool
-from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.sent import SentBuffer
@@ -174,7 +173,7 @@ SOMEBODY = """
 import os, sys
 from localckpt.errors import StorageError
 from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.memory import MemoryStore
+from localckpt.storage.directory import MemoryStore
 kind = {"DirectoryStore": DirectoryStore, "MemoryStore": MemoryStore}[sys.argv[1]]
 if os.geteuid() == 0:
     os.setgroups([])

@@ -90,14 +90,14 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2156, 1300, 13),
     "async_save": (1591, 1400, 7),
-    "availability": (2604, 2000, 10),
+    "availability": (2601, 2000, 11),
     "checkpointer": (4387, 1800, 13),
     "cli": (2993, 3000, 16),
     "events": (596, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5751, 4900, 15),
     "integrations": (3061, 2900, 20),
-    "managers": (5454, 3600, 18),
+    "managers": (5441, 3600, 18),
     "memory": (735, 700, 7),
     "parity": (1677, 1700, 12),
     "ranks": (2650, 1600, 10),
@@ -108,7 +108,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (159, 150)
+_CORE_MODULES = (160, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

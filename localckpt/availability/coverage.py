@@ -7,10 +7,11 @@ than the one it resumed from: the job went back on purpose. All others are compa
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from localckpt.availability.inventory import Inventory
+from localckpt.availability.plain import Record
 from localckpt.availability.recoverable import computable
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named, said_by
@@ -218,20 +219,9 @@ class Standing(NamedTuple):
     wanted: int
     lacking: int
 
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Standing:
-        checkpoint, copies, wanted, lacking = fields
-        return cls(checkpoint_from(checkpoint), copies, wanted, lacking)
-
-
-def checkpoint_from(fields: Sequence[Any]) -> Checkpoint:
-    """Read a checkpoint from the JSON of its fields."""
-    generation, iteration, world_size = fields
-    return Checkpoint(Generation(*generation), iteration, world_size)
-
 
 @dataclass(frozen=True, slots=True)
-class SaveOutcome:
+class SaveOutcome(Record):
     iteration: int
     generation: Generation
     error: str | None
@@ -254,29 +244,6 @@ class SaveOutcome:
     """Kept checkpoints of which this node has lost pieces, or that have too few copies."""
     found: tuple[Standing, ...] = ()
     """Kept checkpoints that a repair has found otherwise than all ranks know."""
-
-    def to_json(self) -> list[Any]:
-        return list(astuple(self))
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted, group, bad, *told = fields
-        replicas, divided, metric, lacking, found = told
-        return cls(
-            iteration,
-            Generation(*generation),
-            error,
-            tuple(CkptID(*ckpt_id) for ckpt_id in missing),
-            tuple(kept),
-            wanted,
-            group and Group(tuple(group[0]), *group[1:]),
-            bad,
-            tuple((set_id, digest) for set_id, digest in replicas),
-            tuple((tuple(ranks), digest) for ranks, digest in divided),
-            metric,
-            tuple(map(checkpoint_from, lacking)),
-            tuple(map(Standing.from_json, found)),
-        )
 
 
 def division_problem(divided: Sequence[Division]) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localckpt.availability.plain import Record
 from localckpt.failure_texts import ranks_named, runs_of
 
 # Limits of what is told of a divergence, since every rank of the job reads it.
@@ -17,13 +18,26 @@ _MOST_SETS, _MOST_GROUPS, _MOST_NAMED, _MOST_NODES = 16, 8, 20, 8
 _SHOWN = 3
 
 
+class RankSet(tuple[int, ...]):
+    """Ranks in order, which JSON has as the first and the last of each run."""
+
+    __slots__ = ()
+
+    def to_json(self) -> list[Any]:
+        return [*runs_of(self)]
+
+    @classmethod
+    def from_json(cls, runs: Iterable[Sequence[int]]) -> RankSet:
+        return cls(rank for first, last in runs for rank in range(first, last + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Diverged:
     """Ranks that have not all the same in common, by equal digests; ``others`` not told apart."""
 
     set_id: int
-    groups: tuple[tuple[int, ...], ...]
-    others: tuple[int, ...] = ()
+    groups: tuple[RankSet, ...]
+    others: RankSet = RankSet()  # noqa: RUF009 - a frozen value
 
     @property
     def asked(self) -> list[int]:
@@ -36,14 +50,6 @@ class Diverged:
         # Without a majority, the first ranks of all groups are.
         return is_in_minority or rank in self.groups[0][:_MOST_NODES]
 
-    def to_json(self) -> list[Any]:
-        return [self.set_id, [runs_of(group) for group in self.groups], runs_of(self.others)]
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Diverged:
-        set_id, groups, others = fields
-        return cls(set_id, tuple(map(_ranks, groups)), _ranks(others))
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -54,20 +60,12 @@ class Difference:
     """
 
     key: str
-    groups: tuple[tuple[int, ...], ...]
-    minority: tuple[int, ...]
-
-    def to_json(self) -> list[Any]:
-        return [self.key, list(map(runs_of, self.groups)), runs_of(self.minority)]
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Difference:
-        key, groups, minority = fields
-        return cls(key, tuple(map(_ranks, groups)), _ranks(minority))
+    groups: tuple[RankSet, ...]
+    minority: RankSet
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(Record):
     """Replicas of one save that differ, up to a limit; no differences while nobody has asked."""
 
     sets: tuple[Diverged, ...]
@@ -86,24 +84,6 @@ class Divergence:
             return self.minority
         groups = [d.groups for d in self.differences] or [s.groups for s in self.sets]
         return tuple(sorted({rank for of in groups for group in of for rank in group}))
-
-    def to_json(self) -> list[Any]:
-        return [
-            [of.to_json() for of in self.sets],
-            [difference.to_json() for difference in self.differences],
-            self.more_tensors,
-            self.nodes,
-        ]
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Divergence:
-        sets, differences, more_tensors, nodes = fields
-        return cls(
-            tuple(map(Diverged.from_json, sets)),
-            tuple(map(Difference.from_json, differences)),
-            more_tensors,
-            tuple(nodes),
-        )
 
 
 def compare_replicas(
@@ -128,7 +108,7 @@ def compare_replicas(
 def _diverged(set_id: int, groups: Iterable[Sequence[int]], most_groups: int) -> Diverged:
     ordered = _largest_first(groups)
     others = sorted(rank for group in ordered[most_groups:] for rank in group)
-    return Diverged(set_id, ordered[:most_groups], tuple(others))
+    return Diverged(set_id, ordered[:most_groups], RankSet(others))
 
 
 def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Divergence:
@@ -164,7 +144,7 @@ def _difference(key: str, groups: Iterable[Sequence[int]], count: int) -> Differ
     ordered = _largest_first(groups)
     is_known = 2 * len(ordered[0]) > count
     minority = sorted(rank for group in ordered[1:] for rank in group) if is_known else []
-    return Difference(key, ordered, tuple(minority))
+    return Difference(key, ordered, RankSet(minority))
 
 
 def describe(divergence: Divergence) -> str:
@@ -192,9 +172,5 @@ def _described(difference: Difference) -> str:
     return f"{difference.key!r} differs between {groups}"
 
 
-def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g)))
-
-
-def _ranks(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(rank for first, last in runs for rank in range(first, last + 1))
+def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[RankSet, ...]:
+    return tuple(sorted((RankSet(sorted(group)) for group in groups), key=lambda g: (-len(g), g)))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from localckpt.availability.coverage import (
     SaveOutcome,
     Standing,
-    checkpoint_from,
     complete_checkpoints,
     describe_incomplete,
     division_problem,
@@ -23,6 +22,7 @@ from localckpt.availability.coverage import (
 )
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.availability.inventory import Inventory
+from localckpt.availability.plain import Record
 from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
@@ -69,7 +69,7 @@ class Durability:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveVerdict:
+class SaveVerdict(Record):
     """Outcome of a save on all ranks; complete if there are no ``problems``.
 
     ``generation`` is the highest that any rank has used; ``is_mismatched`` if some saved alone.
@@ -85,34 +85,6 @@ class SaveVerdict:
     metric: float | None = None
     lacking: tuple[Checkpoint, ...] = ()
     found: tuple[Standing, ...] = ()
-
-    def to_json(self) -> list[Any]:
-        reached, diverged = self.reached, self.divergence
-        return [
-            self.problems,
-            self.generation,
-            reached and astuple(reached),
-            self.bad,
-            diverged and diverged.to_json(),
-            self.parts_fit,
-            self.is_mismatched,
-            self.metric,
-            [astuple(checkpoint) for checkpoint in self.lacking],
-            [[astuple(checkpoint), *numbers] for checkpoint, *numbers in self.found],
-        ]
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad, diverged, fit, mismatched, metric, *told = fields
-        lacking, found = told
-        durability = Durability(*reached) if reached else None
-        divergence = Divergence.from_json(diverged) if diverged else None
-        return cls(
-            *(tuple(problems), Generation(*generation), durability, bad, divergence),
-            *(fit, mismatched, metric),
-            tuple(map(checkpoint_from, lacking)),
-            tuple(map(Standing.from_json, found)),
-        )
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -193,7 +165,7 @@ def durability_at(iteration: int, copies: int, wanted: int, lacking: int) -> Dur
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Found(Record):
     """Summary of the checkpoints on all nodes, for every rank, in the order of a restart.
 
     ``complete`` are those that a restart tries, in that order. ``incomplete`` says why none is.
@@ -205,16 +177,6 @@ class Found:
     trusts: Trusts = field(default_factory=Trusts)
     quarantined: Mapping[Checkpoint, str] = field(default_factory=dict)
     exhausted: Mapping[Checkpoint, str] = field(default_factory=dict)
-
-    def to_json(self) -> list[Any]:
-        return [
-            [[*astuple(c), astuple(reached)] for c, reached in self.complete.items()],
-            [lineage.to_json() for lineage in self.lineages],
-            self.incomplete,
-            self.trusts.to_json(),
-            [[*astuple(c), why] for c, why in self.quarantined.items()],
-            [[*astuple(c), why] for c, why in self.exhausted.items()],
-        ]
 
     @classmethod
     def among(
@@ -234,16 +196,4 @@ class Found:
             inventory.trusts,
             choice.quarantined,
             choice.exhausted,
-        )
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Found:
-        complete, lineages, incomplete, trusts, quarantined, exhausted = fields
-        return cls(
-            {checkpoint_from(of): Durability(*reached) for *of, reached in complete},
-            [Lineage.from_json(lineage) for lineage in lineages],
-            incomplete,
-            Trusts.from_json(trusts),
-            {checkpoint_from(of): why for *of, why in quarantined},
-            {checkpoint_from(of): why for *of, why in exhausted},
         )

@@ -257,7 +257,7 @@ def _standing(
     inventory: Inventory,
     choice: Choice,
 ) -> ExplainedCheckpoint:
-    computed = computable(checkpoint, inventory)
+    computed = {rank: of.kind for rank, of in computable(checkpoint, inventory).items()}
     ranks = range(checkpoint.world_size)
     of_ranks = held.get(checkpoint, {})
     holders = [tuple(of_ranks.get(rank, ())) for rank in ranks]

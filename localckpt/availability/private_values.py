@@ -88,10 +88,6 @@ def judge_tables(
     places: Container[str] = (),
 ) -> None:
     """Raise MismatchError for values without a rule that differ, or are places in the data."""
-
-    def is_place(key: str) -> bool:
-        return prefix_in(key, places) is not None
-
     digests: dict[str, str] = {}
     unequal: dict[str, None] = {}
     for of_shard in tables.values():
@@ -105,7 +101,7 @@ def judge_tables(
     if not unequal:
         # More sections differ than were told.
         unequal = {section: None for section, those in kinds.items() if len(those) > _MOST_TELLERS}
-    kept = {key: None for of_shard in tables.values() for key in of_shard if is_place(key)}
+    kept = {k: None for of in tables.values() for k in of if prefix_in(k, places) is not None}
     texts = []
     if differing := [key for key in unequal if key not in kept]:
         texts.append(f"the values of {_named(differing)} differ between the ranks that saved them")

@@ -29,12 +29,12 @@ def group_for(
     return None
 
 
-def computable(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, str]:
-    """Return the ranks whose shards no node holds but that can be computed, and from which kind."""
+def computable(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, Group]:
+    """Return, in order, the ranks whose shards can be computed alone, and from which group."""
     images = inventory.shards(checkpoint).keys()
     return {
-        rank: group.kind
-        for rank, groups in inventory.groups_of(checkpoint).items()
+        rank: group
+        for rank, groups in sorted(inventory.groups_of(checkpoint).items())
         if rank not in images
         and (group := group_for(rank, images, groups, inventory.codes)) is not None
     }
@@ -49,18 +49,13 @@ def groups_to_compute(
 
     Raises NoReplicasAvailableError.
     """
-    holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
-    wanted: dict[int, Group] = {}
+    held, wanted = inventory.shards(checkpoint), computable(checkpoint, inventory)
     for rank in range(checkpoint.world_size):
-        if rank in holders:
-            continue
-        group = group_for(rank, holders, groups.get(rank, {}), inventory.codes)
-        if group is None or rank in unrecoverable:
+        if rank not in held and (rank not in wanted or rank in unrecoverable):
             raise NoReplicasAvailableError(
                 f"no node holds the shard of rank {rank} of iteration {checkpoint.iteration}, and "
                 f"it cannot be computed from what is left"
             )
-        wanted[rank] = group
     return wanted
 
 

@@ -1,7 +1,8 @@
 """Retention on both tiers: the checkpoints that stay when a newer one is complete.
 
-Pure functions of plain data. On the nodes all ranks decide by them; on shared storage the first
-rank does, and the command line tells by them why a checkpoint is there.
+Pure functions of plain data: :func:`reasons_to_keep` decides for both. On the nodes all ranks call
+it, by :func:`retire`; on shared storage the first rank does, and the command line, to tell why a
+checkpoint is there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar, get_args
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
-from localckpt.trust import LONGEST_METRIC
+from localckpt.trust import LONGEST_METRIC, Mark
 
 CandidateT = TypeVar("CandidateT")
 
@@ -25,11 +26,14 @@ Metrics: TypeAlias = Mapping[str, SupportsFloat]
 Version: TypeAlias = tuple[int, int]
 """Epoch and iteration of a checkpoint; a greater one is newer."""
 
-Reason = Literal[
-    "all", "newest", "resumed from", "pinned", "last", "every", "best", "ahead", "left behind"
-]
+Reason = (
+    Literal["all", "newest", "resumed from", "pinned", "last", "every", "best"]
+    | Literal["ahead", "left behind", "redundant", "good", "last resort"]
+)
 """Why a checkpoint is kept. ``all``: no rule was given. ``ahead``: a job that did not go back from
-it has not passed it. ``left behind``: the job went back from it, and has saved few others."""
+it has not passed it. ``left behind``: the job went back from it, and has saved few others. On the
+nodes also the newest that is ``redundant`` (survives the loss of any node) or marked ``good``, and
+as the ``last resort`` the newest that is marked bad, if it is newer than all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,48 +133,61 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """Complete checkpoint; the mark and the redundancy are known of those on the nodes."""
+
     version: Version
     metrics: Mapping[str, float]
-    is_pinned: bool
+    is_pinned: bool = False
+    mark: Mark | None = None
+    is_redundant: bool = False
 
 
 def reasons_to_keep(
     retention: Retention,
     candidates: Iterable[Candidate],
-    saved: Version,
-    resumed_from: Version | None,
+    saved: Version | None = None,
+    resumed_from: Version | None = None,
 ) -> dict[Version, tuple[Reason, ...]]:
     """Decide which checkpoints stay, and why, now that one (``saved``) is complete.
 
-    What the job went back from, and what is ahead of a job that did not go back from it, is not
-    counted by any rule, so it pushes out nothing. ``resumed_from`` is ``None`` if the job did not
-    resume from shared storage.
+    What the job went back from, what is ahead of a job that did not go back from it, and what is
+    marked bad is not counted by any rule, so it pushes out nothing. ``resumed_from`` is ``None`` if
+    the job did not resume from shared storage; ``saved`` is so for the nodes, of whose candidates
+    none is ahead.
     """
     newest_first = sorted(candidates, key=lambda candidate: candidate.version, reverse=True)
-    earlier = [c.version for c in newest_first if c.version[0] < saved[0]]
+    earlier = [c.version for c in newest_first if saved is not None and c.version[0] < saved[0]]
     left_behind = {v for v in earlier if resumed_from is not None and v > resumed_from}
-    ahead = {v for v in earlier if v[1] > saved[1]} - left_behind
-    counted = [c for c in newest_first if c.version not in left_behind | ahead]
-    kept: dict[Version, list[Reason]] = {c.version: [] for c in newest_first}
-
-    def keep(versions: Iterable[Version], reason: Reason) -> None:
-        for version in versions:
-            kept[version].append(reason)
-
-    keep(kept.keys() & {saved}, "newest")
-    keep(kept.keys() & {resumed_from}, "resumed from")
-    keep((c.version for c in newest_first if c.is_pinned), "pinned")
+    ahead = {v for v in earlier if saved is not None and v[1] > saved[1]} - left_behind
+    others = [c for c in newest_first if c.version not in left_behind | ahead]
+    counted = [c for c in others if c.mark != "bad"]
+    newest = max((c.version[1] for c in counted), default=-1)
+    newer_bad = [c for c in others if c.mark == "bad" and c.version[1] > newest]
+    by_rule: dict[Reason, set[Version | None]] = {
+        "newest": {saved},
+        "resumed from": {resumed_from},
+        "pinned": {c.version for c in newest_first if c.is_pinned},
+    }
     if retention.keeps_all:
-        keep(kept, "all")
+        by_rule["all"] = {c.version for c in newest_first}
     else:
-        keep((c.version for c in counted[: retention.last or 0]), "last")
-        keep(_last_of_spans(counted, retention.every), "every")
-        if retention.best is not None:
-            keep(retention.best.of({c.version: c.metrics for c in counted}), "best")
-        keep(ahead, "ahead")
-        # As long as few others are there, they may be wanted.
-        keep(left_behind if len(counted) < (retention.last or 1) else (), "left behind")
-    return {version: tuple(reasons) for version, reasons in kept.items() if reasons}
+        metrics = {c.version: c.metrics for c in counted}
+        by_rule |= {
+            "last": {c.version for c in counted[: retention.last or 0]},
+            "redundant": {c.version for c in [c for c in counted if c.is_redundant][:1]},
+            "good": {c.version for c in [c for c in counted if c.mark == "good"][:1]},
+            "last resort": {c.version for c in newer_bad[:1]},
+            "every": {*_last_of_spans(counted, retention.every)},
+            "best": set() if retention.best is None else {*retention.best.of(metrics)},
+            "ahead": {*ahead},
+            # As long as few others are there, they may be wanted.
+            "left behind": {*left_behind} if len(counted) < (retention.last or 1) else set(),
+        }
+    kept: dict[Version, tuple[Reason, ...]] = {
+        c.version: tuple(reason for reason, those in by_rule.items() if c.version in those)
+        for c in newest_first
+    }
+    return {version: reasons for version, reasons in kept.items() if reasons}
 
 
 def _last_of_spans(newest_first: Iterable[Candidate], every: int | None) -> list[Version]:
@@ -274,11 +291,32 @@ class Retirement:
 
     up_to: int
     lineage: Lineage | None
-    but: frozenset[Checkpoint]
+    but: frozenset[Checkpoint] = frozenset()
     also: frozenset[Checkpoint] = frozenset()
 
+    def gives_up(self, checkpoint: Checkpoint) -> bool:
+        epoch = checkpoint.generation.epoch_id
+        return self.lineage is not None and self.lineage.gives_up(epoch, checkpoint.iteration)
+
     def takes(self, checkpoint: Checkpoint) -> bool:
-        epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
-        given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
-        is_over = iteration <= self.up_to or given_up
+        is_over = checkpoint.iteration <= self.up_to or self.gives_up(checkpoint)
         return checkpoint in self.also or (checkpoint not in self.but and is_over)
+
+
+def retire(
+    retention: Retention,
+    passed: Mapping[Checkpoint, Candidate],
+    lineage: Lineage | None,
+    held: Iterable[Checkpoint],
+) -> Retirement | None:
+    """Decide what nodes prune of checkpoints that the job has passed, and that nobody holds.
+
+    Returns ``None`` if nothing may go, as long as there are fewer than ``last`` that are not bad.
+    """
+    kept = reasons_to_keep(retention, passed.values())
+    last = [c.iteration for c, of in passed.items() if "last" in kept.get(of.version, ())]
+    but = frozenset((*(c for c, of in passed.items() if of.version in kept), *held))
+    also = frozenset(c for c, of in passed.items() if of.mark == "bad") - but
+    if len(last) == retention.last:
+        return Retirement(min(last), lineage, but, also)
+    return Retirement(-1, None, but, also) if also else None

@@ -25,7 +25,7 @@ from localckpt.availability.coverage import (
 )
 from localckpt.availability.durability import Durability, Found, durability_at, durability_found
 from localckpt.availability.inventory import Inventory, ranks_by_node
-from localckpt.availability.retention import Retention, Retirement
+from localckpt.availability.retention import Candidate, Retention, Retirement, retire
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranges
@@ -191,32 +191,19 @@ class JobCheckpoints:
 
         Returns ``None`` if nothing may go.
         """
-        lineage, count = self._lineage if self.job_has_looked else None, retention.last or 1
-        passed = Retirement(saved, lineage, frozenset())
-        own = [checkpoint for checkpoint in self.complete if passed.takes(checkpoint)]
-        bad = [checkpoint for checkpoint in own if self.trusts[checkpoint].mark == "bad"]
-        sound = [checkpoint for checkpoint in own if checkpoint not in bad]
-        newest = max((checkpoint.iteration for checkpoint in sound), default=-1)
-        # Of bad ones that are newer than all others, the newest is the last resort.
-        last_bad = [checkpoint for checkpoint in bad if checkpoint.iteration > newest][:1]
-        reached = self._reached
-        whole = [c for c in sound if c in reached and reached[c].survives_node_loss]
-        good = [c for c in sound if self.trusts[c].mark == "good"]
-        metrics = {
-            c: dict([metric])
-            for c, metric in self.metrics.items()
-            if c in sound
-            and (lineage is None or not lineage.gives_up(c.generation.epoch_id, c.iteration))
+        lineage, metrics = self._lineage if self.job_has_looked else None, self.metrics
+        rule = Retirement(saved, lineage)
+        passed = {
+            c: Candidate(
+                (-place, c.iteration),
+                # What the job went back from is not best.
+                dict([metrics[c]] if c in metrics and not rule.gives_up(c) else []),
+                mark=self.trusts[c].mark,
+                is_redundant=c in self._reached and self._reached[c].survives_node_loss,
+            )
+            for place, c in enumerate(filter(rule.takes, self.complete))
         }
-        best = [] if retention.best is None else retention.best.of(metrics)
-        but = frozenset((*sound[:count], *whole[:1], *good[:1], *best, *last_bad, *self._held))
-        also = frozenset(bad) - but
-        if len(sound) >= count:
-            up_to = min(checkpoint.iteration for checkpoint in sound[:count])
-            retirement = Retirement(up_to, lineage, but, also)
-        elif also:
-            retirement = Retirement(-1, None, but, also)
-        else:
+        if (retirement := retire(retention, passed, lineage, self._held)) is None:
             return None
         self.complete = [c for c in self.complete if not retirement.takes(c)]
         self.trusts = Trusts({c: self.trusts[c] for c in self.complete if c in self.trusts})

@@ -90,7 +90,7 @@ _ARROWS = {
 _BUDGETS = {
     "top": (2156, 1300, 13),
     "async_save": (1591, 1400, 7),
-    "availability": (2601, 2000, 11),
+    "availability": (2619, 2000, 11),
     "checkpointer": (4387, 1800, 13),
     "cli": (2993, 3000, 16),
     "events": (596, 700, 4),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
@@ -43,28 +43,46 @@ def _values(record: Any) -> list[Any]:
     return [_plain(getattr(record, name)) for name in _kinds(kind)]
 
 
-def _read(kind: Any, value: Any) -> Any:
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any] | None:
+    """Return the function that reads a value of a kind; ``None`` if it is one as it is."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
-        (kind,) = (of for of in inner if of is not NoneType)
-        return None if value is None else _read(kind, value)
+        (read,) = (_reader(of) for of in inner if of is not NoneType)
+        return read and (lambda value: None if value is None else read(value))
     if origin is Mapping:
-        return {_read(inner[0], key): _read(inner[1], of) for key, of in value}
+        read_key, read_value = (_reader(of) or _itself for of in inner)
+        return lambda pairs: {read_key(key): read_value(value) for key, value in pairs}
     if origin is Sequence or (origin is tuple and inner[-1] is ...):
-        return tuple(_read(inner[0], of) for of in value)
+        of_each = _reader(inner[0])
+        return tuple if of_each is None else lambda values: tuple(map(of_each, values))
     if origin is tuple:
-        return tuple(_read(of_kind, of) for of_kind, of in zip(inner, value, strict=True))
+        readers = [_reader(of) or _itself for of in inner]
+        return lambda values: tuple(
+            read(value) for read, value in zip(readers, values, strict=True)
+        )
     if hasattr(origin, "from_json"):
-        return origin.from_json(value)
-    return _made(kind, value) if is_dataclass(kind) or hasattr(kind, "_fields") else value
+        of_its_own: Callable[[Any], Any] = origin.from_json
+        return of_its_own
+    return partial(_made, kind) if is_dataclass(kind) or hasattr(kind, "_fields") else None
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _made(kind: Any, values: Any) -> Any:
-    kinds = _kinds(kind)
-    if len(values) != len(kinds):
-        few = "not enough" if len(values) < len(kinds) else "too many"
-        raise ValueError(f"{few} values for a {kind.__name__}: {len(values)} of {len(kinds)}")
-    return kind(*map(_read, kinds.values(), values))
+    readers = _readers(kind)
+    if len(values) != len(readers):
+        few = "not enough" if len(values) < len(readers) else "too many"
+        raise ValueError(f"{few} values for a {kind.__name__}: {len(values)} of {len(readers)}")
+    pairs = zip(readers, values, strict=True)
+    return kind(*(value if read is None else read(value) for read, value in pairs))
+
+
+@cache
+def _readers(kind: Any) -> tuple[Callable[[Any], Any] | None, ...]:
+    return tuple(map(_reader, _kinds(kind).values()))
 
 
 @cache

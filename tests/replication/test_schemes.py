@@ -38,7 +38,8 @@ records = [
 ]
 print("mirrors" in sys.modules, sorted(SCHEMES), "mirrors" in sys.modules)
 inventory = Inventory.found({"b": records}, codes=SCHEMES)
-print(computable(checkpoint, inventory), len(complete_checkpoints(inventory)))
+found = {rank: group.kind for rank, group in computable(checkpoint, inventory).items()}
+print(found, len(complete_checkpoints(inventory)))
 """
 
 

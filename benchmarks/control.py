@@ -30,7 +30,6 @@ from benchmarks.stores import CountingStore, serve_store
 from localckpt.async_save.callers import PendingCall
 from localckpt.availability.durability import Found
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
-from localckpt.ranks.failure import Attempt
 from localckpt.ranks.job_store import Members
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.watch import Watch, Watched
@@ -246,7 +245,7 @@ class _SimulatedRank:
 
     def _begin(self) -> None:
         self._ranks = Ranks("control", timeout_s=_TIMEOUT_S, group=self._group)
-        self._ranks.agree("begin", Attempt())
+        self._ranks.decide("begin", lambda: None)
         self._counts = CountingStore.count(self._ranks)
         self._watch = Watch(_TIMEOUT_S, ranks=self._ranks)
 

@@ -76,7 +76,7 @@ def _tell_long_texts(rank: int, world_size: int) -> list[str]:
     with Attempt() as trying:
         raise ValueError(_LONG)
     with pytest.raises(CheckpointingException) as joint:
-        coordinator.agree("try", trying)
+        coordinator.decide("try", trying)
     told.append(str(joint.value))
     told.append(str(gather(coordinator, "tell", {"rank": rank, "text": _LONG})))
     with pytest.raises(MismatchError, match=r"rank 0: .* bytes to tell the others"):

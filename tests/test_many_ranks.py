@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from localckpt.errors import PeerLostError, StorageError
-from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from localckpt.threads import Task
@@ -64,10 +63,9 @@ def test_each_rank_gets_its_own_part_of_a_verdict_and_no_part_of_an_earlier_one(
 ) -> None:
     def assign(to: range, size: int = 1) -> dict[int, Any]:
         return world.all_do(
-            lambda ranks: ranks.agree(
+            lambda ranks: ranks.decide(
                 "share out",
-                Attempt(),
-                ranks.rank,
+                lambda: ranks.rank,
                 lambda all_: PerRank(sum(all_), {rank: [rank] * size for rank in to}),
             )
         )

@@ -30,7 +30,7 @@ def _come_late(rank: int, world_size: int) -> list[str]:
         began = time.monotonic()
         try:
             deadline = Deadline.after(0.3)
-            told.append(str(coordinator.agree("meet", Attempt(), rank, list, deadline=deadline)))
+            told.append(str(coordinator.decide("meet", lambda: rank, list, deadline=deadline)))
         except PeerLostError as error:
             told.append(str(error))
         assert time.monotonic() - began < 20.0
@@ -58,7 +58,7 @@ def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
         time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
         try:
             deadline = Deadline.after(0.02)
-            told = coordinator.agree("meet", Attempt(), rank, list, deadline=deadline)
+            told = coordinator.decide("meet", lambda: rank, list, deadline=deadline)
             assert told == [0, 1, 2]
             outcomes.append(True)
         except PeerLostError:
@@ -81,7 +81,7 @@ def _fail_and_come_late(rank: int, world_size: int) -> str:
     with Attempt() as looking:
         if rank == 0:
             raise StorageError("/disk cannot be read")
-    return _outcome(lambda: coordinator.agree("look", looking, grace_s=0.2))
+    return _outcome(lambda: coordinator.decide("look", looking, grace_s=0.2))
 
 
 def _outcome(agreeing: Callable[[], object]) -> str:
@@ -106,7 +106,7 @@ def _succeed_and_wait(rank: int, world_size: int) -> str:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
     return _outcome(
-        lambda: coordinator.agree("exchange", exchanging, deadline=Deadline.after(31.0))
+        lambda: coordinator.decide("exchange", exchanging, deadline=Deadline.after(31.0))
     )
 
 
@@ -150,7 +150,7 @@ def _fall_apart(rank: int, world_size: int) -> list[Any]:
     ranks = Ranks("order", None, timeout_s=30.0)
 
     def save(step: int) -> Any:
-        return ranks.agree(f"save {step}", Attempt(), step, list, kind="save", order=step)
+        return ranks.decide(f"save {step}", lambda: step, list, kind="save", order=step)
 
     alone = [error_of(lambda: save(7), MismatchError)] if rank == 0 else []
     return [*alone, save(9), save(10)]

@@ -61,7 +61,6 @@ from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointM
 from localckpt.managers.manager import agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
-from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks, refused_together, shaped
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.names import default_root, local_path, session_name
@@ -964,9 +963,9 @@ class Checkpointer(OfOneProcess):
             lambda: queue.is_over_here or self._is_to_stop(),
             *(OWN_WORK * self._ranks.timeout_s, queue.waits_for),
         )
-        is_over, is_to_stop = self._ranks.agree(
-            *(f"{kind} after step {step}", Attempt()),
-            [queue.is_over_here, self._is_to_stop()],
+        is_over, is_to_stop = self._ranks.decide(
+            f"{kind} after step {step}",
+            lambda: [queue.is_over_here, self._is_to_stop()],
             lambda waits: [all(over for over, _ in waits), any(stop for _, stop in waits)],
             kind=kind,
             order=step,

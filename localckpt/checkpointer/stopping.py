@@ -218,7 +218,7 @@ class LastSave:
 
             with self._events.timed("wait", step):
                 patience.until(is_over, self._left_s, tier.queue.waits_for, longest_s=_LOOK_S)
-            return self._ranks.decide("stop in time", lambda: tier.is_busy, any)
+            return bool(self._ranks.decide("stop in time", lambda: tier.is_busy, any))
 
         try:
             # Twice: a save before it may have failed, or the first attempt, on all ranks.

@@ -227,7 +227,7 @@ class SharedSave(BackgroundSave):
                     partial(judge_differing, self.iteration, divergence),
                 )
         self.committed = True
-        return problem
+        return str(problem)
 
     def _write(self) -> Message:
         if self._staging_error is not None:

@@ -124,8 +124,10 @@ class StateCapture:
             capture = self.planner.capture(state, self.node_ranks())
             needs = self._context.store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
             report = [capture.agreed, needs.to_json()]
-        apart, buffers, memory = ranks.agree(
-            *(f"save iteration {iteration}", checking, report, partial(_judge_first, protection)),
+        apart, buffers, memory = ranks.decide(
+            f"save iteration {iteration}",
+            checking.of(report),
+            partial(_judge_first, protection),
             grace_s=ranks.timeout_s,
             kind="check the state",
             read=shaped((str | None, int, str)),

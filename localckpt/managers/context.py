@@ -248,8 +248,8 @@ class Epoch:
         mine = None
         with Attempt() as looking:
             mine = self._context.read(self._join_record)
-        (epoch, draw, runs), owners = ranks.agree(
-            *("join the job", looking, mine, _judge_join),
+        (epoch, draw, runs), owners = ranks.decide(
+            *("join the job", looking.of(mine), _judge_join),
             read=shaped(((int, int, [(int, int)]), list)),
         )
         nodes = _node_names([number for number, count in runs for _ in range(count)])
@@ -260,7 +260,7 @@ class Epoch:
         with Attempt() as noting:
             begin = partial(store.claim.begin_epoch, epoch, owners, ranks.timeout_s)
             answered("begin an attempt in", "this node's store", ranks.timeout_s, begin)
-        ranks.agree("begin a new attempt", noting)
+        ranks.decide("begin a new attempt", noting)
         # Attempts on nodes that have none in common know nothing of each other and come to the same
         # epoch; the numbers of their saves must differ, or their shards could pass for one
         # checkpoint later.
@@ -311,7 +311,7 @@ class Epoch:
         with Attempt() as noting:
             note = partial(self._context.store.claim.note_lineage, lineage)
             answered("write to", "this node's store", self._ranks.timeout_s, note, given_up)
-        self._ranks.agree("note what the job resumed from", noting)
+        self._ranks.decide("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
         self._checkpoints.began(lineage)
         self.lineage, self._left = lineage, []

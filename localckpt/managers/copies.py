@@ -25,7 +25,7 @@ from localckpt.managers.context import Context
 from localckpt.managers.recovery import Recovery
 from localckpt.options import Options
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.ranks.ranks import Ranks, shaped, to_all
 from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.exchange import missing_copies_of_others, plan_shards
 from localckpt.replication.redundancy import Keeper, Lacking
@@ -207,7 +207,7 @@ class Reprotection:
                 those = [r for r in records if r.identity.checkpoint in checkpoints]
                 mine = node_report(those, context.store.claim.noted_lineages())
         what = "look for pieces that are lost"
-        inventory.merge_all(self.ranks.agree(what, looking, mine, packed, read=unpacked))
+        inventory.merge_all(self.ranks.decide(what, looking.of(mine), packed, read=unpacked))
         for checkpoint in checkpoints:
             context.checkpoints.note_found(checkpoint, inventory)
         return inventory
@@ -298,7 +298,7 @@ class Reprotection:
         with Attempt() as connecting:
             work.connect(name, self._context.strategy.rate_limit)
         try:
-            ranks.agree("connect the ranks that make copies", connecting)
+            ranks.decide("connect the ranks that make copies", connecting)
         except BaseException:
             work.disconnect()
             raise
@@ -407,7 +407,7 @@ class _Work(Keeper):
             # The slots of copies are reserved later.
             self.commit(self.slots)
         phase = f"keep what was computed of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), keeping.error_text, read=shaped(str))
+        failed = self.ranks.decide(phase, lambda: keeping.error_text, **to_all(str))
         for owner, rank in self.computed.items():
             if rank in failed:
                 node = self.inventory.node_of(rank)
@@ -433,7 +433,7 @@ class _Work(Keeper):
             )
             self.commit(slots)
         phase = f"restore the copies of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), copying.error_text, read=shaped(str))
+        failed = self.ranks.decide(phase, lambda: copying.error_text, **to_all(str))
         nbytes = self.inventory.shards(self.checkpoint)
         for owner, receivers in self.lacking.copies.items():
             for receiver in (rank for rank in receivers if rank not in failed):

@@ -34,7 +34,7 @@ from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.ranks.ranks import shaped
+from localckpt.ranks.ranks import shaped, to_all
 from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
@@ -121,8 +121,8 @@ class ElasticLoad:
                 of_digests.setdefault(digest, shard)
         report = {"bad": self._copies.bad, "saved": of_digests, "given": digest_of_names(given)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
-        found_bad, asked = self._ranks.agree(
-            *(what, opening, report, ask_for_structures),
+        found_bad, asked = self._ranks.decide(
+            *(what, opening.of(report), ask_for_structures),
             read=shaped(([(int, int, str)], dict | None)),
         )
         if self._copies.take_out(found_bad):
@@ -148,8 +148,8 @@ class ElasticLoad:
             message = Message(record, json.dumps(outlines).encode())
         rules = self._options.rules
         texts = "missing", "outlines", "expanded", "lines", "names"
-        structure: Mapping[str, Any] = self._ranks.agree(
-            *(what, telling, message),
+        structure: Mapping[str, Any] = self._ranks.decide(
+            *(what, telling.of(message)),
             lambda told: judge_structures(told, self._rules, rules),
             read=shaped({name: [str] for name in texts} | {"dtypes": dict}),
         )
@@ -199,8 +199,8 @@ class ElasticLoad:
         what = f"compare iteration {self._checkpoint.iteration} with the states to load into"
         asked_of_all: Mapping[str, Any]
         asked: Mapping[str, Any] | None
-        asked_of_all, asked = self._ranks.agree(
-            *(what, opening, report, self._judge.compare),
+        asked_of_all, asked = self._ranks.decide(
+            *(what, opening.of(report), self._judge.compare),
             read=shaped(({"unequal": [str], "shared": list}, dict | None)),
         )
         self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
@@ -259,8 +259,8 @@ class ElasticLoad:
             record = {"tables": tables, "digests": digests}
             message = Message(record, json.dumps(packs).encode())
         what = f"plan the load of iteration {self._checkpoint.iteration}"
-        verdict: _Verdict = self._ranks.agree(
-            *(what, telling, message, self._judge.plan), read=shaped((dict, dict | None))
+        verdict: _Verdict = self._ranks.decide(
+            what, telling.of(message), self._judge.plan, read=shaped((dict, dict | None))
         )
         return verdict
 
@@ -281,8 +281,8 @@ class ElasticLoad:
                     digests.append([shard, number, of_keys])
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
         record = {"bad": self._copies.bad, "digests": digests}
-        verdict: _Verdict = self._ranks.agree(
-            *(what, reading, record, self._judge.settle), read=shaped((dict, dict | None))
+        verdict: _Verdict = self._ranks.decide(
+            what, reading.of(record), self._judge.settle, read=shaped((dict, dict | None))
         )
         return verdict
 
@@ -317,11 +317,9 @@ class ElasticLoad:
             parts = {str(key) for key in stateful_keys(self._options.given)}
             kept, self._left = left_as_given(without_markers(self._own), parts, keys)
             self._result = with_values(self._state, [*kept, *units])
-        reports = self._ranks.merge(
-            "check that the states can be loaded into",
-            checking,
-            self._copies.bad or None,
-            read=shaped([(int, str)]),
+        reports = self._ranks.decide(
+            *("check that the states can be loaded into", checking.of(self._copies.bad or None)),
+            **to_all([(int, str)]),
         )
         return not self._take_out(reports)
 
@@ -363,11 +361,10 @@ class ElasticLoad:
                 lost = error
                 forget_frames(error)
         report = [self._copies.bad, None if lost is None else str(lost)]
-        reports = self._ranks.merge(
+        reports = self._ranks.decide(
             f"load iteration {self._checkpoint.iteration}",
-            moving,
-            report if any(report) else None,
-            read=shaped(([(int, str)], str | None)),
+            moving.of(report if any(report) else None),
+            **to_all(([(int, str)], str | None)),
             grace_s=timeout_s,
             deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )

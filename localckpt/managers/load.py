@@ -34,7 +34,7 @@ from localckpt.managers.look import Finder
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import Loaded, LoadOptions, incurable
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.ranks.ranks import shaped
+from localckpt.ranks.ranks import to_all
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry, plan_shards
 from localckpt.replication.retrieval import WatchedSource
 from localckpt.state_dict.names import read_names
@@ -255,9 +255,9 @@ class Load:
         step = self._checkpoint.iteration
         what = f"compare iteration {step} with the states to load into"
         report = differs, parts, misfit is not None, lacks
-        reports = self._ranks.merge(
-            *(what, comparing, list(report) if any(report) else None),
-            read=shaped((bool, [str], bool, [int])),
+        reports = self._ranks.decide(
+            *(what, comparing.of(list(report) if any(report) else None)),
+            **to_all((bool, [str], bool, [int])),
         )
         if saved := {part for _, those, *_ in reports.values() for part in those}:
             self._options.rules.require_named(saved)
@@ -351,10 +351,10 @@ class Load:
         attempt.failure, self._failure = self._failure, None
         forget_frames(attempt.failure)
         # What others cannot load is reported with it, so all are waited for.
-        reports: dict[int, list[_Bad]] = self._ranks.merge(
-            *(phase, attempt, bad or None),
+        reports: dict[int, list[_Bad]] = self._ranks.decide(
+            *(phase, attempt.of(bad or None)),
             grace_s=self._ranks.timeout_s,
-            read=shaped([(int, int, str)]),
+            **to_all([(int, int, str)]),
         )
         for copies in reports.values():
             for holder, owner, why in copies:

@@ -45,8 +45,8 @@ class Finder:
                 stored = context.read(context.store.list_stored)
                 if inventory.is_leader(context.ranks.rank):
                     mine = context.read(partial(_report, context.store, stored))
-            found: Found = context.ranks.agree(
-                *("find the latest checkpoint", looking, mine, self._judge), read=Found.from_json
+            found: Found = context.ranks.decide(
+                "find the latest checkpoint", looking.of(mine), self._judge, read=Found.from_json
             )
         self.found = found
         context.checkpoints.take_in(found)
@@ -93,7 +93,7 @@ class Finder:
                     f"the load take longer. Nothing was changed on the nodes"
                 )
 
-        self._context.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)
+        self._context.ranks.decide("look again", lambda: deadline.left_s == 0, require_time)
         return found
 
     def newest(self) -> Checkpoint | None:
@@ -130,10 +130,9 @@ class Finder:
     def inventory(self) -> Inventory:
         """Inventory of all nodes at the last look, which the root has; all ranks call it."""
         with self._context.events.timed("find"):
-            reports = self._context.ranks.agree(
+            reports = self._context.ranks.decide(
                 "learn what the nodes hold",
-                Attempt(),
-                None,
+                lambda: None,
                 lambda _: packed(self._inventory.reports()),
                 read=unpacked,
             )
@@ -164,8 +163,8 @@ class Finder:
                 quarantined = ("damaged", "given up")
                 damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
                 mine = [_report(store, found), damaged]
-        gathered = ranks.agree(
-            *("explain what the nodes hold", looking, mine, packed), read=unpacked
+        gathered = ranks.decide(
+            "explain what the nodes hold", looking.of(mine), packed, read=unpacked
         )
         inventory.merge_all([report for report, _ in gathered])
         files = {

@@ -183,7 +183,7 @@ def open_in_place(
     told = [path is not None, (context.store if new is None else new).domain]
     judge = partial(_judge_places, context.nodes)
     try:
-        ranks.agree("open the new directories", opening, told, judge, grace_s=ranks.timeout_s)
+        ranks.decide("open the new directories", opening.of(told), judge, grace_s=ranks.timeout_s)
     except BaseException:
         if new is not None:
             new.close()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from localckpt.availability.divergence import Divergence, describe, judge_differences
 from localckpt.errors import CheckpointingException, DivergenceError, PeerLostError
 from localckpt.events.stream import EventStream
-from localckpt.ranks.failure import Attempt
 from localckpt.ranks.job_store import group_ranks
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replica_digests import PartDigest
@@ -47,8 +46,9 @@ def divergence_error(
     report = [socket.gethostname(), told] if is_concerned else None
     phase = f"name the tensors of iteration {iteration} that differ"
     try:
-        divergence = ranks.agree(
-            *(phase, Attempt(), report),
+        divergence = ranks.decide(
+            phase,
+            lambda: report,
             lambda reports: judge_differences(divergence, reports).to_json(),
             read=Divergence.from_json,
         )

@@ -379,8 +379,8 @@ class Save:
 
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         phase = f"{step} iteration {self.identity.iteration}"
-        self._verdict = self._context.ranks.agree(
-            *(phase, attempt, outcome, judge_save), kind=step, read=SaveVerdict.from_json
+        self._verdict = self._context.ranks.decide(
+            phase, attempt.of(outcome), judge_save, kind=step, read=SaveVerdict.from_json
         )
         assert self._verdict is not None
         return self._verdict

@@ -35,7 +35,7 @@ from localckpt.parity.planning import (
 from localckpt.parity.stripes import Kind
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.ranks.ranks import Ranks, shaped, to_all
 from localckpt.replication.redundancy import Lost, PieceProblem, Recovered
 from localckpt.replication.retrieval import WatchedSource, new_name
 from localckpt.replication.transport import Transport, connect
@@ -100,8 +100,8 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        name, findings = self._ranks.agree(
-            *(phase, looking, mine, _judge_seen), read=shaped((str, [(int, [(int, object)])]))
+        name, findings = self._ranks.decide(
+            phase, looking.of(mine), _judge_seen, read=shaped((str, [(int, [(int, object)])]))
         )
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, found in findings:
@@ -141,7 +141,7 @@ class Rebuilding:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"
         with Attempt() as connecting:
             self._for_each_group(lambda group: self._connect(name, group, opened))
-        self._ranks.agree(f"connect to {what}", connecting, deadline=self._deadline())
+        self._ranks.decide(f"connect to {what}", connecting, deadline=self._deadline())
         for group in self._groups:
             wanted = {group.place[of]: rank for of, rank in group.repair.wanted.items()}
             group.chains = plan_rebuild(group.of.layout, group.left, wanted)
@@ -156,11 +156,13 @@ class Rebuilding:
                 self._recovered.slots[rank] = self._store.reserve(
                     identity, sizes[rank], self._patience_s
                 )
-        self._ranks.agree(f"make room to {what}", accepting, deadline=self._deadline())
+        self._ranks.decide(f"make room to {what}", accepting, deadline=self._deadline())
         with Attempt() as rebuilding:
             self._for_each_group(self._rebuild)
         try:
-            self._ranks.agree(what, rebuilding, deadline=self._deadline(), grace_s=self._patience_s)
+            self._ranks.decide(
+                what, rebuilding, deadline=self._deadline(), grace_s=self._patience_s
+            )
         except PeerLostError:
             raise
         except CheckpointingException:
@@ -204,10 +206,8 @@ class Rebuilding:
             if source.refused is not None
         ]
         phase = f"say why it failed to {what}"
-        refusals = self._ranks.merge(
-            *(phase, Attempt(), refused),
-            deadline=self._deadline(),
-            read=shaped([(object, int, str)]),
+        refusals = self._ranks.decide(
+            phase, lambda: refused, deadline=self._deadline(), **to_all([(object, int, str)])
         )
         gone = [
             PieceProblem(piece_of(kind, owner), rank, why)

@@ -13,7 +13,7 @@ from localckpt.parity.image import ParityFrame, ParityOf
 from localckpt.parity.pipeline import Pipeline
 from localckpt.parity.stripes import PARITY_KIND
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import PerRank, Ranks, shaped
+from localckpt.ranks.ranks import PerRank, Ranks, shaped, to_all
 from localckpt.replication.redundancy import Keeper
 from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource
@@ -52,9 +52,8 @@ class ParityRenewal:
                     nbytes = source.nbytes
             phase = f"see whether parity of iteration {iteration} can be made"
             judge = partial(_judge_opened, self._groups)
-            refusals, members = ranks.agree(
-                *(phase, Attempt(), [opening.error_text, nbytes], judge),
-                read=shaped((list, object)),
+            refusals, members = ranks.decide(
+                phase, lambda: [opening.error_text, nbytes], judge, read=shaped((list, object))
             )
             unable = dict(refusals)
             # Members of a group to which one has nothing to add do not begin.
@@ -64,7 +63,7 @@ class ParityRenewal:
                     of = ParityOf(group, tuple(members))
                     keeper.commit([self._encode(keeper, identity, of, source)])
         phase = f"make parity of iteration {iteration}"
-        failed = ranks.merge(phase, Attempt(), encoding.error_text, read=shaped(str))
+        failed = ranks.decide(phase, lambda: encoding.error_text, **to_all(str))
         for done in able:
             for owner in done.ranks:
                 if owner not in failed:

@@ -131,7 +131,7 @@ class ParityReplicationStrategy(MemberStrategy):
                 slots.append(store.reserve(piece, frame.nbytes, timeout_s))
                 parity = frame.put(slots[0].image)
             deadline = Deadline.after(step_s)
-            clique.agree(f"make room for the parity of {what}", accepting, deadline=deadline)
+            clique.decide(f"make room for the parity of {what}", accepting, deadline=deadline)
 
             started = time.monotonic()
             with Attempt() as encoding:
@@ -139,7 +139,7 @@ class ParityReplicationStrategy(MemberStrategy):
                 assert parity is not None
                 encode(of.layout, self._connected(announced, step_s), source, parity, step_s)
             deadline = deadline_with_others(step_s)
-            clique.agree(f"encode the parity of {what}", encoding, deadline=deadline)
+            clique.decide(f"encode the parity of {what}", encoding, deadline=deadline)
             slots[0].arrived()
         except Exception:
             store.release(slots)

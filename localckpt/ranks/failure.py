@@ -20,6 +20,9 @@ SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the
 NAMED = 16
 """So many ranks are named in a message."""
 
+OPENING = -1
+"""Number of the round in which ranks open their part of the store, the first of all."""
+
 NO_FUNCTION = "no function"
 """Name of a call that has nothing to do on a rank."""
 
@@ -80,6 +83,24 @@ class Attempt:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self._result: Any = None
+
+    @classmethod
+    def at(cls, work: Callable[[], Any]) -> Attempt:
+        with cls() as attempt:
+            attempt.of(work())
+        return attempt
+
+    def of(self, result: Any) -> Attempt:
+        """Have other ranks get a result, unless there is a failure; return the attempt."""
+        self._result = result
+        return self
+
+    def take(self) -> tuple[Exception | None, Any]:
+        """Return failure and result, and keep neither."""
+        taken = self.failure, self._result
+        self.failure = self._result = None
+        return taken
 
     @property
     def succeeded(self) -> bool:
@@ -118,7 +139,7 @@ class Place:
     ranks: Sequence[int]
     root: int = 0
     hint: Callable[[], str] = str
-    forgotten: int = 0
+    forgotten: int = OPENING
 
     @property
     def is_root(self) -> bool:

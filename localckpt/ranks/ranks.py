@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -30,16 +30,15 @@ from localckpt.ranks.deadline import (
 )
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, Place, failure_of
 from localckpt.ranks.job_store import Members
-from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, Outcome, Round
+from localckpt.ranks.round import AFTER_FIRST_S, AFTER_ROOT, RESULT, VERDICT, Outcome, Round
 from localckpt.ranks.store_part import AbandonedError, StorePart
-from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped
+from localckpt.ranks.verdict import REFUSED, Call, PerRank, Verdict, judge_reports, shaped, to_all
 from localckpt.threads import Abort, Latch, Task, raise_if_aborted
 from localckpt.waiting import wait_until
 
-__all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped"]
+__all__ = ["GRACE_S", "MANAGER", "PerRank", "Ranks", "refused_together", "shaped", "to_all"]
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 MANAGER = "manager"
 """Name of the :class:`Ranks` of a manager of the nodes' checkpoints."""
@@ -92,7 +91,7 @@ class Ranks:
         self.under_way: str | None = None
         self.rounds = 0
         self._place = Place(group.rank, self.global_ranks, root, hint)
-        self._part = StorePart(name, group, timeout_s, hint)
+        self._part = StorePart(name, group, self._place, timeout_s)
         # Set while no call waits.
         self._stopped = Latch()
         # Set once no call is to do anything at all.
@@ -152,36 +151,8 @@ class Ranks:
     def decide(
         self,
         what: str,
-        work: Callable[[], T],
-        judge: Callable[[list[T]], V],
-        *,
-        deadline: Deadline | None = None,
-        read: Callable[[Any], Any] | None = None,
-    ) -> V:
-        """Do a part on each rank, and have one verdict on all parts on every rank.
-
-        ``what`` is an infinitive, for messages. ``work`` returns JSON or a :class:`Message`;
-        ``judge``, a pure function, is called on the root with all of these, and returns JSON, or a
-        :class:`PerRank`, which comes as a list of the common value and this rank's part. ``read``,
-        such as :func:`shaped`, makes the result of that: what it cannot read is a MismatchError.
-        The deadline is by default ``timeout_s`` from the end of the work on.
-
-        What fails on one rank is raised on all, late ones too: the error of a work or of the judge,
-        a PeerLostError that names ranks that did not come and what they last did, or a
-        MismatchError if the ranks are in different calls, or the process group has changed.
-        """
-        result: T | None = None
-        with Attempt() as attempt:
-            result = work()
-        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline, read=read)
-        return verdict
-
-    def agree(
-        self,
-        what: str,
-        attempt: Attempt,
-        result: Any = None,
-        judge: Callable[[list[Any]], Any] = lambda results: None,
+        work: Callable[[], T] | Attempt,
+        judge: Callable[[list[T]], Any] = lambda results: None,
         *,
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
@@ -189,13 +160,23 @@ class Ranks:
         order: int | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Decide as in :meth:`decide`, about work that is done: ``attempt`` is its end.
+        """Do a part on each rank, and have one verdict on all parts on every rank.
 
-        ``grace_s`` is the longest wait for other ranks once some rank has failed; ``kind``, what
+        ``what`` is an infinitive, for messages. ``work``, or what an Attempt was ``of``, is JSON or
+        a :class:`Message`; ``judge``, a pure function, is called on the root with all of these, and
+        returns JSON, or a :class:`PerRank`, which comes as a list of the common value and this
+        rank's part. ``read``, such as :func:`shaped`, makes the result of that: what it cannot read
+        is a MismatchError. The deadline is by default ``timeout_s`` from the end of the work on,
+        and ``grace_s`` the longest wait for other ranks once some rank has failed. ``kind`` is what
         all ranks must do alike, where that is less than ``what``. Of calls of one kind for several
         iterations (``order``) those behind fail, and the others wait, if they are at least half.
+
+        What fails on one rank is raised on all, late ones too: the error of a work or of the judge,
+        a PeerLostError that names ranks that did not come and what they last did, or a
+        MismatchError if the ranks are in different calls, or the process group has changed.
         """
-        failure, attempt.failure = attempt.failure, None
+        attempt = work if isinstance(work, Attempt) else Attempt.at(work)
+        failure, result = attempt.take()
         mine = None if failure is None else Failure.of(failure)
         self.under_way = what
         try:
@@ -212,11 +193,10 @@ class Ranks:
         finally:
             self.under_way = None
             # Else the errors would keep themselves by these variables.
-            del failure, attempt
+            del failure, attempt, work
 
     def decide_end(self, what: str, end: CallEnd | None) -> bool:
         """Decide whether a call is over on all ranks; raise what it failed with on any."""
-        own = None if end is None else end.to_json()
 
         def judge(ends: list[Any]) -> bool:
             if None in ends:
@@ -226,101 +206,126 @@ class Ranks:
                 raise failure.error()
             return True
 
-        return self.decide(what, lambda: own, judge)
-
-    def merge(
-        self,
-        what: str,
-        attempt: Attempt,
-        report: Any,
-        *,
-        deadline: Deadline | None = None,
-        grace_s: float = GRACE_S,
-        read: Callable[[Any], Any],
-    ) -> dict[int, Any]:
-        """Give the reports that are not empty, of few ranks, to all; ``read`` reads one of them."""
-        merged: dict[int, Any] = self.agree(
-            *(what, attempt, report),
-            lambda reports: [[rank, report] for rank, report in enumerate(reports) if report],
-            deadline=deadline,
-            grace_s=grace_s,
-            read=lambda reports: {rank: read(report) for rank, report in reports},
-        )
-        return merged
+        return bool(self.decide(what, lambda: end and end.to_json(), judge))
 
     def commit(
         self,
         what: str,
         work: Callable[[], T],
-        commit: Callable[[list[T]], V],
+        commit: Callable[[list[T]], Any],
         *,
         kind: str = "",
         order: int | None = None,
         timeout_s: float | None = None,
         on_failure: Callable[[], None] | None = None,
         read: Callable[[Any], Any] | None = None,
-    ) -> V:
-        """Do a part on each rank, decide that all have, and then do one thing on the root for all.
+    ) -> Any:
+        """Decide that all ranks have done a part, do one thing on the root, and decide its result.
 
         The first failure is raised at once on all ranks. ``commit`` is called on the root with all
         results; a rank that is not told in time what came of it raises that it does not know.
         ``timeout_s`` is the time for the other ranks, and then for the root. ``on_failure`` has
         work that takes long raise anything: it is called in another thread once some rank has
-        failed, or the store cannot be reached. Else as :meth:`agree`.
+        failed, or the store cannot be reached. Else as :meth:`decide`.
         """
         self._part.require_same_world()
-        said: list[T] = []
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        done, said = Attempt(), list[T]()
 
         def keep(results: list[T]) -> None:
             # Not added to: a rank that is aborted may judge again.
             said[:] = results
 
-        result: T | None = None
+        attempt = self._worked(what, work, on_failure)
+        deadline = Deadline.after(timeout_s)
+        self.decide(what, attempt, keep, deadline=deadline, grace_s=0.0, kind=kind, order=order)
+        if self.is_root:
+            with self._interrupts_told(what, RESULT), done:
+                done.of(Verdict.of(commit(said)))
+        cause, verdict = done.take()
+        if cause is not None:
+            verdict = Verdict(failure=self._place.failed(what, Failure.of(cause)))
+        return _outcome(what, self._tell(what, verdict, timeout_s), cause, read)
+
+    def _worked(
+        self, what: str, work: Callable[[], T], on_failure: Callable[[], None] | None
+    ) -> Attempt:
+        """Do this rank's part; its failure is that of another rank that has ended it."""
+        if self._part.is_alone:
+            return Attempt.at(work)
+        # It opens the part: else who has failed would wait for those at work.
+        self._ask(self.rounds, what, lambda round_: round_.note(what))
         over, looking = Latch(), None
-        if not self._part.is_alone:
-            # It opens the part: else who has failed would wait for those at work.
-            self._ask(self.rounds, what, lambda round_: round_.note(what))
-            if on_failure is not None:
-                looking = begin(partial(self._look_for_failure, what, over, on_failure))
+        if on_failure is not None:
+            looking = begin(partial(self._look_for_failure, what, over, on_failure))
         try:
-            with Attempt() as attempt:
-                result = work()
-        except BaseException as error:
-            # Others need not wait for a rank that was interrupted. A fork that ends has not failed.
-            if not (self._part.is_alone or self._part.is_fork):
-                failure = self._place.failed(what, Failure.of(error))
-
-                def fail(round_: Round) -> None:
-                    round_.fail(failure)
-                    if not self.is_root:
-                        # It knows the verdict, which the root waits for.
-                        round_.count_reader()
-
-                with suppress(CheckpointingException):
-                    self._ask(self.rounds, what, fail)
-                self.rounds += 1
-            raise
+            with self._interrupts_told(what, VERDICT):
+                attempt = Attempt.at(work)
         finally:
             over.set()
-        if looking is not None and looking.wait() and not attempt.succeeded:
+        if looking is not None and looking.wait() and attempt.failure is not None:
             try:
                 # What has failed elsewhere is raised here too, and nothing else is reported.
                 attempt.failure = None if looking.take_result() else attempt.failure
             except CheckpointingException as error:
                 attempt.failure = error
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        self.agree(
-            *(what, attempt, result, keep),
-            deadline=Deadline.after(timeout_s),
-            grace_s=0.0,
-            kind=kind,
-            order=order,
-        )
-        done, cause = None, None
-        if self.is_root:
-            done, cause = self._committed(what, lambda: commit(said))
-        committed: V = _outcome(what, self._tell(what, done, timeout_s), cause, read)
-        return committed
+        return attempt
+
+    @contextmanager
+    def _interrupts_told(self, what: str, key: str) -> Iterator[None]:
+        """Context whose end by what is no Exception is a verdict: others need not wait for that."""
+        try:
+            yield
+        except BaseException as error:
+            # A fork that ends has not failed.
+            if not (self._part.is_alone or self._part.is_fork):
+                failed = Verdict(failure=self._place.failed(what, Failure.of(error)))
+                number = self.rounds - (key == RESULT)
+
+                def tell(round_: Round) -> None:
+                    round_.give(failed, key)
+                    if not self.is_root:
+                        # It knows the verdict, which the root waits for.
+                        round_.count_reader()
+
+                with suppress(CheckpointingException):
+                    self._ask(number, what, tell)
+                if key == RESULT:
+                    self._drain_readers(number)
+                self.rounds = number + 1
+            raise
+
+    def _look_for_failure(self, what: str, over: Latch, on_failure: Callable[[], None]) -> bool:
+        """Look now and then whether others have failed; ``over`` ends it."""
+        pause_s = _LOOK_S * max(1.0, self.world_size / _MANY)
+        try:
+            while not (failed := self._has_failed(what)) and not over.wait(pause_s):
+                pass
+            return failed
+        finally:
+            if not over.is_set():
+                on_failure()
+
+    def _has_failed(self, what: str) -> bool:
+        """Return whether there is a verdict already on the next round: others have failed."""
+        while (given := self._ask(self.rounds, what, Round.verdict)) is not None:
+            if not self._is_for_others(what, given):
+                return True
+            self.rounds += 1
+        return False
+
+    def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
+        """Tell what the root has done after a round, ``done``; the others wait for it."""
+        number, until = self.rounds - 1, time.monotonic() + waits_s
+        if done is None:
+            heard = self._wait(number, what, lambda round_: [round_.hear(RESULT, until)], waits_s)
+            self._ask(number, what, Round.count_reader)
+            return (heard and heard[0]) or Verdict(failure=self._place.unknown(what, waits_s))
+        if self._part.is_alone:
+            return self._own(done)
+        told = self._ask(number, what, lambda round_: round_.give(done, RESULT))
+        self._drain_readers(number)
+        return told
 
     def raise_hand(self) -> None:
         """Have :meth:`is_hand_raised` be true on all ranks from now on; waits for none of them."""
@@ -335,30 +340,6 @@ class Ranks:
 
     def patience(self, what: str) -> Patience:
         return Patience(self.global_ranks[self.rank], what)
-
-    def _look_for_failure(self, what: str, over: Latch, on_failure: Callable[[], None]) -> bool:
-        """Look now and then whether others have failed; ``over`` ends it."""
-        pause_s = _LOOK_S * max(1.0, self.world_size / _MANY)
-        try:
-            while not (failed := self._has_failed(what)) and not over.wait(pause_s):
-                pass
-            return failed
-        finally:
-            if not over.is_set():
-                on_failure()
-
-    def _committed(
-        self, what: str, commit: Callable[[], Any]
-    ) -> tuple[Verdict, BaseException | None]:
-        try:
-            return Verdict.of(commit()), None
-        except BaseException as error:
-            failed = Verdict(failure=self._place.failed(what, Failure.of(error)))
-            if isinstance(error, Exception):
-                return failed, error
-            with suppress(CheckpointingException):
-                self._tell(what, failed, 0.0)
-            raise
 
     def give_up(self, waited_s: float) -> None:
         """End a wait with no deadline in another thread: ranks that have not reported are lost."""
@@ -378,7 +359,8 @@ class Ranks:
         def decide() -> None:
             # The others may wait for this rank to come here first.
             store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
-            self._round(store, number, StoreWait()).fail(self._place.left(what))
+            verdict = Verdict(failure=self._place.left(what))
+            self._round(store, number, StoreWait()).give(verdict)
 
         try:
             ask_store("leave the others", _LEAVING_S, decide)
@@ -423,29 +405,6 @@ class Ranks:
         """Return whether the round was one of another call, which others made, and gave up."""
         return self._place.me in verdict.late and verdict.given_up != what
 
-    def _has_failed(self, what: str) -> bool:
-        """Return whether there is a verdict already on the next round: others have failed."""
-        while (given := self._ask(self.rounds, what, Round.verdict)) is not None:
-            if not self._is_for_others(what, given):
-                return True
-            self.rounds += 1
-        return False
-
-    def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
-        """Tell what the root has done after a round, ``done``; the others wait for it."""
-        number, until = self.rounds - 1, time.monotonic() + waits_s
-        if done is None:
-            heard = self._wait(number, what, lambda round_: [round_.hear(until)], waits_s)
-            if heard is None:
-                self._ask(number, what, Round.count_reader)
-            told = heard and heard[0]
-            return told or Verdict(failure=self._place.unknown(what, waits_s))
-        if self._part.is_alone:
-            return self._own(done)
-        told = self._ask(number, what, lambda round_: round_.tell(done))
-        self._drain_readers(number)
-        return told
-
     def _own(self, verdict: Verdict) -> Verdict:
         parts = verdict.parts or {}
         return Verdict.received(verdict.to_json(), lambda: parts.get(self.root))
@@ -478,24 +437,19 @@ class Ranks:
     ) -> T | None:
         with self._cut_off:
             raise_if_aborted()
-            return self._asked(number, what, call, waits_s, stopped)
-
-    def _asked(
-        self, number: int, what: str, call: Callable[[Round], T], waits_s: float, stopped: Latch
-    ) -> T | None:
-        store = self._part.open(self._stopped)
-        if waits_s == inf:
-            # In a thread behind training, which has nothing else to do.
-            with store_errors(what), suppress(AbandonedError):
-                return call(self._round(store, number, StoreWait(stopped)))
-            return None
-        # However long the wait for other ranks, the store needs its time.
-        limit_s = waits_s + self._store_timeout_s + 2 * AFTER_FIRST_S
-        patience = self.patience(what)
-        return ask_until_stopped(
-            *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
-            *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
-        )
+            store = self._part.open(self._stopped)
+            if waits_s == inf:
+                # In a thread behind training, which has nothing else to do.
+                with store_errors(what), suppress(AbandonedError):
+                    return call(self._round(store, number, StoreWait(stopped)))
+                return None
+            # However long the wait for other ranks, the store needs its time.
+            limit_s = waits_s + self._store_timeout_s + 2 * AFTER_FIRST_S
+            patience = self.patience(what)
+            return ask_until_stopped(
+                *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
+                *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
+            )
 
     def _awaited(self, number: int) -> str:
         def look() -> str:
@@ -561,7 +515,7 @@ class refused_together:
                     ranks, refused = Ranks(self._name, self._group, waits_s), Attempt()
                     refused.failure = error
                     try:
-                        ranks.agree("begin together", refused, kind=REFUSED)
+                        ranks.decide("begin together", refused, kind=REFUSED)
                     finally:
                         ranks.close()
         finally:

@@ -20,7 +20,7 @@ from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks import values
 from localckpt.ranks.deadline import store_errors
-from localckpt.ranks.failure import NAMED, Failure, Place, named
+from localckpt.ranks.failure import NAMED, OPENING, Failure, Place, named
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 
 Fetch = Callable[[str, float], bytes | None]
@@ -38,8 +38,10 @@ _HAND = "hand"
 _SMALL_PART_NBYTES = 4096
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
-# Keys of the verdict, and of what the root has done once all ranks had done their part.
-_VERDICT, _RESULT = "verdict", "result"
+
+VERDICT = "verdict"
+RESULT = "result"
+"""Keys of the verdict, and of what the root has done once all ranks had done their part."""
 
 
 class Round:
@@ -54,7 +56,6 @@ class Round:
     def take_part(self, call: Call) -> Outcome:
         """Report, and wait for the verdict; in a thread that may wait at the store."""
         report, deadline = call.report(), call.deadline
-        has_failed = report[1] is not None
         if call.data and not self._place.is_root:
             values.put(self._store, _bytes_key(self._place.rank, self.number), call.data)
         self.report(report)
@@ -63,20 +64,21 @@ class Round:
                 until = min(deadline.at, time.monotonic() + call.grace_s)
                 self._fetch(f"{self.number}/complete", until)
             return self._lead(call)
-        if has_failed and not call.grace_s:
-            given = self.fail(self._place.failed(call.what, Failure.from_json(report[1])))
+        if report[1] is not None and not call.grace_s:
+            failure = self._place.failed(call.what, Failure.from_json(report[1]))
+            verdict: Verdict | None = self.give(Verdict(failure=failure))
         else:
-            given = self._await(_VERDICT, deadline.at + deadline.timeout_s * AFTER_ROOT)
-        return self._ended(call, given or self.give_up(call.what, deadline.waited_s)), None
+            verdict = self.hear(VERDICT, deadline.at + deadline.timeout_s * AFTER_ROOT)
+        return self._ended(call, verdict or self.give_up(call.what, deadline.waited_s))
 
     def end_now(self, call: Call) -> Outcome:
         """End a round in which this rank has reported, and waits no longer."""
         if self._place.is_root:
             return self._lead(call)
-        given = self.give_up(call.what, call.deadline.waited_s, last_wait_s=0.0)
-        return self._ended(call, given), None
+        given_up = self.give_up(call.what, call.deadline.waited_s, last_wait_s=0.0)
+        return self._ended(call, given_up)
 
-    def give_up(self, what: str, waited_s: float, last_wait_s: float = AFTER_FIRST_S) -> Any:
+    def give_up(self, what: str, waited_s: float, last_wait_s: float = AFTER_FIRST_S) -> Verdict:
         """Decide that the ranks which have not reported are lost, unless another rank does."""
         # The first rank that waited in vain looks for the reason.
         is_first = (
@@ -93,37 +95,39 @@ class Round:
                         self._wake_root()
                     # The others wait longer, for what the first one decides.
                     until = time.monotonic() + last_wait_s / (2 if is_first else 1)
-                    if (given := self._await(_VERDICT, until)) is not None:
+                    if (given := self.hear(VERDICT, until)) is not None:
                         return given
                     reports = self._reports()
                 missing = self._verdict_on_missing(what, reports, waited_s)
         except MismatchError as error:
             # What a rank has reported cannot be read.
             missing = Verdict(failure=Failure.of(error))
-        given = self._decide(missing, _VERDICT)
-        self._wake_root()
-        return given
+        return self.give(missing)
 
-    def fail(self, failure: Failure) -> Any:
-        """Fail the round for all ranks, unless it has a verdict; return the one that holds."""
-        given = self._decide(Verdict(failure=failure), _VERDICT)
+    def give(self, verdict: Verdict, key: str = VERDICT) -> Verdict:
+        """Give a verdict for all ranks, unless there is one; return the one that holds."""
+        held = self._give(verdict, key)
+        # Another thread of the root may wait for reports.
         self._wake_root()
-        return given
+        return held
+
+    def hear(self, key: str, until: float) -> Verdict | None:
+        """Wait for the verdict, or what the root has done after it; ``None`` if it is late."""
+        key = f"{self.number}/{key}"
+        if (head := self._fetch(key, until)) is None:
+            return None
+        given = json.loads(values.whole(self._store, key, head))
+        return Verdict.received(given, self._own_part)
 
     def verdict(self) -> Verdict | None:
         """Return the verdict, without a part for this rank, if there is one."""
-        given = values.look(self._store, f"{self.number}/{_VERDICT}")
+        given = values.look(self._store, f"{self.number}/{VERDICT}")
         return None if given is None else Verdict.received(json.loads(given), bytes)
 
-    def tell(self, done: Verdict) -> Verdict:
-        """On the root: give the others what it has done after the verdict."""
-        return self._give(done, _RESULT)
-
-    def hear(self, until: float) -> Verdict | None:
-        """Return what the root has done after the verdict; ``None`` if it is not told in time."""
-        given = self._await(_RESULT, until)
-        self.count_reader()
-        return None if given is None else Verdict.received(given, self._own_part)
+    def is_known(self) -> bool:
+        """Return whether there is a verdict, or a process of this rank has reported before."""
+        keys = _report_key(self._place.rank), f"{self.number}/{VERDICT}"
+        return any(self._store.check([key]) for key in keys)
 
     def awaited(self) -> str:
         """Return in words which ranks are waited for: on the root all, else whether it is."""
@@ -182,7 +186,7 @@ class Round:
         except MismatchError as error:
             # What a rank has reported cannot be read.
             verdict = Verdict(failure=Failure.of(error))
-        return self._give(verdict, _VERDICT), cause
+        return self._give(verdict, VERDICT), cause
 
     def _verdict_on_missing(self, what: str, reports: list[Any], waited_s: float) -> Verdict:
         place = self._place
@@ -196,14 +200,13 @@ class Round:
             failure = replace(absent, text=f"{absent.text}{also and '.'}{also}")
         return Verdict(failure=failure, late=missing, given_up=what)
 
-    def _ended(self, call: Call, given: Any) -> Verdict:
-        verdict = Verdict.received(given, self._own_part)
+    def _ended(self, call: Call, verdict: Verdict) -> Outcome:
         if verdict.failure is not None:
             self.count_reader()
             if call.data:
                 # The root may not have taken them.
                 values.drop(self._store, _bytes_key(self._place.rank, self.number), len(call.data))
-        return verdict
+        return verdict, None
 
     # Values in the store.
 
@@ -230,6 +233,13 @@ class Round:
         shown = zip(ranks, self._shown(ranks[:NAMED]), strict=False)
         return {self._place.ranks[rank]: entry[1] for rank, entry in shown if entry}
 
+    def _give(self, verdict: Verdict, key: str) -> Verdict:
+        for rank, part in (verdict.parts or {}).items():
+            values.put(self._store, _part_key(rank, self.number), f"{self.number}:".encode() + part)
+        given = json.dumps(verdict.to_json()).encode()
+        held = values.put_first(self._store, f"{self.number}/{key}", given)
+        return Verdict.received(json.loads(held), self._own_part)
+
     def _own_part(self) -> bytes | None:
         """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
         key, number = _part_key(self._place.rank, self.number), f"{self.number}:".encode()
@@ -242,49 +252,34 @@ class Round:
             values.drop(self._store, key, len(value))
         return value[len(number) :]
 
-    def _give(self, verdict: Verdict, key: str) -> Verdict:
-        """Give a verdict with its parts, unless another rank has; return the one that holds."""
-        for rank, part in (verdict.parts or {}).items():
-            values.put(self._store, _part_key(rank, self.number), f"{self.number}:".encode() + part)
-        return Verdict.received(self._decide(verdict, key), self._own_part)
-
-    def _decide(self, verdict: Verdict, key: str) -> Any:
-        given = json.dumps(verdict.to_json()).encode()
-        return json.loads(values.put_first(self._store, f"{self.number}/{key}", given))
-
-    def _await(self, key: str, until: float) -> Any:
-        key = f"{self.number}/{key}"
-        head = self._fetch(key, until)
-        return None if head is None else json.loads(values.whole(self._store, key, head))
-
 
 def _missing(reports: list[Any]) -> list[int]:
     return [rank for rank, report in enumerate(reports) if report is None]
 
 
-def remove_rounds(store: Store, rank: int, *, was_cut_off: bool) -> None:
-    """Delete what is left of a rank's rounds; the first rank also what is for all.
+def remove_rounds(store: Store, rank: int, for_all: bool) -> None:
+    """Delete what is left of a rank's rounds, and ``for_all`` what is for all ranks.
 
-    A rank that ``was_cut_off`` may have given a verdict in a round that the first did not come to.
+    A rank that was cut off may have given a verdict in a round that the root did not come to.
     """
     shown = values.if_there(store, _report_key(rank)) or b""
     # The number of the round that the rank was last seen in, unless no rank has put the value.
     digits = shown[5:25].partition(b",")[0]
-    last = int(digits) if digits.isdigit() else -1
+    last = int(digits) if digits.isdigit() else OPENING
     values.delete(store, _report_key(rank))
-    if rank == 0:
+    if for_all:
         store.delete_key(_HAND)
     for number in (last - 1, last):
         values.delete(store, _bytes_key(rank, number))
         values.delete(store, _part_key(rank, number))
-        if rank == 0 or was_cut_off:
+        if for_all:
             _forget_verdict(store, number)
 
 
 def _forget_verdict(store: Store, number: int) -> None:
     for key in ("count", "complete", "look", "asked", "readers"):
         store.delete_key(f"{number}/{key}")
-    for key in (_VERDICT, _RESULT):
+    for key in (VERDICT, RESULT):
         values.delete(store, f"{number}/{key}")
 
 

@@ -1,15 +1,15 @@
-"""A part of the job's store that nobody has used, found by a nonce that the first rank draws.
+"""A part of the job's store that nobody has used, found by a nonce that the root draws.
 
 A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
 keys of ranks that died at any point. No launcher's count of restarts names an attempt: torchrun's
-differs between nodes. So the first rank publishes a nonce, and withdraws it before it says that all
-have come: a nonce that is found published is new, or of an attempt in which nothing was said.
+differs between nodes. So the root publishes a nonce, all ranks meet under it in a round as any
+other, and the root withdraws it before it gives the verdict: a nonce that is found published is
+new, or of an attempt in which nothing was said, which the next root tells to who comes to it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -18,9 +18,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from math import inf
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -28,13 +30,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import AbortedError, CheckpointingException, MismatchError
 from localckpt.ranks.deadline import Deadline, Patience, StoreWait, begin, store_errors
-from localckpt.ranks.failure import Failure, Place, named
+from localckpt.ranks.failure import OPENING, Place
 from localckpt.ranks.job_store import Members, Standing, default_store
-from localckpt.ranks.round import remove_rounds
+from localckpt.ranks.round import Round, remove_rounds
 from localckpt.ranks.values import if_there
-from localckpt.ranks.verdict import Verdict
+from localckpt.ranks.verdict import Call, Verdict
 from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import wait_until
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +46,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S, _MANY = 0.25, 1024
 _ALIKE = " All ranks make the same calls in the same order."
 _PUBLISHED = "opening"
-# Keys under a nonce: how many ranks have come, and the verdict on that.
-_COUNT, _OPEN = "count", "open"
 
 _NAMES = re.compile("[0-9a-f]{16}")
 
@@ -67,23 +69,18 @@ class StorePart:
     All use their parts of one name first in the same order. A world of one has no store.
     """
 
-    def __init__(
-        self, name: str, group: Members, timeout_s: float, hint: Callable[[], str]
-    ) -> None:
+    def __init__(self, name: str, group: Members, place: Place, timeout_s: float) -> None:
         self._process = os.getpid()
-        self._group = group
+        self._name, self._group, self._timeout_s = name, group, timeout_s
         self._store: Store | None = None
-        self._part = ""
         # Whether ranks wait on connections kept for that, and do not poll the store.
         self.is_large = len(group.ranks) > _FEW_RANKS
         # Connections for waiting that are free.
         self._clients: list[Store] = []
         self._opening: Task[Store] | None = None
         self._closed = self._is_cut_off = False
-        self._hint = hint
-        self._name = name
-        self._timeout_s = timeout_s
-        self._limit_s = _STORE_TIMES * timeout_s
+        # End of the waits of an opening, if that is before its deadline.
+        self._latest = inf
         if group.store is None or self.is_alone:
             return
         members = hashlib.sha256(repr(list(group.ranks)).encode()).hexdigest()[:16]
@@ -91,11 +88,8 @@ class StorePart:
         self._shared = PrefixStore(self._prefix, group.store)
         self._openings = _openings_in(group)
         self._given_up = Latch()
-        self._deadline = Deadline.after(timeout_s)
-        self._what = f"open {name!r}"
-        me = group.ranks[group.rank]
-        self._place = Place(group.rank, group.ranks, hint=lambda: f"{_ALIKE}{hint()}")
-        self._patience = Patience(me, self._what, logging.WARNING)
+        self._place = replace(place, hint=lambda: f"{_ALIKE}{place.hint()}")
+        self._patience = Patience(place.me, f"open {name!r}", logging.WARNING)
 
     @property
     def is_alone(self) -> bool:
@@ -117,11 +111,12 @@ class StorePart:
         self.prepare()
         opening = self._opening
         assert opening is not None, "prepare() has begun it"
-        if deadline is not None and deadline.at < self._deadline.at:
-            self._deadline = deadline
+        if deadline is not None:
+            self._latest = min(self._latest, deadline.at)
+        limit_s = _STORE_TIMES * self._timeout_s
         try:
-            opening.over.wait(self._limit_s, stopped)
-            with store_errors(self._what, self._limit_s):
+            opening.over.wait(limit_s, stopped)
+            with store_errors(f"open {self._name!r}", limit_s):
                 self._store = opening.take_result(0)
         except AbortedError:
             # Before this rank does anything else: others may come to what it has published.
@@ -136,9 +131,9 @@ class StorePart:
     def prepare(self) -> None:
         """Begin to open the part in the background, after those of its name that came before."""
         if self._opening is None and self._store is None and not self.is_alone:
-            self._deadline = Deadline.after(self._timeout_s)
+            self._latest, deadline = inf, Deadline.after(self._timeout_s)
             before = self._openings.last.get(self._prefix)
-            self._opening = begin(partial(self._agree_after, before))
+            self._opening = begin(partial(self._agree_after, before, deadline))
             self._openings.last[self._prefix] = self._opening.over
 
     def require_same_world(self) -> None:
@@ -169,9 +164,20 @@ class StorePart:
     def cut_off(self) -> None:
         """Open the part no more."""
         self._is_cut_off = True
-        self.give_up()
+        self._is_open_at_last()
 
-    def give_up(self) -> bool:
+    def close(self) -> None:
+        """Let the next opening remove the keys, which other ranks may still read."""
+        if self._closed or not self._is_open_at_last():
+            return
+        self._closed = True
+        self.close_clients()
+        is_left = dist.is_initialized() and default_store() is not self._group.store
+        now = _OPENINGS.get(default_store()) if is_left else None
+        closed = self._openings.closed[self._prefix] if now is None else now.before
+        closed.append(self._removal(self._part))
+
+    def _is_open_at_last(self) -> bool:
         """End an opening that is under way; return whether the part is open."""
         if self._group.store is None or self.is_alone or self.is_fork:
             return False
@@ -183,45 +189,19 @@ class StorePart:
             return opening is not None and opening.wait(_LEAVING_S) and bool(self._part)
         return True
 
-    def close(self) -> None:
-        """Let the next opening remove the keys, which other ranks may still read."""
-        if self._closed or not self.give_up():
-            return
-        self._closed = True
-        self.close_clients()
-        store = PrefixStore(self._part, self._shared)
-        closed = _ClosedPart(store, self._group.rank, self._is_cut_off)
-        is_left = dist.is_initialized() and default_store() is not self._group.store
-        now = _OPENINGS.get(default_store()) if is_left else None
-        (self._closed_parts if now is None else now.before).append(closed)
-
-    def _agree_after(self, before: Latch | None) -> Store:
-        if before is not None:
-            before.wait(self._deadline.left_s, self._given_up, self._openings.are_over)
-        self._part = self._agreed_name()
-        # All ranks have come here, so none of them is in the last call on a part before.
-        while self._closed_parts:
-            self._closed_parts.popleft().remove()
-        if self._openings.before:
-            begin(self._remove_before)
-        return PrefixStore(self._part, self._shared)
-
-    def _remove_before(self) -> None:
-        """Remove what is left of the groups that the job had before, whose store may be gone."""
-        before = self._openings.before
-        try:
-            while before:
-                before.popleft().remove()
-        except (dist.DistError, IndexError) as error:
-            before.clear()
-            logger.debug("keys of a process group before are left: %s", error)
+    # Connections for waits.
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part; ``None`` if it is not there in time."""
+        assert self._store is not None
         wait.begun.set()
-        client = self._take_client() if self.is_large else None
+        client: Store | None = None
+        if self.is_large:
+            with suppress(IndexError):
+                client = self._clients.pop()
+            client = client or self._own_client()
         if client is None:
-            value = self._poll(key, until, wait)
+            value = _poll(self._store, key, until, wait.abandoned)
         else:
             value = _get_in_time(client, key, until, wait.abandoned)
         if wait.abandoned.is_set():
@@ -230,140 +210,118 @@ class StorePart:
             self._clients.append(client)
         return value
 
-    def _poll(self, key: str, until: float, wait: StoreWait) -> bytes | None:
-        value: bytes | None = None
-
-        def is_over() -> bool:
-            nonlocal value
-            assert self._store is not None
-            value = if_there(self._store, key)
-            return value is not None or wait.abandoned.is_set()
-
-        wait_until(is_over, until - time.monotonic(), longest_s=_LONGEST_PAUSE_OF_FEW_S)
-        return value
-
     def close_clients(self) -> None:
         self._clients.clear()
 
-    def _take_client(self) -> Store | None:
-        """A connection that nobody else waits on; it is given back once it is free again."""
-        with suppress(IndexError):
-            return self._clients.pop()
-        return self._own_client()
-
     def _own_client(self) -> Store | None:
         """Another connection to the store; ``None`` where the store has none to give."""
-        assert self._group.store is not None
         clone = getattr(self._group.store, "clone", None)
         if clone is None:
             return None
         return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
-    def _agreed_name(self) -> str:
-        """Wait until all ranks have come to the nonce that is published."""
-        size, is_first, name, tried = len(self._group.ranks), self._group.rank == 0, "", {""}
-        part: Store | None = None
-        ended: bytes | None = None
+    # What follows runs in the thread that opens the part.
 
-        def is_over() -> bool:
-            nonlocal part, name, ended
-            if self._is_given_up:
-                return True
-            # Before the look at the verdict: who publishes another has decided this one.
-            published = self._published()
-            if part is not None:
-                if is_first and int(part.add(_COUNT, 0)) >= size:
-                    self._shared.delete_key(_PUBLISHED)
-                    part.compare_set(_OPEN, "", json.dumps(Verdict().to_json()))
-                ended = if_there(part, _OPEN)
-            if ended is None and published not in tried:
-                tried.add(published)
-                name, part = published, self._come(published)
-            return ended is not None or self._deadline.left_s <= 0
-
-        def late() -> list[int]:
-            if part is None:
-                return [0]
-            return [rank for rank in range(size) if not part.check([_came_key(rank)])] or [0]
-
-        def whom() -> str:
-            awaited = f"rank {self._group.ranks[0]}, or ranks that it names"
-            if is_first:
-                # No other rank looks at all of them.
-                awaited = named([self._group.ranks[rank] for rank in late()], {})
-            return f"{awaited}.{self._hint()}"
-
-        if is_first:
-            self._publish()
+    def _agree_after(self, before: Latch | None, deadline: Deadline) -> Store:
+        openings = self._openings
+        if before is not None:
+            before.wait(deadline.left_s, self._given_up, openings.are_over)
         try:
-            longest_s = _LONGEST_PAUSE_S * max(1.0, size / _MANY)
-            self._patience.until(is_over, self._deadline.left_s, whom, longest_s=longest_s)
-            if part is None:
-                raise self._failure(late()).error()
-            if ended is None or self._is_given_up:
-                failure = self._failure(late())
-                given = json.dumps(Verdict(failure=failure).to_json())
-                ended = part.compare_set(_OPEN, "", given)
-            verdict = Verdict.received(json.loads(ended), bytes)
-            if verdict.failure is not None:
-                raise verdict.failure.error()
-            tried.remove(name)
-            part.delete_key(_came_key(self._group.rank))
-            return name
+            self._part = self._agreed_name(deadline)
+        except AbandonedError:
+            raise self._place.closed(self._name).error() from None
+        # All ranks have come here, so none of them is in the last call on a part before.
+        closed = openings.closed[self._prefix]
+        while closed:
+            closed.popleft()()
+        if openings.before:
+            begin(openings.remove_before)
+        return PrefixStore(self._part, self._shared)
+
+    def _agreed_name(self, deadline: Deadline) -> str:
+        """Meet the other ranks in a round under the nonce that was published last."""
+        place, tried, what = self._place, list[str](), f"open {self._name!r}"
+        root, shared = place.ranks[place.root], self._shared
+        call = Call(what, None, None, lambda _: shared.delete_key(_PUBLISHED) or True, deadline)
+        try:
+            while True:
+                if place.is_root:
+                    name: str | None = self._publish()
+                else:
+                    new = partial(self._published, tried)
+                    name = self._look(new, deadline.at, lambda: f"rank {root}")
+                if name is None:
+                    raise place.late(what, [root], {}, deadline.waited_s).error()
+                tried.append(name)
+                round_ = self._round(name)
+                # Else it is of an attempt that is over.
+                if not round_.is_known():
+                    try:
+                        verdict, _ = round_.take_part(call)
+                    except AbandonedError:
+                        verdict = round_.give(Verdict(failure=place.closed(self._name)))
+                    if verdict.failure is not None:
+                        raise verdict.failure.error()
+                    if verdict.value is True:
+                        return tried.pop()
         finally:
-            rank = self._group.rank
-            parts = [PrefixStore(name, self._shared) for name in tried - {""}]
-            self._closed_parts.extend(_ClosedPart(part, rank) for part in parts)
+            self._openings.closed[self._prefix].extend(map(self._removal, tried))
 
-    def _publish(self) -> None:
-        self._shared.set(_PUBLISHED, secrets.token_hex(8))
+    def _publish(self) -> str:
+        """Draw a nonce; whoever waits under one of an attempt before is to look for this one."""
+        if before := self._published():
+            self._round(before).give(Verdict(False))
+        name = secrets.token_hex(8)
+        self._shared.set(_PUBLISHED, name)
+        return name
 
-    def _published(self) -> str:
+    def _published(self, tried: Sequence[str] = ()) -> str | None:
         name = (if_there(self._shared, _PUBLISHED) or b"").decode(errors="replace")
         # It becomes a part of keys, and the store ends connections over some that others put there.
-        return name if _NAMES.fullmatch(name) else ""
+        return name if _NAMES.fullmatch(name) and name not in tried else None
 
-    def _come(self, name: str) -> Store | None:
-        """Come to a nonce; ``None`` for one of an attempt that is over."""
-        part = PrefixStore(name, self._shared)
-        # Such a one has a verdict, or a process of this rank has come to it before.
-        if if_there(part, _OPEN) is not None or int(part.add(_came_key(self._group.rank), 1)) > 1:
-            return None
-        part.add(_COUNT, 1)
-        return part
+    def _round(self, name: str) -> Round:
+        store = PrefixStore(name, self._shared)
 
-    def _failure(self, late: Sequence[int]) -> Failure:
-        """Describe this rank, which has closed the part, or those that have not come."""
-        if self._is_given_up:
-            return self._place.closed(self._name)
-        ranks, waited_s = [self._group.ranks[rank] for rank in late], self._deadline.timeout_s
-        return self._place.late(self._what, ranks, {}, waited_s)
+        def fetch(key: str, until: float) -> bytes | None:
+            return self._look(lambda: if_there(store, key), until, round_.awaited)
 
-    @property
-    def _is_given_up(self) -> bool:
-        return self._given_up.is_set() or self._openings.are_over.is_set()
+        round_ = Round(store, self._place, OPENING, fetch)
+        return round_
 
-    @property
-    def _closed_parts(self) -> deque[_ClosedPart]:
-        return self._openings.closed[self._prefix]
+    def _look(
+        self, look: Callable[[], T | None], until: float, whom: Callable[[], str]
+    ) -> T | None:
+        """Look again and again until there is something; ``None`` if there is not in time."""
+        found: T | None = None
+        given_up, are_over = self._given_up, self._openings.are_over
+
+        def is_over() -> bool:
+            nonlocal found
+            if given_up.is_set() or are_over.is_set():
+                raise AbandonedError
+            found = look()
+            return found is not None or time.monotonic() >= self._latest
+
+        longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._place.ranks) / _MANY)
+        self._patience.until(is_over, until - time.monotonic(), whom, longest_s=longest_s)
+        return found
+
+    def _removal(self, name: str) -> Callable[[], None]:
+        store, place = PrefixStore(name, self._shared), self._place
+        return partial(remove_rounds, store, place.rank, place.is_root or self._is_cut_off)
 
 
-def _came_key(rank: int) -> str:
-    return f"came/{rank}"
+def _poll(store: Store, key: str, until: float, stopped: Latch) -> bytes | None:
+    value: bytes | None = None
 
+    def is_over() -> bool:
+        nonlocal value
+        value = if_there(store, key)
+        return value is not None or stopped.is_set()
 
-@dataclass(frozen=True, slots=True)
-class _ClosedPart:
-    """Part with keys of this process that nobody uses any more."""
-
-    store: Store
-    rank: int
-    was_cut_off: bool = False
-
-    def remove(self) -> None:
-        remove_rounds(self.store, self.rank, was_cut_off=self.was_cut_off)
-        for key in (_came_key(self.rank), *((_COUNT, _OPEN) if self.rank == 0 else ())):
-            self.store.delete_key(key)
+    wait_until(is_over, until - time.monotonic(), longest_s=_LONGEST_PAUSE_OF_FEW_S)
+    return value
 
 
 def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes | None:
@@ -382,19 +340,10 @@ def _get_in_time(client: Store, key: str, until: float, stopped: Latch) -> bytes
     return value or None
 
 
-@dataclass(frozen=True, slots=True)
-class _LeftKey:
-    store: Store
-    key: str
-
-    def remove(self) -> None:
-        self.store.delete_key(self.key)
-
-
 def remove_later(store: Store, key: str) -> None:
     """Have a key removed that other ranks read now, once all have come to another part."""
     if (openings := _OPENINGS.get(default_store())) is not None:
-        openings.before.append(_LeftKey(store, key))
+        openings.before.append(lambda: store.delete_key(key))
 
 
 @dataclass(slots=True)
@@ -406,10 +355,21 @@ class _Openings:
     last: dict[str, Latch] = field(default_factory=dict)
     # Set once the membership has changed.
     are_over: Latch = field(default_factory=Latch)
-    # By prefix.
-    closed: defaultdict[str, deque[_ClosedPart]] = field(default_factory=lambda: defaultdict(deque))
-    # Of memberships before, and of stores of process groups before.
-    before: deque[_ClosedPart | _LeftKey] = field(default_factory=deque)
+    # What removes the keys of parts that nobody uses any more, by prefix.
+    closed: defaultdict[str, deque[Callable[[], object]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    # The same for memberships before, and for stores of process groups before.
+    before: deque[Callable[[], object]] = field(default_factory=deque)
+
+    def remove_before(self) -> None:
+        """Remove what is left of the groups that the job had before, whose store may be gone."""
+        try:
+            while self.before:
+                self.before.popleft()()
+        except (dist.DistError, IndexError) as error:
+            self.before.clear()
+            logger.debug("keys of a process group before are left: %s", error)
 
 
 # Parts of one name are opened one after another. Owners of parts know nothing of each other; what
@@ -427,9 +387,7 @@ def _openings_in(group: Members) -> _Openings:
         left = list(_OPENINGS.values())
         openings = _OPENINGS[group.store] = _Openings(made_for)
         for other in left:
-            openings.before.extend(other.before)
-            other.before.clear()
-            for parts in other.closed.values():
-                openings.before.extend(parts)
-                parts.clear()
+            for removals in (other.before, *other.closed.values()):
+                openings.before.extend(removals)
+                removals.clear()
     return openings

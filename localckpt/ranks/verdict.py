@@ -99,6 +99,16 @@ class Call:
         return [what, Failure(MismatchError.__name__, text).to_json(), None, None, kind, self.order]
 
 
+def to_all(shape: Any) -> dict[str, Any]:
+    """Options of a decision that gives the reports that are not empty, of few ranks, to all."""
+
+    def judge(reports: list[Any]) -> list[Any]:
+        return [[rank, report] for rank, report in enumerate(reports) if report]
+
+    read = shaped([(int, shape)])
+    return {"judge": judge, "read": lambda reports: dict(read(reports))}
+
+
 def shaped(shape: Any) -> Callable[[Any], Any]:
     """Return what reads a verdict of one shape, and refuses others.
 

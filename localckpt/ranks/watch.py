@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.deadline import Deadline, Patience, begin, store_is_silent
-from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
+from localckpt.ranks.failure import CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Ending, Latch, Task
 
@@ -352,8 +352,8 @@ class Watch:
 
     def _agreed(self, what: str, result: Any, judge: Callable[[list[Any]], Any]) -> Any:
         forever = Deadline(inf, inf)
-        return self._ranks.agree(
-            *(what, Attempt(), result, judge), deadline=forever, grace_s=0.0, kind=_AGREE
+        return self._ranks.decide(
+            what, lambda: result, judge, deadline=forever, grace_s=0.0, kind=_AGREE
         )
 
     def _judge(self, over: list[Watched], reports: list[list[Any]]) -> list[list[Any]]:

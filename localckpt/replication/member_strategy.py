@@ -23,7 +23,6 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
 from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, Ranks, shaped
 from localckpt.replication.base import STEPS, ReplicationStrategy
 from localckpt.replication.groups import (
@@ -261,10 +260,9 @@ class MemberStrategy(ReplicationStrategy):
             offer=new_name(),
             more=more,
         )
-        records = self._clique_ranks.agree(
+        records = self._clique_ranks.decide(
             f"announce iteration {ckpt_id.iteration} for replication",
-            Attempt(),
-            asdict(mine),
+            lambda: asdict(mine),
             list,
             read=shaped(list),
             deadline=Deadline.after(timeout_s),

@@ -44,10 +44,9 @@ def carry_out(
                 sources[id_] = open_source(id_)
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-        name, coming = everyone.agree(
+        name, coming = everyone.decide(
             "open shards for other ranks",
-            opening,
-            sizes,
+            opening.of(sizes),
             partial(_judge_offers, plan),
             deadline=Deadline.after(timeout_s),
             read=shaped((str, list | None)),
@@ -58,7 +57,7 @@ def carry_out(
                 view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
                 views.append((entry.sender, view))
         deadline = Deadline.after(timeout_s)
-        everyone.agree("make room for shards of other ranks", accepting, deadline=deadline)
+        everyone.decide("make room for shards of other ranks", accepting, deadline=deadline)
         with Attempt() as exchanging:
             if transport is None:
                 transport = connect(name, plan.peers(rank), rank, timeout_s, in_pairs=True)
@@ -69,7 +68,7 @@ def carry_out(
             outgoing = [(entry.receiver, sources[entry.id_]) for entry in sends]
             transport.exchange(outgoing, views, timeout_s)
         # Others may be in the middle of theirs, and go on together with this rank.
-        everyone.agree(
+        everyone.decide(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,

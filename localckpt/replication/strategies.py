@@ -212,7 +212,7 @@ class CliqueReplicationStrategy(MemberStrategy):
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
         deadline = Deadline.after(step_s)
-        clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
+        clique.decide(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
         over_device = bool(senders) and all(peer.more for peer in announced)
@@ -231,11 +231,8 @@ class CliqueReplicationStrategy(MemberStrategy):
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
-        clique.agree(
-            f"replicate {what}",
-            exchanging,
-            grace_s=grace_s,
-            deadline=deadline_with_others(step_s),
+        clique.decide(
+            f"replicate {what}", exchanging, grace_s=grace_s, deadline=deadline_with_others(step_s)
         )
         logger.debug(
             "replicated %s: %d bytes to %d peers in %.3f s",

@@ -138,7 +138,7 @@ class _Tampering:
         self._store.set(key, self._replaced(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        if key.endswith(("/verdict", "/result", "open")) and self._is_hit():
+        if key.endswith(("/verdict", "/result")) and self._is_hit():
             self._store.set(key, self._made(desired))
         value: bytes = self._store.compare_set(key, expected, desired)
         return value
@@ -150,19 +150,14 @@ def _tamper() -> None:
     ) -> None:
         init(self, _Tampering(store), *args, **options)
 
-    def publish(self: Any, own: Any = StorePart._publish) -> None:
-        own(self)
-        name = self._published()
+    def publish(self: Any, own: Any = StorePart._publish) -> str:
+        name: str = own(self)
         if (value := _Tampering(None)._replaced(name)) != name:
             self._shared.set("opening", value)
-
-    def come_with_stranger(self: Any, name: str, own: Any = StorePart._come) -> Any:
-        part = own(self, name)
-        return part and _Tampering(part)
+        return name
 
     rounds.Round.__init__ = with_stranger  # type: ignore[assignment]
     StorePart._publish = publish  # type: ignore[method-assign]
-    StorePart._come = come_with_stranger  # type: ignore[method-assign]
 
 
 def _decide(rank: int, number: int, timeout_s: float) -> None:

@@ -146,7 +146,7 @@ def _lose_a_peer(
     with Attempt() as encoding:
         encode(layout, pipeline, source, parity, timeout_s)
     with pytest.raises((PeerLostError, StorageError)) as raised:
-        ranks.agree("encode parity", encoding, grace_s=timeout_s)
+        ranks.decide("encode parity", encoding, grace_s=timeout_s)
     took = time.monotonic() - started
     with pytest.raises(PeerLostError, match="broke before"):
         encode(layout, pipeline, source, parity, timeout_s)

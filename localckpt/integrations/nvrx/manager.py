@@ -64,8 +64,8 @@ class LocalCheckpointManager(_LocalCheckpointManager):
             return self.latest_iteration
         with Attempt() as looking:
             self._theirs = find_nvrx_files(self._root, self.session_id, self.rank)
-        common, any_held = self._context.ranks.agree(
-            "look for NVRx's files", looking, sorted(self._theirs), _held_by_all
+        common, any_held = self._context.ranks.decide(
+            "look for NVRx's files", looking.of(sorted(self._theirs)), _held_by_all
         )
         self._theirs = {i: path for i, path in self._theirs.items() if i in common}
         if not common and any_held:
@@ -90,7 +90,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
                 )
             state = read_nvrx_file(path, self._safe_globals)
             state.restore_tensor_device(non_blocking=False)
-        self._context.ranks.agree(f"load NVRx's iteration {iteration}", loading)
+        self._context.ranks.decide(f"load NVRx's iteration {iteration}", loading)
         if not self.read_only:
             self.begin(iteration)
         seconds = time.monotonic() - called

@@ -12,14 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from math import inf
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
 from localckpt import PeerLostError
-from localckpt.ranks.deadline import StoreWait, ask_until_stopped, interruptible
+from localckpt.ranks.deadline import Patience, StoreWait, ask_until_stopped, interruptible
 from localckpt.threads import Latch, SerialThread, Task, end_all
 from tests.interrupts import Interrupter, slow_to_begin_tasks
 
@@ -166,7 +165,7 @@ def test_a_call_that_is_stopped_is_abandoned_and_its_thread_ends_with_it() -> No
         wait.begun.set()
         return over.wait(_PATIENCE_S)
 
-    ask = partial(ask_until_stopped, "ask", 60.0, tell=lambda: inf)
+    ask = partial(ask_until_stopped, "ask", 60.0, whom=str, patience=Patience(0, "ask"))
     call = Task(partial(ask, wait_on, stopped))
     call.start("asks", daemon=True)
     stopped.set()
@@ -181,7 +180,9 @@ def test_a_store_that_is_silent_ends_a_call_at_its_deadline() -> None:
     over = Latch()
 
     with pytest.raises(PeerLostError, match="key-value store does not answer") as raised:
-        ask_until_stopped("save", 0.1, lambda _: over.wait(_PATIENCE_S), Latch(), lambda: inf)
+        ask_until_stopped(
+            *("save", 0.1, lambda _: over.wait(_PATIENCE_S), Latch(), str, Patience(0, "save"))
+        )
 
     assert raised.value.outcome_unknown
     over.set()

@@ -231,18 +231,15 @@ def ask_until_stopped(
     limit_s: float,
     call: Callable[[StoreWait], T],
     stopped: Latch,
-    tell: Callable[[], float],
+    whom: Callable[[], str],
+    patience: Patience,
 ) -> T | None:
-    """Ask the store by a call that waits there for others; ``None`` if it is ``stopped`` there.
-
-    ``tell`` logs whom a long wait is for, and returns the seconds until it is to be called again.
-    """
+    """Ask the store by a call that waits there for others; ``None`` if it is ``stopped`` there."""
     wait, until = StoreWait(), time.monotonic() + limit_s
     with store_errors(phase, limit_s):
         try:
             task = begin(lambda: call(wait), "localckpt-ranks")
-            while not task.done() and not stopped.is_set() and time.monotonic() < until:
-                task.over.wait(min(max(0.0, until - time.monotonic()), tell()), stopped)
+            patience.wait(lambda wait_s: task.over.wait(wait_s, stopped), limit_s, whom)
             if stopped.is_set():
                 # Other ranks are to see what the call does before it waits.
                 task.over.wait(max(0.0, until - time.monotonic()), wait.begun)

@@ -156,11 +156,9 @@ class Place:
         self, what: str, late: Sequence[int], seen: Mapping[int, str], waited_s: float
     ) -> Failure:
         """Describe ranks that have not reported in time; ``seen`` has their last calls."""
-        return _lost(
-            f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
-            f"{named(late, seen)} did not come. What was saved before stands",
-            advice=f"{SLOW}{self.hint()}",
-        )
+        waited = f"rank {self.me} waited {round(waited_s, 2):g} s to {what}"
+        advice = f"{SLOW}{self.hint()}"
+        return _lost(f"{waited}, and {named(late, seen)} did not come", advice)
 
     def too_late(self, what: str, late: Sequence[int]) -> Failure:
         """Tell this rank, which is among ``late``, that the others did not wait for it."""
@@ -170,31 +168,22 @@ class Place:
         nor = f", and {named} had not come either" if missing else ""
         return _lost(
             f"rank {self.me} came too late to {what}: the others ({others}) were not all waiting "
-            f"any more{nor}. What was saved before stands",
-            advice=SLOW,
+            f"any more{nor}"
         )
 
     def closed(self, name: str) -> Failure:
-        return _lost(
-            f"rank {self.me} closed {name!r} before all ranks had opened it. What was saved before "
-            f"stands",
-            advice=SLOW,
-        )
+        return _lost(f"rank {self.me} closed {name!r} before all ranks had opened it")
 
     def left(self, what: str) -> Failure:
-        return _lost(
-            f"could not {what}: rank {self.me} has left before all ranks had come. What was saved "
-            f"before stands"
-        )
+        return _lost(f"could not {what}: rank {self.me} has left before all ranks had come", "")
 
     def unknown(self, what: str, waited_s: float) -> Failure:
-        root = self.ranks[self.root]
-        return _lost(
-            f"could not {what}: all ranks had done their part, and rank {root} has "
-            f"not said after {waited_s:g} s what came of it. Whether it was done is not known; "
-            f"what was saved before stands. find_latest() will tell",
-            outcome_unknown=True,
+        text = (
+            f"could not {what}: all ranks had done their part, and rank {self.ranks[self.root]} "
+            f"has not said after {waited_s:g} s what came of it. Whether it was done is not known; "
+            f"what was saved before stands. find_latest() will tell"
         )
+        return Failure(PeerLostError.__name__, text, {"outcome_unknown": True})
 
 
 def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
@@ -204,9 +193,9 @@ def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
     return ", ".join(texts)
 
 
-def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
+def _lost(text: str, advice: str = SLOW) -> Failure:
     advised = {"topic": "slow", "advice": advice} if advice else {}
-    return Failure(PeerLostError.__name__, text, {**fields, **advised})
+    return Failure(PeerLostError.__name__, f"{text}. What was saved before stands", advised)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -240,8 +240,7 @@ class Ranks:
         deadline = Deadline.after(timeout_s)
         self.decide(what, attempt, keep, deadline=deadline, grace_s=0.0, kind=kind, order=order)
         if self.is_root:
-            with self._interrupts_told(what, RESULT), done:
-                done.of(Verdict.of(commit(said)))
+            done = self._attempted(what, RESULT, lambda: Verdict.of(commit(said)))
         cause, verdict = done.take()
         if cause is not None:
             verdict = Verdict(failure=self._place.failed(what, Failure.of(cause)))
@@ -253,14 +252,13 @@ class Ranks:
         """Do this rank's part; its failure is that of another rank that has ended it."""
         if self._part.is_alone:
             return Attempt.at(work)
+        over, looking = Latch(), None
         # It opens the part: else who has failed would wait for those at work.
         self._ask(self.rounds, what, lambda round_: round_.note(what))
-        over, looking = Latch(), None
         if on_failure is not None:
             looking = begin(partial(self._look_for_failure, what, over, on_failure))
         try:
-            with self._interrupts_told(what, VERDICT):
-                attempt = Attempt.at(work)
+            attempt = self._attempted(what, VERDICT, work)
         finally:
             over.set()
         if looking is not None and looking.wait() and attempt.failure is not None:
@@ -271,11 +269,10 @@ class Ranks:
                 attempt.failure = error
         return attempt
 
-    @contextmanager
-    def _interrupts_told(self, what: str, key: str) -> Iterator[None]:
-        """Context whose end by what is no Exception is a verdict: others need not wait for that."""
+    def _attempted(self, what: str, key: str, work: Callable[[], Any]) -> Attempt:
+        """Do a part; what is no Exception is a verdict, since others need not wait for that."""
         try:
-            yield
+            return Attempt.at(work)
         except BaseException as error:
             # A fork that ends has not failed.
             if not (self._part.is_alone or self._part.is_fork):
@@ -296,30 +293,27 @@ class Ranks:
             raise
 
     def _look_for_failure(self, what: str, over: Latch, on_failure: Callable[[], None]) -> bool:
-        """Look now and then whether others have failed; ``over`` ends it."""
+        """Look now and then whether others have failed, as the next verdict says."""
         pause_s = _LOOK_S * max(1.0, self.world_size / _MANY)
         try:
-            while not (failed := self._has_failed(what)) and not over.wait(pause_s):
-                pass
-            return failed
+            while True:
+                given = self._ask(self.rounds, what, Round.verdict)
+                if given is None and over.wait(pause_s):
+                    return False
+                if given is not None and not self._is_for_others(what, given):
+                    return True
+                self.rounds += given is not None
         finally:
             if not over.is_set():
                 on_failure()
-
-    def _has_failed(self, what: str) -> bool:
-        """Return whether there is a verdict already on the next round: others have failed."""
-        while (given := self._ask(self.rounds, what, Round.verdict)) is not None:
-            if not self._is_for_others(what, given):
-                return True
-            self.rounds += 1
-        return False
 
     def _tell(self, what: str, done: Verdict | None, waits_s: float) -> Verdict:
         """Tell what the root has done after a round, ``done``; the others wait for it."""
         number, until = self.rounds - 1, time.monotonic() + waits_s
         if done is None:
             heard = self._wait(number, what, lambda round_: [round_.hear(RESULT, until)], waits_s)
-            self._ask(number, what, Round.count_reader)
+            if heard is None:
+                self._ask(number, what, Round.count_reader)
             return (heard and heard[0]) or Verdict(failure=self._place.unknown(what, waits_s))
         if self._part.is_alone:
             return self._own(done)
@@ -445,10 +439,9 @@ class Ranks:
                 return None
             # However long the wait for other ranks, the store needs its time.
             limit_s = waits_s + self._store_timeout_s + 2 * AFTER_FIRST_S
-            patience = self.patience(what)
             return ask_until_stopped(
                 *(what, limit_s, lambda wait: call(self._round(store, number, wait))),
-                *(stopped, lambda: patience.left_s(lambda: self._awaited(number))),
+                *(stopped, lambda: self._awaited(number), self.patience(what)),
             )
 
     def _awaited(self, number: int) -> str:

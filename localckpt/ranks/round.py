@@ -113,10 +113,12 @@ class Round:
 
     def hear(self, key: str, until: float) -> Verdict | None:
         """Wait for the verdict, or what the root has done after it; ``None`` if it is late."""
-        key = f"{self.number}/{key}"
-        if (head := self._fetch(key, until)) is None:
+        head = self._fetch(f"{self.number}/{key}", until)
+        if key == RESULT:
+            self.count_reader()
+        if head is None:
             return None
-        given = json.loads(values.whole(self._store, key, head))
+        given = json.loads(values.whole(self._store, f"{self.number}/{key}", head))
         return Verdict.received(given, self._own_part)
 
     def verdict(self) -> Verdict | None:

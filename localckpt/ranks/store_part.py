@@ -174,20 +174,20 @@ class StorePart:
         self.close_clients()
         is_left = dist.is_initialized() and default_store() is not self._group.store
         now = _OPENINGS.get(default_store()) if is_left else None
-        closed = self._openings.closed[self._prefix] if now is None else now.before
-        closed.append(self._removal(self._part))
+        of_prefix = self._openings.closed[self._prefix]
+        (of_prefix if now is None else now.before).append(self._removal(self._part))
 
     def _is_open_at_last(self) -> bool:
         """End an opening that is under way; return whether the part is open."""
         if self._group.store is None or self.is_alone or self.is_fork:
             return False
+        if self._store is not None:
+            return True
+        # Its thread is not to outlive this only because nothing was decided. Nor is it to come to
+        # an opening that the others begin later.
+        self._given_up.set()
         opening = self._opening
-        if self._store is None:
-            # Its thread is not to outlive this only because nothing was decided. Nor is it to come
-            # to an opening that the others begin later.
-            self._given_up.set()
-            return opening is not None and opening.wait(_LEAVING_S) and bool(self._part)
-        return True
+        return opening is not None and opening.wait(_LEAVING_S) and bool(self._part)
 
     # Connections for waits.
 
@@ -216,9 +216,7 @@ class StorePart:
     def _own_client(self) -> Store | None:
         """Another connection to the store; ``None`` where the store has none to give."""
         clone = getattr(self._group.store, "clone", None)
-        if clone is None:
-            return None
-        return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
+        return clone and PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
     # What follows runs in the thread that opens the part.
 
@@ -246,7 +244,7 @@ class StorePart:
         try:
             while True:
                 if place.is_root:
-                    name: str | None = self._publish()
+                    name: str | None = self._publish(tried)
                 else:
                     new = partial(self._published, tried)
                     name = self._look(new, deadline.at, lambda: f"rank {root}")
@@ -267,10 +265,11 @@ class StorePart:
         finally:
             self._openings.closed[self._prefix].extend(map(self._removal, tried))
 
-    def _publish(self) -> str:
+    def _publish(self, tried: list[str]) -> str:
         """Draw a nonce; whoever waits under one of an attempt before is to look for this one."""
         if before := self._published():
             self._round(before).give(Verdict(False))
+            tried.append(before)
         name = secrets.token_hex(8)
         self._shared.set(_PUBLISHED, name)
         return name

@@ -150,8 +150,8 @@ def _tamper() -> None:
     ) -> None:
         init(self, _Tampering(store), *args, **options)
 
-    def publish(self: Any, own: Any = StorePart._publish) -> str:
-        name: str = own(self)
+    def publish(self: Any, tried: list[str], own: Any = StorePart._publish) -> str:
+        name: str = own(self, tried)
         if (value := _Tampering(None)._replaced(name)) != name:
             self._shared.set("opening", value)
         return name

@@ -73,6 +73,8 @@ class StorePart:
         self._process = os.getpid()
         self._name, self._group, self._timeout_s = name, group, timeout_s
         self._store: Store | None = None
+        # The nonce, once all ranks have come to it.
+        self._part = ""
         # Whether ranks wait on connections kept for that, and do not poll the store.
         self.is_large = len(group.ranks) > _FEW_RANKS
         # Connections for waiting that are free.

@@ -132,7 +132,7 @@ class _Rank:
         ranks = range(members)
         self.pipeline = Pipeline(connect("pipeline", ranks, self.rank, _DEADLINE_S))
         self.transport = connect("fetch", ranks, self.rank, _DEADLINE_S)
-        self.bare = HostConnections.connect("bare", ranks, self.rank, _DEADLINE_S)
+        self.bare = HostConnections("bare", ranks, self.rank, _DEADLINE_S)
         self.image = _buffer(_NBYTES)
         self.parity = _buffer(self.layout.parity_nbytes)
         self.sent = _buffer(parity * _NBYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,52 +37,40 @@ _GIVEN_UP = "given-up"
 class HostConnections:
     """Connections of this rank to others, in no group that torch.distributed knows of.
 
-    ``ways`` has for each peer a gloo group of torch's that both are in, and the peer's place there.
+    Making them connects the ranks; see ``transport.connect``.
     """
 
     def __init__(
         self,
-        ways: Mapping[int, tuple[Any, int]],
-        ranks: Collection[int],
-        rank: int,
-        asking: Sequence[_AskingStore] = (),
-    ) -> None:
-        self._ways = dict(ways)
-        self._asking = list(asking)
-        self._process = os.getpid()
-        self.ranks = list(ranks)
-        self.rank = rank
-
-    @classmethod
-    def connect(
-        cls,
         name: str,
         ranks: Collection[int],
         rank: int,
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
+        *,
         in_pairs: bool = False,
-    ) -> HostConnections:
-        """Connect some ranks to each other, or this one to each; see ``transport.connect``."""
+    ) -> None:
+        self.rank, self.ranks = rank, sorted({rank, *ranks}) if in_pairs else list(ranks)
+        # For each peer a gloo group of torch's that both are in, and the peer's place there.
+        self._ways: dict[int, tuple[Any, int]] = {}
+        self._process = os.getpid()
         groups = [sorted((rank, peer)) for peer in sorted(ranks)] if in_pairs else [list(ranks)]
-        # A process that is alone connects to nobody, and may be in no job that has a store.
-        groups = [members for members in groups if members != [rank]]
-        ways: dict[int, tuple[Any, int]] = {}
         openings: list[_Opening] = []
         try:
             # All at once: each waits for its peer, which connects to others as well.
             for members in groups:
-                part = PrefixStore(f"{members[0]}-{members[-1]}", _part_of_store(name))
-                openings.append(_Opening(part, members, rank, timeout_s, is_given_up))
+                # A process that is alone connects to nobody, and may have no store.
+                if members != [rank]:
+                    part = PrefixStore(f"{members[0]}-{members[-1]}", _part_of_store(name))
+                    openings.append(_Opening(part, members, rank, timeout_s, is_given_up))
             for opening in openings:
                 group = opening.finish()
-                ways |= {other: (group, place) for place, other in enumerate(opening.ranks)}
+                self._ways |= {other: (group, place) for place, other in enumerate(opening.ranks)}
         except BaseException:
             for opening in openings:
                 opening.give_up()
             raise
-        everyone = sorted({rank, *ranks}) if in_pairs else ranks
-        return cls(ways, everyone, rank, [opening.asking for opening in openings])
+        self._asking = [opening.asking for opening in openings]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""

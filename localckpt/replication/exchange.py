@@ -17,7 +17,6 @@ from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, CkptID
 
 IdT = TypeVar("IdT", bound=Hashable)
-NodeT = TypeVar("NodeT", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class ExchangePlan(Generic[IdT]):
 
 
 def plan_among_nodes(
-    held_on: Mapping[IdT, Collection[NodeT]],
-    ranks_on: Mapping[NodeT, Sequence[int]],
+    held_on: Mapping[IdT, Collection[str]],
+    ranks_on: Mapping[str, Sequence[int]],
     wanted: Mapping[int, Sequence[IdT]],
 ) -> ExchangePlan[IdT]:
     """Plan an exchange in which every rank of a node can read the node's shards.
@@ -74,7 +73,7 @@ def plan_among_nodes(
     node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
     sent = dict.fromkeys(ranks_on, 0)
 
-    def load(node: NodeT) -> tuple[int, int, int]:
+    def load(node: str) -> tuple[int, int, int]:
         ranks = ranks_on[node]
         return sent[node] // len(ranks), sent[node], ranks[0]
 

@@ -20,6 +20,7 @@ from localckpt.replication.progress import (
     Sends,
     chunks,
     numbered,
+    raise_first,
 )
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
 from localckpt.waiting import Pacer
@@ -76,6 +77,7 @@ class HostTransport:
             self._disconnect()
             if not isinstance(error, PeerFailed):
                 raise
+            messages.count_arrived()
             forget_frames(error)
             if self._given_up:
                 raise PeerLostError(
@@ -109,12 +111,8 @@ class HostTransport:
             self._disconnect()
         for receiver in receivers:
             receiver.join()
-        try:
-            if failures:
-                progress.raise_first(failures)
-        finally:
-            # Their frames hold the list, and the images.
-            failures.clear()
+        if failures:
+            raise_first(failures)
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
@@ -150,27 +148,16 @@ class HostTransport:
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
             failures.append(failure)
             self._disconnect()
-            for chunk in arrivals:
-                messages.count_arrived(chunk)
 
     def _send(self, sends: Sends, messages: Messages) -> None:
         unanswered: deque[Message] = deque()
-        try:
-            for peer, number, view in self._read(sends, unanswered, messages):
-                unanswered.append(messages.send(peer, number, view))
-            while unanswered:
-                messages.await_taken(unanswered.popleft())
-        except BaseException:
-            self._disconnect()
-            for chunk in unanswered:
-                messages.count_arrived(chunk)
-            raise
+        for peer, number, view in self._read(sends, unanswered, messages):
+            unanswered.append(messages.send(peer, number, view))
+        while unanswered:
+            messages.await_taken(unanswered.popleft())
 
     def _read(
-        self,
-        sends: Sends,
-        unanswered: deque[Message],
-        messages: Messages,
+        self, sends: Sends, unanswered: deque[Message], messages: Messages
     ) -> Iterator[tuple[int, int, memoryview]]:
         """Chunks in the order of sending: ``(peer, number, view)``."""
         bounces: list[memoryview] = []

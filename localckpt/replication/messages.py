@@ -45,19 +45,21 @@ class Messages:
         self._connections = connections
         self._progress = progress
         self._pacer = pacer
+        # That have been asked for or sent, and of which nothing was waited for.
+        self._open: set[Message] = set()
 
     def ask(self, peer: int, number: int, memory: memoryview) -> Message:
         """Ask for a peer's next message of a ``number``; it may come at any time from now on."""
         with self._progress.blaming(peer):
             data = self._receive(as_tensor(memory), peer, number, _Kind.DATA)
             mark = self._receive(nothing(), peer, number, _Kind.MARK)
-        return Message(peer, number, len(memory), data, mark)
+        return self._opened(Message(peer, number, len(memory), data, mark))
 
     def take(self, message: Message) -> dist.Work:
         """Wait for a message, and begin to answer it; :meth:`Progress.wait` takes what returns."""
         peer = message.peer
         self._progress.wait(peer, message.mark)
-        message.is_marked = True
+        self._open.discard(message)
         self._progress.wait(peer, message.data)
         self._progress.count(peer, received=message.nbytes)
         with self._progress.blaming(peer):
@@ -70,21 +72,26 @@ class Messages:
             answer = self._receive(nothing(), peer, number, _Kind.ANSWER)
             data = self._send(as_tensor(memory), peer, number, _Kind.DATA)
             mark = self._send(nothing(), peer, number, _Kind.MARK)
-        return Message(peer, number, len(memory), data, mark, answer)
+        return self._opened(Message(peer, number, len(memory), data, mark, answer))
 
     def await_taken(self, message: Message) -> None:
         assert message.answer is not None, "one that was sent is answered"
+        self._open.discard(message)
         for work in (message.answer, message.data, message.mark):
             self._progress.wait(message.peer, work)
         self._progress.count(message.peer, sent=message.nbytes)
 
-    def count_arrived(self, message: Message) -> None:
-        """Count a message that arrived before the connections broke, unless it was counted."""
-        if message.answer is not None:
-            if _is_done(message.answer):
+    def count_arrived(self) -> None:
+        """Count the messages that arrived before the connections broke, and were not counted."""
+        for message in self._open:
+            if message.answer is None and _is_done(message.data):
+                self._progress.count(message.peer, received=message.nbytes)
+            elif message.answer is not None and _is_done(message.answer):
                 self._progress.count(message.peer, sent=message.nbytes)
-        elif not message.is_marked and _is_done(message.data):
-            self._progress.count(message.peer, received=message.nbytes)
+
+    def _opened(self, message: Message) -> Message:
+        self._open.add(message)
+        return message
 
     def _send(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
         return self._connections.send(tensor, peer, number * len(_Kind) + kind)
@@ -105,7 +112,7 @@ class _Kind(IntEnum):
 # gloo drops a message whose work object is dropped before it was sent.
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Message:
     peer: int
     number: int
@@ -114,7 +121,6 @@ class Message:
     mark: dist.Work
     answer: dist.Work | None = None
     """Of a message that is sent."""
-    is_marked: bool = False
 
 
 def _is_done(work: dist.Work) -> bool:

@@ -88,19 +88,6 @@ class Progress:
             f"on this node are untouched"
         ).advised("slow", SLOW)
 
-    def raise_first(self, failures: Sequence[BaseException]) -> NoReturn:
-        """Raise the error that stopped an exchange, a thread's own before the failure of a peer."""
-        for failure in failures:
-            # Threads' frames hold each other's failures, and the images.
-            forget_frames(failure)
-        first = next((f for f in failures if not isinstance(f, PeerFailed)), failures[0])
-        try:
-            if isinstance(first, PeerFailed):
-                raise self.explain(first) from first.__cause__
-            raise first
-        finally:
-            del first, failure
-
     def lacking(self) -> list[int]:
         """Return, in any thread, the peers that have not sent or confirmed all bytes."""
         moved = dict(self._moved).items()
@@ -120,6 +107,19 @@ class PeerFailed(Exception):
     def __init__(self, peers: Sequence[int]) -> None:
         super().__init__(peers)
         self.peers = peers
+
+
+def raise_first(failures: list[BaseException]) -> NoReturn:
+    """Raise the error that stopped an exchange, a thread's own before the failure of a peer."""
+    first = next((f for f in failures if not isinstance(f, PeerFailed)), failures[0])
+    try:
+        for failure in failures:
+            forget_frames(failure)
+        raise first
+    finally:
+        # Threads' frames hold each other's failures, and the images.
+        failures.clear()
+        del first, failure
 
 
 def numbered(items: Sequence[tuple[int, T]]) -> Iterator[tuple[int, int, T]]:

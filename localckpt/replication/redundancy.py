@@ -53,24 +53,17 @@ class Renewal(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Keeper:
     """A rank's place in the making of pieces: where it reads shards, and keeps what comes."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        checkpoint: Checkpoint,
-        inventory: Inventory,
-        store: Store,
-        session_id: str,
-    ) -> None:
-        self.ranks = ranks
-        self.checkpoint = checkpoint
-        self.inventory = inventory
-        self.slots: list[Slot] = []
-        self.nbytes = 0
-        self._store = store
-        self._session_id = session_id
+    ranks: Ranks
+    checkpoint: Checkpoint
+    inventory: Inventory
+    _store: Store
+    _session_id: str
+    slots: list[Slot] = field(default_factory=list, init=False)
+    nbytes: int = field(default=0, init=False)
 
     def identity(self, rank: int) -> ShardIdentity:
         # A new piece names its lineage, as the lost one did.

@@ -71,5 +71,5 @@ def connect(
     only, which name this one, too. ``is_given_up`` is asked meanwhile, by another thread: whether
     to stop. A rank that does not connect is a PeerLostError.
     """
-    connections = HostConnections.connect(name, ranks, rank, timeout_s, is_given_up, in_pairs)
+    connections = HostConnections(name, ranks, rank, timeout_s, is_given_up, in_pairs=in_pairs)
     return HostTransport(connections, rate_limit=rate_limit)

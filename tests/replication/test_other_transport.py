@@ -33,17 +33,11 @@ class _StoreConnections:
 
     sent_nbytes = 0
 
-    def __init__(self, name: str, ranks: Collection[int], rank: int) -> None:
+    def __init__(self, name: str, ranks: Collection[int], rank: int, *_: Any, **__: Any) -> None:
         self.rank, self.ranks = rank, sorted({rank, *ranks})
         self.store = PrefixStore(f"other/{name}", default_store())
         self.is_cut = False
         self._counts = Counter[str]()
-
-    @classmethod
-    def connect(
-        cls, name: str, ranks: Collection[int], rank: int, *_: Any, **__: Any
-    ) -> _StoreConnections:
-        return cls(name, ranks, rank)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         content = tensor.numpy().tobytes()

@@ -21,6 +21,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import CkptID, Group
+from localckpt.replication import transport
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
 from localckpt.replication.strategies import (
@@ -301,7 +302,7 @@ def _never_call(
         def connect(*_: Any, **__: Any) -> Any:
             raise PeerLostError("this rank does not connect")
 
-        HostConnections.connect = connect  # type: ignore[method-assign]
+        transport.HostConnections = connect  # type: ignore[assignment, misc]
         with pytest.raises(PeerLostError):
             strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
     took = time.monotonic() - started
@@ -323,10 +324,9 @@ def test_a_member_that_never_saves_or_connects_is_named_at_the_deadline(
 
 def _give_up_when_connected(rank: int, world_size: int) -> float:
     strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=20)
-    connect = HostConnections.connect
 
     def connected(*args: Any, **more: Any) -> HostConnections:
-        connections = connect(*args, **more)
+        connections = HostConnections(*args, **more)
         if rank == 0:
             # By another thread, which finds no connection yet that it could cut.
             strategy.give_up()
@@ -334,7 +334,7 @@ def _give_up_when_connected(rank: int, world_size: int) -> float:
             await_announced("zero has given up")
         return connections
 
-    HostConnections.connect = connected  # type: ignore[method-assign]
+    transport.HostConnections = connected  # type: ignore[assignment, misc]
     started = time.monotonic()
     with pytest.raises(PeerLostError):
         _replicate(strategy, rank, 1)

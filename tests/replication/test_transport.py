@@ -42,7 +42,7 @@ def _transport(kind: str) -> DeviceTransport | HostTransport:
 def _host_transport(chunk_nbytes: int) -> HostTransport:
     """Connect all ranks; each calls it as often."""
     ranks, name = range(dist.get_world_size()), f"transport {next(_numbers)}"
-    connections = HostConnections.connect(name, ranks, dist.get_rank(), _TIMEOUT_S)
+    connections = HostConnections(name, ranks, dist.get_rank(), _TIMEOUT_S)
     return HostTransport(connections, chunk_nbytes=chunk_nbytes)
 
 
@@ -299,17 +299,17 @@ def test_bytes_that_never_come_end_in_an_error_that_counts_those_that_did() -> N
 
 def _own_connections(rank: int, world_size: int) -> None:
     if rank != 1:
-        first = HostTransport(HostConnections.connect("first", [0, 2], rank, 1.0))
+        first = HostTransport(HostConnections("first", [0, 2], rank, 1.0))
         peer = 2 - rank
         with pytest.raises(PeerLostError):
             first.exchange([], [(peer, memoryview(bytearray(10)))], 1.0)
         with pytest.raises(MismatchError, match="not among the ranks"):
-            HostTransport(HostConnections.connect("other", [0, 2], rank, 5.0)).exchange(
+            HostTransport(HostConnections("other", [0, 2], rank, 5.0)).exchange(
                 [], [(1, memoryview(bytearray(10)))], 5.0
             )
 
     dist.barrier()
-    second = HostTransport(HostConnections.connect("second", range(world_size), rank, 5.0))
+    second = HostTransport(HostConnections("second", range(world_size), rank, 5.0))
     place = memoryview(bytearray(5))
     second.exchange(
         [((rank + 1) % world_size, MemorySource(memoryview(bytearray(b"hello"))))],
@@ -330,7 +330,7 @@ def _connect_alone(rank: int, world_size: int) -> None:
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
-            HostConnections.connect("alone", [0, 1], rank, 1.0)
+            HostConnections("alone", [0, 1], rank, 1.0)
         assert any("s to connect, for rank 1" in line for line in logged), logged
 
 
@@ -350,7 +350,7 @@ def _connect_to_one_who_gives_up(rank: int, world_size: int) -> str:
         return rank == 1 and time.monotonic() > began + 0.5
 
     with pytest.raises(PeerLostError) as raised:
-        HostConnections.connect("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
+        HostConnections("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
     return str(raised.value)
 
 
@@ -392,7 +392,7 @@ def test_a_transport_of_device_memory_that_was_aborted_sends_nothing_more() -> N
 
 
 def test_a_world_of_one_has_nothing_to_exchange() -> None:
-    transport = HostTransport(HostConnections.connect("alone", [0], 0, _TIMEOUT_S))
+    transport = HostTransport(HostConnections("alone", [0], 0, _TIMEOUT_S))
 
     transport.exchange([], [], _TIMEOUT_S)
 
@@ -422,7 +422,7 @@ def test_device_memory_is_sent_over_nccl() -> None:
 
 def _cut_off_in_a_pause(rank: int, world_size: int) -> float:
     # A chunk of 1000 bytes every 6 seconds.
-    connections = HostConnections.connect("pause", [0, 1], rank, 300.0)
+    connections = HostConnections("pause", [0, 1], rank, 300.0)
     transport = HostTransport(connections, chunk_nbytes=_CHUNK, rate_limit=_CHUNK / 6)
     room = memoryview(bytearray(3 * _CHUNK))
 

@@ -54,11 +54,7 @@ class DeviceTransport:
                 f"rank {self._group.my_global_rank} cannot exchange shards: this transport broke "
                 f"before"
             )
-        progress = Progress(self._group.my_global_rank, timeout_s)
-        for peer, source in sends:
-            progress.expect(peer, sent=source.nbytes)
-        for peer, view in receives:
-            progress.expect(peer, received=len(view))
+        progress = Progress(self._group.my_global_rank, timeout_s, sends, receives)
         outgoing, incoming = _Buckets(), _Buckets()
         stream = None
         if self._device.type != "cpu":
@@ -89,8 +85,7 @@ class DeviceTransport:
         """End an exchange that is under way in another thread; without a GPU at its deadline."""
         self.broken = True
 
-    def close(self) -> None:
-        self.broken = True
+    close = abort
 
     def _run(
         self,

@@ -56,11 +56,8 @@ class HostTransport:
     def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
-        progress = Progress(self.rank, timeout_s + self.limited_s(max(sent, received)))
-        for peer, source in sends:
-            progress.expect(peer, sent=source.nbytes)
-        for peer, view in receives:
-            progress.expect(peer, received=len(view))
+        within_s = timeout_s + self.limited_s(max(sent, received))
+        progress = Progress(self.rank, within_s, sends, receives)
         self.run(progress, lambda messages: self._exchange(sends, receives, messages, progress))
 
     def run(self, progress: Progress, work: Callable[[Messages], None]) -> None:

@@ -31,13 +31,19 @@ Receives: TypeAlias = Sequence[tuple[int, memoryview]]
 class Progress:
     """Bytes received and sent in one exchange, by peer, and the time that is left."""
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, timeout_s: float, sends: Sends = (), receives: Receives = ()
+    ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         # For each peer, the bytes that came, of how many, and that it confirmed, of how many.
         self._moved: dict[int, list[int]] = {}
         self._patience = Patience(rank, "exchange shards")
+        for peer, source in sends:
+            self.expect(peer, sent=source.nbytes)
+        for peer, view in receives:
+            self.expect(peer, received=len(view))
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
         moved = self._moved.setdefault(peer, [0, 0, 0, 0])

@@ -108,22 +108,15 @@ def new_name() -> str:
 class WatchedSource:
     """Source of another source's bytes for peers, which closes it; ``refused`` its last error."""
 
+    threads = 1
+
     def __init__(
         self, source: ShardSource, on_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        self._source = source
-        self._on_read = on_read
-        self.views_last = views_last(source)
+        self._source, self._on_read = source, on_read
+        self.nbytes, self.views_last = source.nbytes, views_last(source)
+        self.read_into, self.close = source.read_into, source.close
         self.refused: StorageError | CorruptShardError | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._source.nbytes
-
-    @property
-    def threads(self) -> int:
-        # Asked for only by who reads: a file tells it by a read.
-        return self._source.threads
 
     def read(self, start: int, stop: int) -> memoryview:
         self._on_read(stop - start)
@@ -132,9 +125,3 @@ class WatchedSource:
         except (StorageError, CorruptShardError) as error:
             self.refused = error
             raise
-
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        self._source.read_into(start, parts)
-
-    def close(self) -> None:
-        self._source.close()

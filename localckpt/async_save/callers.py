@@ -3,15 +3,24 @@
 Each runs its calls one after another, each in a thread that waits for the call before: an idle
 caller holds no thread, and interpreter exit waits for the calls that are in flight. A caller can
 be asked whether its latest call is over on all ranks; finalizing in order is the queue's part.
+
+A queue of another library has a process of its own for a call that a thread here makes. It loses
+what its process raises, and its persistent worker ends with it. So the function that it is given
+raises nothing: it waits until the trainer has closed some memory. The function is plain data, and
+finds the memory by the trainer's pid and the number of a descriptor.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +31,7 @@ from localckpt.failure_texts import described
 from localckpt.interrupted import OfOneProcess
 from localckpt.ranks.failure import CallEnd
 from localckpt.threads import Ending, Latch, Task
+from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -30,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 # The share of a deadline in which a rank waits for its own work; the rest is for the agreement.
 OWN_WORK = 0.7
+_LONGEST_PAUSE_S = 0.01
 
 
 class PendingCall(Ending):
@@ -343,3 +354,71 @@ class TemporalAsyncCaller(AsyncCaller):
         )
         name = function_name(request.async_fn)
         return PendingCall(name, partial(process.call, name), process.kill, process.release)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForTrainer:
+    """Waits in another process while a thread of the trainer does the work.
+
+    The memory is found by pid and descriptor, and by name: the trainer may give the number to
+    another file.
+    """
+
+    pid: int
+    fd: int
+    name: str
+    timeout_s: float
+
+    def __call__(self) -> None:
+        wait_until(lambda: not self._is_open(), self.timeout_s, longest_s=_LONGEST_PAUSE_S)
+
+    def _is_open(self) -> bool:
+        try:
+            return self.name in os.readlink(f"/proc/{self.pid}/fd/{self.fd}")
+        except OSError:
+            return False
+
+
+def wait_for(rank: int, wait: Callable[[], None]) -> None:
+    """Function of a request whose ``preload_fn`` has begun the work, and returns how to wait."""
+    wait()
+
+
+def given(wait: Callable[[], None]) -> Callable[[], None]:
+    """Return how to wait, in the process of a queue that calls a ``preload_fn`` there."""
+    return wait
+
+
+class HandedOver:
+    """Work that a foreign queue's process waits for, by ``function``; a thread runs ``task``."""
+
+    def __init__(self, work: Callable[[], str | None], timeout_s: float) -> None:
+        name = f"localckpt-outcome-{uuid.uuid4().hex}"
+        self._memory = io.FileIO(os.memfd_create(name))
+        self._error: str | None = "it was interrupted"
+        self._timeout_s = timeout_s
+        self.function: Callable[[], None] = WaitForTrainer(
+            os.getpid(), self._memory.fileno(), name, timeout_s
+        )
+        self.task: Task[None] = Task(partial(self._run, work))
+
+    def _run(self, work: Callable[[], str | None]) -> None:
+        try:
+            self._error = work()
+        finally:
+            self.close()
+
+    def await_error(self) -> str | None:
+        # Less than the other ranks wait for this one, so that this one reports the reason.
+        patience_s = OWN_WORK * self._timeout_s
+        is_over = self.task.wait(patience_s)
+        self.close()
+        if not is_over:
+            raise CheckpointingException(
+                f"it was not written {patience_s:g} s after the queue had finished it"
+            )
+        return self._error
+
+    def close(self) -> None:
+        """End the wait of the queue's process. May be called twice."""
+        self._memory.close()

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from localckpt.async_save.foreign import HandedOver, given, wait_for
+from localckpt.async_save.callers import HandedOver, given, wait_for
 from localckpt.async_save.request import do_nothing
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
 from localckpt.failure_texts import with_class

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from localckpt.async_save.foreign import HandedOver
+from localckpt.async_save.callers import HandedOver
 from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save

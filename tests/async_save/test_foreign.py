@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from localckpt.async_save.foreign import HandedOver, WaitForTrainer
+from localckpt.async_save.callers import HandedOver, WaitForTrainer
 
 _PATIENCE_S = 20.0
 
@@ -66,7 +66,7 @@ def test_a_process_waits_until_the_trainer_is_done_or_has_closed() -> None:
 def test_a_process_does_not_wait_for_a_trainer_that_is_dead() -> None:
     code = (
         "import os, pickle, time\n"
-        "from localckpt.async_save.foreign import HandedOver\n"
+        "from localckpt.async_save.callers import HandedOver\n"
         "call = HandedOver(lambda: None, 20.0)\n"
         "os.write(1, pickle.dumps(call.function))\n"
         "os.close(1)\n"

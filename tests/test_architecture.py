@@ -91,7 +91,7 @@ _BUDGETS = {
     "top": (2156, 1300, 13),
     "async_save": (1580, 1400, 6),
     "availability": (2619, 2000, 11),
-    "checkpointer": (4386, 1800, 13),
+    "checkpointer": (4386, 1800, 14),
     "cli": (2993, 3000, 16),
     "events": (596, 700, 4),
     "exporters": (321, 500, 3),
@@ -108,7 +108,7 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (159, 150)
+_CORE_MODULES = (160, 150)
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

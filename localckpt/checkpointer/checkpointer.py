@@ -1,7 +1,7 @@
 """The front door: four lines in a training loop.
 
-It puts the parts below together: a manager of the nodes' checkpoints and its queue, a manager of
-shared storage, the pulse by which all ranks learn when to save and whether to stop.
+Here is the loop that programs call: resume, step, save and wait. The life of the object, with all
+that it makes and closes, is in ``life.py``.
 """
 
 from __future__ import annotations
@@ -12,59 +12,45 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from localckpt.async_save.callers import OWN_WORK
 from localckpt.async_save.queue import AsyncCallsQueue
-from localckpt.availability.retention import Metrics, Retention, node_rules, rules
+from localckpt.availability.retention import Metrics, Retention
 from localckpt.checkpointer.arguments import (
     as_cadence,
-    check_arguments,
-    check_timeout,
     in_own_words,
-    judge_arguments,
     judge_last_steps,
-    texts_of,
-    worded,
 )
 from localckpt.checkpointer.cadence import NODES, SHARED, Every, Meter, Plan, Pulse, Schedule
-from localckpt.checkpointer.epochs import Epochs
+from localckpt.checkpointer.life import Life
 from localckpt.checkpointer.loaders import places_loaded, warn_of_lost_places
 from localckpt.checkpointer.parts import (
     RNG,
     Check,
     OnResize,
     RandomPart,
-    TrainingState,
-    combined_check,
 )
-from localckpt.checkpointer.resume import Elsewhere, Record, Rejoined, Resumption
+from localckpt.checkpointer.resume import Elsewhere, Rejoined
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.stopping import (
     Evidence,
-    LastSave,
-    StopRequests,
     is_of_loader,
     judge_ends,
 )
-from localckpt.checkpointer.tiers import NodeManager, NodeTier, SharedTier, with_redundancy
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
+from localckpt.checkpointer.tiers import NodeManager, SharedTier
+from localckpt.errors import CheckpointingException, MismatchError, StorageError
 from localckpt.events.event import Outcome
-from localckpt.events.jsonl import JsonLines
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.interrupted import OfOneProcess
-from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
-from localckpt.managers.manager import agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
-from localckpt.ranks.ranks import Ranks, refused_together, shaped
+from localckpt.ranks.ranks import shaped
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.storage.names import default_root, local_path, session_name
-from localckpt.threads import Latch, Task
+from localckpt.threads import Task
 from localckpt.trust import is_orderly
 
 if TYPE_CHECKING:
@@ -76,8 +62,6 @@ logger = logging.getLogger(__name__)
 _POLLS_IN_STEP = 1 << 32
 # So many times ranks that finish their saves wait for drains, which storage may make slow.
 _PATIENCE = 4
-# So often ranks that wait for storage look whether the job is to stop.
-_LOOK_S = 1.0
 
 
 class Checkpointer(OfOneProcess):
@@ -227,119 +211,21 @@ class Checkpointer(OfOneProcess):
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         OfOneProcess.__init__(self)
-        with refused_together("checkpointer"):
-            check_timeout(timeout_s)
-        self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         self.stopped: str | None = None
-        self._epochs = Epochs(
-            self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
-        )
-
-        # Not the state, which is to be freed once rejoin() is given another one.
-        self._given = {name: value for name, value in given.items() if name != "state"}
-
-        def check_all() -> dict[str, str]:
-            check_arguments(given)
-            self._state = TrainingState(
-                state, self._epochs, rng=rng, private=private or {}, drop=on_resize == "drop"
-            )
-            return texts_of(given)
-
-        with ExitStack() as undo:
-            undo.callback(self._ranks.close)
-            # What one rank's arguments are refused for is an error on all ranks at once.
-            self._ranks.decide("make a checkpointer", check_all, judge_arguments)
-            node_session = session_id
-            self._names_itself = memory and local is None and not session_id and not read_only
-            if self._names_itself:
-                node_session = agreed_session(self._ranks)
-            self._read_only, self._saves_last = read_only, save_last and not read_only
-            if read_only:
-                max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
-                events = events or ()
-            if events is None:
-                root = default_root() if local is None else local_path(local)
-                events = [JsonLines(root / "events", below=session_name(node_session))]
-            self._record = Record(
-                *(events, self._ranks),
-                session=node_session,
-                local=None if local is None else str(local_path(local)),
-                shared=None if shared is None else str(local_path(shared)),
-            )
-            self._events = self._record.stream
-            undo.callback(self._events.close)
-            of_both: dict[str, Any] = {
-                "timeout": timeout_s,
-                "safe_globals": tuple(safe_globals),
-                "events": self._events,
-                "max_attempts": max_attempts,
-                "read_only": read_only,
-            }
-            divides = check is None if divide_replicated is None else divide_replicated
-
-            def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
-                options: dict[str, Any] = {
-                    **of_both,
-                    "retention": node_rules(keep_last, retention),
-                    "guard": guard,
-                    "check": combined_check(self._state.parts, check, finite=finite),
-                    "check_replicas": check_replicas,
-                    "divide_replicated": divides,
-                    "on_divergence": on_divergence,
-                    "elastic": True,
-                    "iteration_file": iteration_file,
-                    "private": self._state.rules,
-                }
-                if memory:
-                    return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
-                assert local is not None
-                return LocalCheckpointManager(local, session_id, strategy, **options)
-
-            def make_shared(local: NodeManager) -> GlobalCheckpointManager:
-                assert shared is not None
-                kept = rules(shared_keep_last, shared_retention, "shared_")
-                return GlobalCheckpointManager(
-                    shared, session_id, retention=kept, local=local, **of_both
-                )
-
-            self._most_failures = max_failures if on_error == "warn" else 1
-            self._make_tiers(make_manager, None if shared is None else make_shared, undo)
-            self._stop_requests = StopRequests(
-                *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
-                self._note_signal,
-            )
-            undo.pop_all()
-        self._events.release()
-        self._closing = Latch()
-        self._is_listening = False
+        self._life = Life(given, self.rewind_random, lambda: self.stopped is not None)
+        self._state, self._epochs = self._life.state, self._life.epochs
+        self._events, self._stop_requests = self._life.events, self._life.stop_requests
+        self._read_only, self._saves_last = read_only, save_last and not read_only
         # An error that is being handled by a program that makes its fallback run.
         self._handled = sys.exception()
         self._begin()
 
-    def _make_tiers(
-        self,
-        make_manager: Callable[[ReplicationStrategy | None], NodeManager],
-        make_shared: Callable[[NodeManager], GlobalCheckpointManager] | None,
-        undo: ExitStack,
-    ) -> None:
-        given, timeout_s, most = self._given, self._ranks.timeout_s, self._most_failures
-        manager, made_strategy = with_redundancy(
-            make_manager,
-            *(given["repl_strategy"], given["replication_factor"]),
-            *(timeout_s, self._ranks.world_size == 1),
-        )
-        self._nodes = NodeTier(manager, made_strategy, timeout_s, most)
-        undo.callback(self._nodes.close, is_in_step=False)
-        self._tiers: list[NodeTier | SharedTier] = [self._nodes]
-        self._shared: SharedTier | None = None
-        if make_shared is not None:
-            self._shared = SharedTier(make_shared(manager), self._nodes, timeout_s, most)
-            self._tiers.append(self._shared)
-            undo.callback(self._shared.close, is_in_step=False)
-
     def _begin(self) -> None:
-        """Begin a life of the loop, with the ranks as they are now."""
-        given, timeout_s = self._given, self._ranks.timeout_s
+        """Begin a loop, with the ranks as they are now."""
+        life, given = self._life, self._life.given
+        life.begin()
+        self._ranks, self._tiers = life.ranks, life.tiers
+        self._nodes, self._shared = life.nodes, life.shared
         cadence = as_cadence("every", given["every"])
         is_shared = given["shared"] is not None
         cadences = cadence, as_cadence("shared_every", given["shared_every"]) if is_shared else None
@@ -347,20 +233,12 @@ class Checkpointer(OfOneProcess):
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
         self._schedule, self._meter = Schedule(cadences), Meter()
-        asked, costs = self._stop_requests.asked, self._meter.costs
+        stops, costs = self._stop_requests, self._meter.costs
         # One for steps, and one for calls of poll_stop() between two steps.
-        self._pulse, self._pulse_between = (
-            Pulse(cadences, timeout_s, self._stop_requests.why, asked, costs) for _ in range(2)
+        life.pulses = self._pulse, self._pulse_between = (
+            Pulse(cadences, self._ranks.timeout_s, stops.why, stops.asked, costs),
+            Pulse(cadences, self._ranks.timeout_s, stops.why, stops.asked, costs),
         )
-        for tier in self._tiers:
-            # No save is to begin that waits for storage; the last has its time.
-            tier.manager.is_to_stop = lambda: not self._last_save.has_begun and self._is_to_stop()
-        self._nodes.is_to_stop = self._is_to_stop
-        self._is_hand_raised, self._next_look = False, 0.0
-        tiers = self._nodes, self._shared, self._ranks
-        self._resumption = Resumption(*tiers, self._record, quiet=given["quiet"])
-        grace_s = timeout_s if given["grace_s"] is None else given["grace_s"]
-        self._last_save = LastSave(*tiers, self._events, grace_s)
         self._evidence = Evidence(self._state.parts)
         self._loaded_places = places_loaded({})
         self._last_step: int | None = None
@@ -412,7 +290,7 @@ class Checkpointer(OfOneProcess):
             MismatchError, NoReplicasAvailableError, PeerLostError: As for :meth:`resume`.
         """
         self._require_open()
-        return self._resumption.find(elsewhere)
+        return self._life.resumption.find(elsewhere)
 
     @in_own_words
     def resume(
@@ -470,8 +348,8 @@ class Checkpointer(OfOneProcess):
         self._pulse.finish()
         self._state.make()
         # Of a call before: training has gone no further from there, or has come back.
-        self._take_back_attempt()
-        loaded = self._resumption.run(
+        self._life.take_back_attempt()
+        loaded = self._life.resumption.run(
             *(self._state, elsewhere),
             lambda: Selection(step, only, skip, rename, partial, allow_dtype_change),
             called,
@@ -520,84 +398,37 @@ class Checkpointer(OfOneProcess):
                 or close.
         """
         called, left_after = time.monotonic(), self._last_step
-        if state is not None and self._given["guard"] and guard is None:
+        life = self._life
+        if state is not None and life.given["guard"] and guard is None:
             raise CheckpointingException(
                 "guard= has optimizers of the state before: give rejoin() those of the new state, "
                 "guard=[...], or none, guard=[]. Nothing was changed"
             )
         self._begin_rejoin()
         if guard is not None:
-            self._given["guard"] = guard
-        self._leave_ranks()
+            life.given["guard"] = guard
+        life.leave_ranks()
         self.begin_life()
         try:
-            with self._abort, ExitStack() as undo:
-                self._join_ranks(state, undo)
-                self._record.rejoin(self._ranks, called, left_after)
-                undo.pop_all()
+            with self._abort:
+                life.join_ranks(state, called, left_after)
             self._begin()
-            if state is None and not self._state.is_made_by_caller and left_after is not None:
+            if state is None and not callable(self._state.given) and left_after is not None:
                 # The loss may have come between a step of the optimizer and the call that notes it.
-                self._resumption.trained_to = max(left_after, 0)
+                life.resumption.trained_to = max(left_after, 0)
             step = self.resume(**options)
         except BaseException:
             self._abort.set()
             self._last_step = left_after
             raise
         self._has_failed = False
-        load, source = self._nodes.manager.last_load, self._resumption.source
+        load, source = self._nodes.manager.last_load, life.resumption.source
         nbytes = load.nbytes if load is not None and load.source == source else 0
         lost = 0 if left_after is None else max(0, left_after + 1 - step)
         return Rejoined(step, source, nbytes, time.monotonic() - called, lost)
 
-    def _join_ranks(
-        self, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, undo: ExitStack
-    ) -> None:
-        """Do what a new object does on the other ranks, in the same order."""
-        given, manager, shared = self._given, self._nodes.manager, self._shared
-        strategy: ReplicationStrategy | None = given["repl_strategy"]
-        if strategy is not None:
-            # It is made before the checkpointer.
-            strategy.rejoin()
-        self._ranks = Ranks("checkpointer", timeout_s=self._ranks.timeout_s)
-        undo.callback(self._ranks.abandon)
-
-        def take_state() -> dict[str, str]:
-            if state is not None:
-                self._state.give(state)
-            return texts_of(given)
-
-        self._ranks.decide("make a checkpointer", take_state, judge_arguments)
-        if self._names_itself:
-            agreed_session(self._ranks, manager.session_id)
-        self._epochs.rejoin(self._ranks.world_size)
-
-        def rejoined(strategy: ReplicationStrategy | None) -> NodeManager:
-            manager.rejoin_with(strategy, is_new=True, guard=given["guard"])
-            return manager
-
-        def shared_rejoined(local: NodeManager) -> GlobalCheckpointManager:
-            assert shared is not None
-            shared.manager.rejoin()
-            return shared.manager
-
-        # The managers are not closed after an error, but joined again.
-        self._make_tiers(rejoined, None if shared is None else shared_rejoined, ExitStack())
-
-    def _leave_ranks(self) -> None:
-        """Free what belongs to the group of ranks that there was. May be called twice."""
-        for tier in self._tiers:
-            tier.leave()
-        for pulse in (self._pulse, self._pulse_between):
-            pulse.close(is_in_step=False)
-        self._ranks.close()
-
     def _end_waits(self) -> None:
-        self._ranks.cut_off()
-        for pulse in (self._pulse, self._pulse_between):
-            pulse.abort()
-        for tier in self._tiers:
-            tier.abort()
+        self._life.abort()
 
     def epochs(self, count: int, *, first: int | None = None) -> Iterator[int]:
         """Numbers of the epochs that are left, of so many; all ranks take the same.
@@ -869,11 +700,9 @@ class Checkpointer(OfOneProcess):
         """
         if self._closed:
             return
-        if self._interrupted:
-            self._end(partial(self._leave, KeyboardInterrupt(self._interrupted)))
-            return
-        if self._abort.is_set():
-            self._end(partial(self._leave, self._abort.error()))
+        if self._interrupted or self._abort.is_set():
+            interrupt = KeyboardInterrupt(self._interrupted) if self._interrupted else None
+            self._life.end(partial(self._leave, interrupt or self._abort.error()))
             return
         # Also in the finally block of a loop that failed; not where the whole job handles an error.
         error = sys.exception()
@@ -891,7 +720,7 @@ class Checkpointer(OfOneProcess):
         if not self._abort.is_set():
             self._save_after(error)
         # The other ranks may not come any more.
-        self._end(partial(self._leave, error))
+        self._life.end(partial(self._leave, error))
 
     # What a step does when there is something to do.
 
@@ -931,11 +760,11 @@ class Checkpointer(OfOneProcess):
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
         self._ranks.patience(f"save step {step}").until(
-            lambda: nodes.has_room or self._is_to_stop(), waits_s, nodes.queue.waits_for
+            lambda: nodes.has_room or self._life.is_to_stop(), waits_s, nodes.queue.waits_for
         )
-        if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
+        if nodes.has_room and nodes.answers(waits_s, self._life.is_to_stop):
             nodes.save(self._state.parts, step, metrics)
-        elif not self._is_to_stop():
+        elif not self._life.is_to_stop():
             nodes.leave_out(waits_s)
         self._schedule.note_save(NODES, step)
 
@@ -960,12 +789,12 @@ class Checkpointer(OfOneProcess):
         # A request to stop ends the wait, and a rank that waits alone is not to keep it from what
         # the others do next.
         self._ranks.patience(f"{kind} after step {step}").until(
-            lambda: queue.is_over_here or self._is_to_stop(),
+            lambda: queue.is_over_here or self._life.is_to_stop(),
             *(OWN_WORK * self._ranks.timeout_s, queue.waits_for),
         )
         is_over, is_to_stop = self._ranks.decide(
             f"{kind} after step {step}",
-            lambda: [queue.is_over_here, self._is_to_stop()],
+            lambda: [queue.is_over_here, self._life.is_to_stop()],
             lambda waits: [all(over for over, _ in waits), any(stop for _, stop in waits)],
             kind=kind,
             order=step,
@@ -999,9 +828,7 @@ class Checkpointer(OfOneProcess):
     def _count_attempt(self) -> None:
         """Count this start as one in vain until it gets on: it has made a step."""
         self._is_counted = True
-        if not self._is_listening:
-            self._is_listening = True
-            Task(self._listen).start("localckpt-stop", daemon=True)
+        self._life.listen()
 
         def count() -> None:
             for tier in self._tiers:
@@ -1012,17 +839,13 @@ class Checkpointer(OfOneProcess):
     def _note_in(self, place: object, what: str, note: Callable[[], object]) -> None:
         """Have a note durable before training goes on, unless the job is to stop."""
         try:
-            answered(f"note {what} in", place, self._ranks.timeout_s, note, self._is_to_stop)
+            answered(f"note {what} in", place, self._ranks.timeout_s, note, self._life.is_to_stop)
         except StorageError as error:
             logger.warning("%s", error)
 
-    def _take_back_attempt(self) -> None:
-        for tier in self._tiers:
-            tier.manager.take_back_attempt()
-
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
-            self._take_back_attempt()
+            self._life.take_back_attempt()
             self._warn_if_idle()
         elif self._stop_requests.asked.is_set():
             self._nodes.manager.take_back_attempt()
@@ -1041,36 +864,6 @@ class Checkpointer(OfOneProcess):
 
     # Requests to stop, and the last save.
 
-    def _is_to_stop(self) -> bool:
-        """Return whether some rank is asked to stop, which ends waits for storage."""
-        if not self._is_hand_raised and time.monotonic() >= self._next_look:
-            if is_asked := self._stop_requests.why() is not None:
-                self._ranks.raise_hand()
-            self._is_hand_raised = is_asked or self._ranks.is_hand_raised()
-            self._next_look = time.monotonic() + _LOOK_S
-        return self._is_hand_raised
-
-    def _note_signal(self, received: signal.Signals) -> None:
-        # What follows other signals is done in a thread.
-        if received is signal.SIGINT:
-            self._take_back_attempt()
-
-    def _listen(self) -> None:
-        """Do what follows a signal in a thread, which may wait for storage and for the store."""
-        asked = self._stop_requests.asked
-        asked.wait(None, self._closing)
-        if not asked.is_set():
-            return
-        try:
-            self._ranks.raise_hand()
-        except PeerLostError as error:
-            logger.warning(
-                "other ranks do not hear of a signal before the next pulse: %s", error.text
-            )
-        # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
-        # has notes of its own on its node, and none on shared storage.
-        self._nodes.manager.take_back_attempt()
-
     def _stop_as_planned(self, plan: Plan | None, step: int) -> None:
         if plan is not None and plan.stop is not None and self.stopped is None:
             self._stop(plan.stop, step)
@@ -1081,16 +874,16 @@ class Checkpointer(OfOneProcess):
         logger.warning("stopping after step %d: %s", step, why)
         self._events.emit("preempted", step=step, details={"reason": why})
         # Behind the last save, which is not to wait for storage that hangs.
-        Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
+        Task(self._life.take_back_attempt).start("localckpt-stop", daemon=False)
         if self._is_counted:
-            self._is_late = self._last_save.run(
+            self._is_late = self._life.last_save.run(
                 *(step, self._state.parts, self._last_metrics),
                 # It polls more than once in a step.
                 lambda: self._finalize(None, blocking=False),
             )
         else:
             # The job has made no step, and there is nothing to save.
-            self._last_save.begin()
+            self._life.last_save.begin()
         self._schedule.end()
 
     # The end.
@@ -1108,7 +901,7 @@ class Checkpointer(OfOneProcess):
                 self._await_saves()
         except BaseException as caught:  # noqa: BLE001 - raised when everything is freed
             failed.append(caught)
-        self._end(partial(self._finish, error, failed))
+        self._life.end(partial(self._finish, error, failed))
 
     def _save_last_step(self) -> None:
         """Save the step that the loop ended after, unless it is saved; all ranks do so."""
@@ -1143,7 +936,7 @@ class Checkpointer(OfOneProcess):
         step, is_asked = self._last_step, self._stop_requests.asked.is_set()
         if not isinstance(error, Exception) or not is_asked or self.stopped is not None:
             return
-        self._last_save.begin()
+        self._life.last_save.begin()
         if step is None or not self._is_counted:
             return
         report = (step, is_of_loader(error) and self._evidence.is_unchanged())
@@ -1170,18 +963,7 @@ class Checkpointer(OfOneProcess):
             lambda: queue.is_over_here or asked.is_set(), self._ranks.timeout_s, queue.waits_for
         )
         if asked.is_set():
-            self._is_late = not self._last_save.await_in_time(lambda: queue.is_over_here)
-
-    def _end(self, close: Callable[[], None]) -> None:
-        """Close everything; of a job that is asked to stop in the time that is left."""
-        try:
-            if self._last_save.has_begun:
-                self._last_save.end(close)
-            else:
-                close()
-        finally:
-            # Here, in the main thread.
-            self._stop_requests.close()
+            self._is_late = not self._life.last_save.await_in_time(lambda: queue.is_over_here)
 
     def _finish(self, handled: BaseException | None, failed: list[BaseException]) -> None:
         """Finish the saves that are under way, unless one has failed, and free everything."""
@@ -1202,27 +984,12 @@ class Checkpointer(OfOneProcess):
         self._free(error, is_in_step=False)
 
     def _free(self, error: BaseException | None, *, is_in_step: bool) -> None:
-        """Free everything; after an error nothing else is raised in its place."""
         # An error keeps all frames that it came through.
         self._handled = None
         self._closed = True
-        self._closing.set()
         step, self._last_step = self._last_step, None
         outcome: Outcome | None = None if error or self.stopped is None else "stopped"
-        try:
-            with ExitStack() as closing:
-                stream = self._events
-                closing.callback(stream.close)
-                closing.callback(stream.emit, "run_ended", step=step, outcome=outcome, error=error)
-                closing.callback(self._ranks.close)
-                for tier in self._tiers:
-                    closing.callback(tier.close, is_in_step=is_in_step)
-                for pulse in (self._pulse, self._pulse_between):
-                    closing.callback(pulse.close, is_in_step=is_in_step)
-        except CheckpointingException as failed:
-            if error is None:
-                raise
-            logger.error("%s", worded(failed, "close"))
+        self._life.close(error, step, outcome, is_in_step=is_in_step)
 
     # Refusals.
 

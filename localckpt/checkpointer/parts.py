@@ -52,7 +52,7 @@ class TrainingState:
         private: Mapping[str, PrivateRule],
         drop: bool,
     ) -> None:
-        self._given, self._epochs, self._rng = given, epochs, rng
+        self.given, self._epochs, self._rng = given, epochs, rng
         self._private, self._drop = dict(private), drop
         self.parts: dict[str, Any] = {}
         self.rules: dict[str, PrivateRule] = {}
@@ -61,17 +61,12 @@ class TrainingState:
     def give(self, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Take other parts in place of those that there are."""
         parts = {} if callable(given) else parts_of(given, self._epochs, rng=self._rng)
-        self._given = given
+        self.given = given
         self._set(parts)
 
-    @property
-    def is_made_by_caller(self) -> bool:
-        """Whether :meth:`make` has the caller's function make all parts anew."""
-        return callable(self._given)
-
     def make(self) -> None:
-        if callable(self._given):
-            self._set(parts_of(self._given(), self._epochs, rng=self._rng))
+        if callable(self.given):
+            self._set(parts_of(self.given(), self._epochs, rng=self._rng))
 
     def _set(self, parts: Mapping[str, Any]) -> None:
         # In place, since managers read the rules, and the check of captured states the parts.

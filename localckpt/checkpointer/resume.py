@@ -9,20 +9,17 @@ of the other tiers.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import localckpt
 from localckpt.checkpointer.arguments import judge_arguments
 from localckpt.checkpointer.parts import EPOCHS, TrainingState
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import (
-    AbortedError,
     CheckpointingException,
     CorruptShardError,
     MismatchError,
@@ -30,10 +27,9 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.events.event import Tier
-from localckpt.events.stream import EventStream, Sink
+from localckpt.events.stream import EventStream
 from localckpt.failure_texts import described, ranks_named
 from localckpt.ranks.ranks import Ranks, shaped
-from localckpt.storage.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -41,46 +37,6 @@ logger = logging.getLogger(__name__)
 _SHARED_SOURCE, _ELSEWHERE_SOURCE = "shared storage", "elsewhere"
 _PARTS = ("start", "meet", "find", "fetch", "read")
 _SHOWN = 10
-
-
-class Record:
-    """Record of this rank's runs: of its process, and of each time that it joins the ranks again.
-
-    It is held back, since nothing is to be made before the managers have claimed their places.
-
-    Attributes:
-        stream: Takes the events.
-        began: When the process began, or began to join again.
-    """
-
-    def __init__(self, sinks: Iterable[Sink], ranks: Ranks, **details: str | None) -> None:
-        self.stream = EventStream(sinks, rank=ranks.rank, is_held=True)
-        self._details = details
-        # By the clock that counts from the machine's boot.
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        age_s -= Owner.me().started / os.sysconf("SC_CLK_TCK")
-        self.began = time.monotonic() - age_s
-        self._begin(ranks)
-
-    def rejoin(self, ranks: Ranks, called: float, step: int | None) -> None:
-        """End a run after a step, and begin another one in the same process."""
-        left = AbortedError("the process joins the ranks again")
-        self.stream.emit("run_ended", began=called, ended=called, step=step, error=left)
-        self.stream.begin_run(ranks.rank)
-        self.began = called
-        self._begin(ranks)
-
-    def _begin(self, ranks: Ranks) -> None:
-        made = time.monotonic()
-        details = {
-            "world_size": ranks.world_size,
-            "pid": os.getpid(),
-            "process_start": self.stream.clock_time(self.began),
-            "version": localckpt.__version__,
-            **self._details,
-        }
-        self.stream.emit("run_began", began=made, ended=made, details=details)
-        self.stream.add("start", self.began, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +74,20 @@ class _Newest:
     given_up: NoReplicasAvailableError | None = None
 
 
+@dataclass(eq=False)
 class Resumption:
     """Search and load of the checkpoint that a job resumes from; all ranks make the same calls."""
 
-    def __init__(
-        self,
-        nodes: NodeTier,
-        shared: SharedTier | None,
-        ranks: Ranks,
-        record: Record,
-        *,
-        quiet: bool,
-    ) -> None:
-        self._nodes, self._shared, self._ranks, self._quiet = nodes, shared, ranks, quiet
-        self._events = record.stream
-        # When the process began, until it has resumed.
-        self._began: float | None = record.began
-        self.source = ""
-        # Step that the state to fill is of, if it is not as it was made.
-        self.trained_to: int | None = None
+    _nodes: NodeTier
+    _shared: SharedTier | None
+    _ranks: Ranks
+    _events: EventStream
+    _quiet: bool
+    # When the process began, until it has resumed.
+    _began: float | None
+    source: str = ""
+    # Step that the state to fill is of, if it is not as it was made.
+    trained_to: int | None = None
 
     def find(self, elsewhere: Elsewhere | None) -> int:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""

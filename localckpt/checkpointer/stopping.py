@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -174,26 +175,19 @@ _LOOK_S = 0.005
 _AGREEING_S, _CLOSING_S = 0.5, 0.5
 
 
+@dataclass(eq=False)
 class LastSave:
     """The save of the step after which a job stops; all ranks make it.
 
     It goes to the nodes first, and then to shared storage, since the nodes may go with the job.
     """
 
-    def __init__(
-        self,
-        nodes: NodeTier,
-        shared: SharedTier | None,
-        ranks: Ranks,
-        events: EventStream,
-        grace_s: float,
-    ) -> None:
-        self._nodes = nodes
-        self._shared = shared
-        self._ranks = ranks
-        self._events = events
-        self._grace_s = grace_s
-        self._until = inf
+    _nodes: NodeTier
+    _shared: SharedTier | None
+    _ranks: Ranks
+    _events: EventStream
+    _grace_s: float
+    _until: float = inf
 
     def run(
         self,

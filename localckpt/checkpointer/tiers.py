@@ -22,7 +22,6 @@ from localckpt.errors import (
     MismatchError,
     NoReplicasAvailableError,
     PeerLostError,
-    SameMachineReplicationException,
     SaveFailedError,
     StorageError,
     UnsafeGlobalError,
@@ -32,7 +31,6 @@ from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointM
 from localckpt.managers.restoring import LoadOptions
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
-from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.names import ABOUT, OURS
 from localckpt.state_dict.targets import TargetRules, let_nothing_go
 
@@ -145,15 +143,9 @@ class NodeTier(_Tier):
 
     manager: NodeManager
 
-    def __init__(
-        self,
-        manager: NodeManager,
-        strategy: ReplicationStrategy | None,
-        timeout_s: float,
-        most_failures: int,
-    ) -> None:
+    def __init__(self, manager: NodeManager, timeout_s: float, most_failures: int) -> None:
         super().__init__("the nodes", timeout_s, most_failures)
-        self.manager, self._strategy = manager, strategy
+        self.manager = manager
         self.begun: int | None = None
         self.on_complete: Callable[[int], None] = lambda step: None
 
@@ -209,18 +201,6 @@ class NodeTier(_Tier):
     def _note_complete(self, step: int) -> None:
         super()._note_complete(step)
         self.on_complete(step)
-
-    def leave(self) -> None:
-        super().leave()
-        if self._strategy is not None:
-            self._strategy.close()
-
-    def close(self, *, is_in_step: bool) -> None:
-        """Free everything, also a strategy that was made for this tier."""
-        with ExitStack() as closing:
-            if self._strategy is not None:
-                closing.callback(self._strategy.close)
-            closing.callback(super().close, is_in_step=is_in_step)
 
     def _note_failure(self, error: CheckpointingException) -> None:
         self.begun = self.newest
@@ -336,33 +316,3 @@ def _options_of(load: Selection) -> LoadOptions:
     )
     into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
     return LoadOptions.of(into, rules=rules, private=load.private)
-
-
-def with_redundancy(
-    make_manager: Callable[[ReplicationStrategy | None], NodeManager],
-    repl_strategy: ReplicationStrategy | None,
-    replication_factor: int | None,
-    timeout_s: float,
-    is_alone: bool,
-) -> tuple[NodeManager, ReplicationStrategy | None]:
-    """Make a manager with the redundancy that was asked for, or else what the nodes allow.
-
-    Without ``replication_factor`` it is 2 where there are as many nodes. Returns the manager, and
-    the strategy that was made for it.
-    """
-    if repl_strategy is not None:
-        return make_manager(repl_strategy), None
-    if replication_factor == 1 or (replication_factor is None and is_alone):
-        return make_manager(None), None
-    strategy = CliqueReplicationStrategy.from_replication_params(
-        replication_factor=replication_factor or 2, timeout_s=timeout_s
-    )
-    try:
-        return make_manager(strategy), strategy
-    except BaseException as error:
-        strategy.close()
-        if replication_factor or not isinstance(error, SameMachineReplicationException):
-            raise
-        # The same on all ranks, and all make the other one.
-        logger.info("no copies on other nodes: %s", error)
-        return make_manager(None), None

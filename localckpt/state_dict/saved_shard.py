@@ -114,8 +114,6 @@ class SavedShard(ImageReader):
 
     def require_together(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Check that tensors which are given sharing memory were not saved apart."""
-        if not (pairs := list(pairs)):
-            return
         slots = {b.key: self.entries[n].slot for n, b in self.tensors.items() if volume(b.runs)}
         for one, other in pairs:
             if one in slots and other in slots and slots[one] != slots[other]:
@@ -131,7 +129,9 @@ class SavedShard(ImageReader):
         def wanted(units: list[Unit]) -> list[Unit]:
             return [unit for unit in units if str(next(iter(unit.place), "")) not in keys]
 
+        digests = self.ruled_digests
         self.ruled, self.others = wanted(self.ruled), wanted(self.others)
+        self.ruled_digests = {unit.key: digests[unit.key] for unit in self.ruled}
 
     @staticmethod
     def values(units: Iterable[Unit]) -> list[Unit]:

@@ -379,7 +379,7 @@ class _LostRanks:
 
     rank, world_size = 0, 2
 
-    def agree(self, *args: Any, **options: Any) -> Any:
+    def decide(self, *args: Any, **options: Any) -> Any:
         raise PeerLostError("rank 1 did not come")
 
 

@@ -26,6 +26,7 @@ from localckpt.ids import (
     ShardRecord,
 )
 from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
+from localckpt.ranks.failure import Attempt
 from tests.managers.jobs import cliques, error_of, make_manager, resume, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
@@ -300,15 +301,14 @@ def test_what_is_complete_is_what_a_search_of_all_reports_finds(
 
 def _listen(manager: Any, told: dict[str, Any]) -> None:
     """Note what this rank reports in each of a manager's decisions."""
-    agree = manager._context.ranks.agree
+    decide = manager._context.ranks.decide
 
-    def agree_and_note(
-        what: str, attempt: Any, report: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        told[what] = report
-        return agree(what, attempt, report, *args, **options)
+    def decide_and_note(what: str, work: Any, *args: Any, **options: Any) -> Any:
+        attempt = work if isinstance(work, Attempt) else Attempt.at(work)
+        told[what] = attempt._result
+        return decide(what, attempt, *args, **options)
 
-    manager._context.ranks.agree = agree_and_note
+    manager._context.ranks.decide = decide_and_note
 
 
 def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[Any]:

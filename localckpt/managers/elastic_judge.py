@@ -194,11 +194,11 @@ class ElasticJudge:
         self._asked = Counter(
             ("all", shard)
             for of_rank in asked.values()
-            for kind in ("sections", "equal")
-            for shard, _ in of_rank[kind]
+            for shard, _ in (*of_rank["sections"], *of_rank["equal"])
         )
+        kind_by_key = {key: kind_of(self._rule_of(key)) for key in self._ruled.unequal}
         for shard, of_shard in ruled.items():
-            kinds = {kind_of(self._rule_of(key)) for key in of_shard if key in self._ruled.unequal}
+            kinds = {kind_by_key[key] for key in of_shard.keys() & kind_by_key.keys()}
             if "function" in kinds:
                 self._asked["rule", shard] = 1
             if "keep" in kinds and shard < len(reports) and shard != self._readers[shard]:

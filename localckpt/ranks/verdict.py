@@ -64,7 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's call of a round; see :meth:`Ranks.agree`."""
+    """One rank's call of a round; see :meth:`Ranks.decide`."""
 
     what: str
     failure: Failure | None

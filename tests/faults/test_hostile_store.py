@@ -29,6 +29,8 @@ from localckpt import (
     LocalCheckpointManager,
     Values,
 )
+from localckpt.errors import MismatchError
+from localckpt.managers.elastic_tensors import ShardCopies
 from localckpt.ranks import round as rounds
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.store_part import StorePart
@@ -363,3 +365,21 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
     assert [foreign for _, _, foreign in ended] == [[], []]
     assert any(raised for _, raised, _ in ended)
     assert all(played > 2 for played, _, _ in ended)
+
+
+def _load_beside_a_rank_that_tells_nothing(rank: int, world_size: int) -> None:
+    if rank == 1:
+        ShardCopies.packs = lambda *_: []  # type: ignore[method-assign,assignment]
+    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
+    with LocalCheckpointManager(node_store(), "elastic", timeout=30.0, **options) as manager:
+        wanted: Any = torch.zeros_like(_sharded())
+        with pytest.raises(MismatchError, match="have not told all values of iteration 1"):
+            manager.load(into={"w": wanted, "whole": torch.zeros(4), "own": -1})
+        assert not wanted.to_local().any()
+
+
+def test_values_that_a_rank_was_asked_for_and_has_not_told_are_an_error(tmp_path: Path) -> None:
+    nodes = stores(tmp_path, 1)
+    run_ranks(_save_for_others, 3, store_per_node=nodes)
+
+    run_ranks(_load_beside_a_rank_that_tells_nothing, 2, store_per_node=nodes)

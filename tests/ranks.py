@@ -8,6 +8,7 @@ a rank prints is shown by the test that started it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ __all__ = [
 NODE_STORE = "LOCALCKPT_TEST_NODE_STORE"
 _SHOWN_CHARACTERS = 20_000
 _LEAVING_S = 10.0
+_SHOW_STACKS = signal.SIGUSR2
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,16 @@ class RankGroup:
         for rank in waiting:
             others = " after another rank failed" if failures else f" within {timeout_s:g} s"
             failures[rank] = f"did not end{others}"
+            self._show_stacks(rank)
         if failures:
             raise RanksFailedError(failures)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _show_stacks(self, rank: int) -> None:
+        """Have a rank that hangs write the stacks of its threads into its output."""
+        with contextlib.suppress(ProcessLookupError):
+            self.kill(rank, _SHOW_STACKS)
+        self._processes[rank].join(0.5)
 
     def _start(self, rank: int, call: _RankCall, env: dict[str, str]) -> None:
         context = _warm_context()
@@ -330,6 +339,7 @@ def _rank_main(call: _RankCall, env: dict[str, str], connection: Connection, log
     os.dup2(descriptor, 2)
     os.close(descriptor)
     os.environ.update(env)
+    faulthandler.register(_SHOW_STACKS, file=2)
     try:
         outcome = pickle.dumps((True, call.run()))
     except BaseException:  # noqa: BLE001 - also SystemExit: the test wants to see all of them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import threading
 import time
@@ -59,19 +60,21 @@ def _resources() -> dict[str, int]:
     }
 
 
+def _descriptors() -> list[Path]:
+    return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+
+
 def _settled() -> dict[str, int]:
     """What is held once the copies that a rejoin makes again are over, or given up."""
     until = time.monotonic() + 2 * _TIMEOUT_S
-    most = {"threads": 6, "descriptors": 18}
+    most = {"threads": 6, "descriptors": 18, "removed shared memory": 0}
     least = _resources()
     while time.monotonic() < until and any(least[name] > most[name] for name in most):
         time.sleep(0.05)
+        # A cycle of an error and its frames may hold an image or a socket until it is collected.
+        gc.collect()
         now = _resources()
         least = {name: min(least[name], now[name]) for name in least}
-    if least["removed shared memory"]:
-        # A cycle of an error and its frames may hold an image until garbage is collected.
-        gc.collect()
-        least = _resources()
     return least
 
 
@@ -131,6 +134,8 @@ def _abort_and_rejoin(
         assert step == 0 or part.is_of(step - 1), f"round {number}"
         if number in (2, rounds - 1):
             seen.append(_settled())
+            # Shown if the numbers are not as they should be.
+            print(number, sorted(os.readlink(path) for path in _descriptors()), flush=True)
             dist.barrier()
     checkpointer.close()
     return seen, said, longest_s

@@ -230,7 +230,10 @@ def _load_with_little_memory(rank: int, world_size: int, kind: str) -> str:
 
 def test_memory_that_runs_out_at_a_load_costs_no_checkpoint(kind: str, nodes: list[Path]) -> None:
     (told,) = run_ranks(
-        _load_with_little_memory, 1, kind, init_group=False, store_per_node=nodes[:1]
+        *(_load_with_little_memory, 1, kind),
+        init_group=False,
+        store_per_node=nodes[:1],
+        timeout_s=150.0,  # It writes a lot, on a disk that other tests keep busy.
     )
 
     assert "could not load iteration 2: rank 0: " in told

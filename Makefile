@@ -12,8 +12,8 @@ UPSTREAM_OLDEST := .venv/upstream-oldest/.installed
 
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
-	@echo 'make test     run the tests'
-	@echo 'make test-integrations  the tests with other frameworks, also in their long forms; OLDEST=1:'
+	@echo 'make test     run the tests, with one example of each framework'
+	@echo 'make test-integrations  all tests with other frameworks, also in their long forms; OLDEST=1:'
 	@echo '              with the oldest release of each that is supported'
 	@echo 'make test-matrix  the tests on each Python and torch that is supported, and a table of how'
 	@echo '              they did; MATRIX="3.12:2.8.0 3.13:newest" or TESTS=tests/storage: only these'
@@ -45,7 +45,7 @@ INTEGRATIONS = tests/integrations tests/upstream
 test-integrations: export LOCALCKPT_UPSTREAM = $(abspath $(dir $(if $(OLDEST),$(UPSTREAM_OLDEST),$(UPSTREAM))))
 
 test-integrations: $(STAMP) $(if $(OLDEST),$(UPSTREAM_OLDEST),$(UPSTREAM)) test-tools
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(INTEGRATIONS)
+	$(BIN)/python -m pytest --integrations $(SIDE_BY_SIDE) $(INTEGRATIONS)
 	$(BIN)/python -m pytest --faults $(INTEGRATIONS)
 
 # An environment each under .venv-matrix, of several GB where torch comes with CUDA.

@@ -82,19 +82,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --faults: keep what came of each test in this file, leave out what held before "
         "according to it, and count that in the table",
     )
+    group.addoption(
+        "--integrations",
+        action="store_true",
+        help="all that runs in a framework, of which there is one example each without this",
+    )
     group.addoption("--seed", type=int, help="of the random campaign of faults")
     group.addoption("--steps", type=int, help="how many steps the random campaign takes")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; leave out what runs in a framework."""
+    if not (config.getoption("--integrations") or config.getoption("--faults")):
+        left_out = [item for item in items if _is_of_a_framework(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_of_a_framework(item)]
     order = {_TESTS / name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(_LONGEST)))
+
+
+def _is_of_a_framework(item: pytest.Item) -> bool:
+    is_example = item.get_closest_marker("example") is not None
+    return item.get_closest_marker("framework") is not None and not is_example
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
     config.addinivalue_line("markers", "long: run with --faults only")
+    config.addinivalue_line("markers", "framework: run with --integrations or --faults only")
+    config.addinivalue_line("markers", "example: of a framework, run at all times")
     option = config.getoption
     config.pluginmanager.register(
         FaultTable(option("--faults"), option("--results"), leads=_leads(config))

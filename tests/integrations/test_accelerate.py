@@ -16,7 +16,7 @@ from tests.integrations.kills import run_both
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
-pytestmark = needs("accelerate", "torchdata")
+pytestmark = [pytest.mark.framework, needs("accelerate", "torchdata")]
 
 # What Accelerate takes to be imported on a busy machine is within it.
 _LONGEST_S = 170.0
@@ -60,15 +60,15 @@ def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
     outcomes["after stop"] = jobs.run(resume, 2, store / "stopped", 10**6, {})
     outcomes["miscounted"] = jobs.run(runs.refuse_miscounted, 2, store / "miscounted")
     outcomes["wrong uses"] = jobs.run(runs.wrong_uses, 1, store / "wrong")
-    outcomes["example"] = jobs.run(_run_example_twice, 2, store / "example")
     return outcomes
 
 
-def _run_example_twice(rank: int, world_size: int, local: Path) -> list[str]:
+def _run_example_twice(rank: int, world_size: int) -> list[str]:
+    leave_out()
     example = import_upstream("examples.integrations.accelerate_training")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for epochs in (1, 2):
-            example.main(str(local), epochs)
+            example.main(str(node_store()), epochs)
     return printed.getvalue().splitlines()
 
 
@@ -117,8 +117,11 @@ def test_a_loader_whose_position_is_noted_wrongly_is_refused(outcomes: dict[str,
     assert "install accelerate>=1.13" in told
 
 
-def test_the_example_resumes(outcomes: dict[str, Any]) -> None:
-    assert outcomes["example"] == [["trained up to step 8", "trained up to step 16"]] * 2
+@pytest.mark.example
+def test_the_example_resumes(tmp_path: Path) -> None:
+    printed = run_ranks(_run_example_twice, 2, store_per_node=[tmp_path], timeout_s=_LONGEST_S)
+
+    assert printed == [["trained up to step 8", "trained up to step 16"]] * 2
 
 
 @pytest.mark.long

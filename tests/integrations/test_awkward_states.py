@@ -16,6 +16,7 @@ Dirs = Callable[[int], list[Path]]
 _LONGEST_S = 200.0
 
 pytestmark = [
+    pytest.mark.framework,
     needs("torchao", "torchdata", "peft", "transformers"),
     pytest.mark.timeout(_LONGEST_S + 40.0),
 ]

@@ -21,7 +21,7 @@ Dirs = Callable[[int], list[Path]]
 _Seen = tuple[list[str], str, str]
 _Stages = list[tuple[Any, ...]]
 
-pytestmark = needs("deepspeed")
+pytestmark = [pytest.mark.framework, needs("deepspeed")]
 
 # What DeepSpeed takes to be imported on a busy machine is within it.
 _LONGEST_S = 150.0
@@ -201,6 +201,7 @@ def _run_example_twice(rank: int, world_size: int) -> list[str]:
     return [line for line in printed.getvalue().splitlines() if line.startswith("trained")]
 
 
+@pytest.mark.example
 def test_the_example_trains_on_two_ranks_and_resumes(node_dirs: Dirs) -> None:
     printed = run_ranks(
         *(_run_example_twice, 2), store_per_node=node_dirs(1), timeout_s=_LONGEST_S, env=_ENV

@@ -19,7 +19,7 @@ from tests.upstream.environment import import_upstream, needs
 Dirs = Callable[[int], list[Path]]
 _Run = tuple[list[str], list[int]]
 
-pytestmark = needs("lightning")
+pytestmark = [pytest.mark.framework, needs("lightning")]
 
 # What Lightning takes to be imported on a busy machine is within it.
 _LONGEST_S = 150.0
@@ -122,6 +122,7 @@ def _run_example_twice(rank: int, world_size: int) -> list[str]:
     return [line for line in printed.getvalue().splitlines() if line.startswith("trained")]
 
 
+@pytest.mark.example
 def test_the_example_trains_on_two_ranks_and_resumes(node_dirs: Dirs) -> None:
     printed = run_ranks(
         *(_run_example_twice, 2),

@@ -16,7 +16,7 @@ from tests.upstream.environment import UPSTREAM, import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
 
-pytestmark = needs("ray")
+pytestmark = [pytest.mark.framework, needs("ray")]
 
 # What a cluster takes to start, and to start workers anew, on a very busy machine is within it.
 _LONGEST_S = 500.0
@@ -167,6 +167,7 @@ def test_wrong_use_and_a_run_of_which_nothing_is_left_are_errors(
     assert other_run == "resumed at step 0"
 
 
+@pytest.mark.example
 def test_the_example_resumes(node_dirs: Dirs) -> None:
     (store,) = node_dirs(1)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.upstream.environment import UPSTREAM, import_upstream, needs
 
-pytestmark = needs("torchft")
+pytestmark = [pytest.mark.framework, needs("torchft")]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -33,6 +33,7 @@ def told() -> Any:
     return _run("transfer")
 
 
+@pytest.mark.example
 def test_torchfts_own_test_of_a_transport_passes_and_leaves_no_thread() -> None:
     assert _run("recover_in_torchfts_test") == 0
 

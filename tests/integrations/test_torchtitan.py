@@ -20,6 +20,7 @@ from tests.upstream.environment import import_upstream, needs
 _LONGEST_S = 560.0
 
 pytestmark = [
+    pytest.mark.framework,
     needs("torchtitan", "torchdata", "datasets", "spmd_types", "tyro", "tensorboard"),
     pytest.mark.timeout(600),
 ]
@@ -36,7 +37,6 @@ class _Told:
         alone: Of the starts of a job of one process: killed, resumed, sent back, and resumed.
         own: torchtitan's own checkpoints of that job.
         by_flag: Of two starts of a job with torchtitan's own manager, replaced by a flag.
-        example: Of two starts of the example, on two ranks.
         data: State of a data loader in a checkpoint of the node.
         refused: Errors.
     """
@@ -47,7 +47,6 @@ class _Told:
     alone: list[list[str]]
     own: list[str]
     by_flag: list[list[str]]
-    example: list[list[str]]
     data: Any
     refused: list[str]
 
@@ -94,10 +93,8 @@ def _run_all(rank: int, world_size: int, folder: Path) -> _Told:
     plain = runs.Job(folder / "plain", 1, runs.train_plain)
     by_flag = plain.run("--override.imports", flag, "--training.steps", "3")
     by_flag += plain.run("--override.imports", flag, "--training.steps", "5")
-    example = runs.Job(folder / "example", 2, runs.run_example)
-    first_steps = [example.first_steps("--training.steps", last) for last in ("3", "6")]
     data, refused = runs.kept_data(one.local), runs.refusals(folder)
-    return _Told(whole, stopped, rest, alone, own, by_flag, first_steps, data, refused)
+    return _Told(whole, stopped, rest, alone, own, by_flag, data, refused)
 
 
 def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(told: _Told) -> None:
@@ -143,8 +140,19 @@ def test_options_that_make_no_sense_are_refused(told: _Told) -> None:
         assert text in error
 
 
-def test_the_example_trains_on_two_ranks_and_resumes(told: _Told) -> None:
-    assert told.example == [["1", "1"], ["4", "4"]]
+def _run_example_twice(rank: int, world_size: int, folder: Path) -> list[list[str]]:
+    runs = _torchtitan()
+    job = runs.Job(folder, 2, runs.run_example)
+    return [job.first_steps("--training.steps", last) for last in ("3", "6")]
+
+
+@pytest.mark.example
+def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    (first_steps,) = run_ranks(
+        _run_example_twice, 1, tmp_path, init_group=False, timeout_s=_LONGEST_S
+    )
+
+    assert first_steps == [["1", "1"], ["4", "4"]]
 
 
 def _step(record: str) -> int:

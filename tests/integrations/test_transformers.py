@@ -16,7 +16,7 @@ from tests.integrations.kills import run_both
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
-pytestmark = needs("transformers", "accelerate", "peft")
+pytestmark = [pytest.mark.framework, needs("transformers", "accelerate", "peft")]
 
 # What Transformers takes to be imported on a busy machine is within it.
 _LONGEST_S = 170.0
@@ -27,11 +27,12 @@ def _runs() -> Any:
     return import_upstream("tests.integrations.transformers_runs")
 
 
-def _run_example_twice(rank: int, world_size: int, local: Path) -> list[str]:
+def _run_example_twice(rank: int, world_size: int) -> list[str]:
+    _runs()
     example = import_upstream("examples.integrations.transformers_training")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for steps in (6, 12):
-            example.main(str(local), steps)
+            example.main(str(node_store()), steps)
     return [line for line in printed.getvalue().splitlines() if line.startswith("trained")]
 
 
@@ -55,7 +56,6 @@ def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
         "one resumed": jobs.run(readapt, 1, store / "epoch", 12, {}),
         "paths": jobs.run(runs.resume_from_paths, 1, store / "paths"),
         "wrong uses": jobs.run(runs.wrong_uses, 1, store / "wrong"),
-        "example": jobs.run(_run_example_twice, 2, store / "example"),
     }
 
 
@@ -116,8 +116,11 @@ def test_wrong_uses_are_told(outcomes: dict[str, Any]) -> None:
     assert len(errors) == len(told)
 
 
-def test_the_example_trains_on_two_ranks_and_resumes(outcomes: dict[str, Any]) -> None:
-    assert outcomes["example"] == [["trained up to step 6", "trained up to step 12"]] * 2
+@pytest.mark.example
+def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    printed = run_ranks(_run_example_twice, 2, store_per_node=[tmp_path], timeout_s=_LONGEST_S)
+
+    assert printed == [["trained up to step 6", "trained up to step 12"]] * 2
 
 
 # With --cpu it starts more than one process by mpirun only.

@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import localckpt
 from localckpt.integrations.nvrx.manager import LocalCheckpointManager
 from tests.managers.jobs import assert_same, state_of
@@ -15,7 +17,7 @@ from tests.upstream.environment import needs_upstream, run_upstream_ranks
 
 Dirs = Callable[[int], list[Path]]
 
-pytestmark = needs_upstream
+pytestmark = [pytest.mark.framework, needs_upstream]
 
 _LOCAL = "nvidia_resiliency_ext.checkpointing.local"
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import psutil
+import pytest
 import torch.distributed as dist
 
 from localckpt.integrations import nvrx
@@ -23,7 +24,10 @@ def _workers() -> list[int]:
     return [child.pid for child in children if "localckpt.async_save" in str(child.cmdline())]
 
 
-pytestmark = needs("nvidia_resiliency_ext.inprocess", "defusedxml")
+pytestmark = [
+    pytest.mark.framework,
+    needs("nvidia_resiliency_ext.inprocess", "defusedxml"),
+]
 
 _NVRX = "nvidia_resiliency_ext"
 

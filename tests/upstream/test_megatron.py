@@ -24,7 +24,7 @@ from tests.upstream.gpt import Training
 
 Dirs = Callable[[int], list[Path]]
 
-pytestmark = needs_upstream
+pytestmark = [pytest.mark.framework, needs_upstream]
 
 _STATES = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
 

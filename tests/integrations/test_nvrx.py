@@ -264,7 +264,8 @@ def _wrap_a_group_of_others(rank: int, world_size: int) -> str:
         lambda: group.ranks,
         lambda: group.all_gather_object(rank),
         lambda: group.all_gather_batch([]),
-        lambda: strategies.CliqueReplicationStrategy(group),
+        # The other rank, which could make one, does not, and is waited for.
+        lambda: strategies.CliqueReplicationStrategy(group, timeout_s=0.5),
     )
     (told,) = {error_of(use, localckpt.MismatchError) for use in uses}
     return told

@@ -27,6 +27,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.choice import Choice
 from tests.faults.table import FaultTable
 
 T = TypeVar("T")
@@ -91,19 +92,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--steps", type=int, help="how many steps the random campaign takes")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first; leave out what runs in a framework."""
-    if not (config.getoption("--integrations") or config.getoption("--faults")):
-        left_out = [item for item in items if _is_of_a_framework(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _is_of_a_framework(item)]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
     order = {_TESTS / name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(_LONGEST)))
-
-
-def _is_of_a_framework(item: pytest.Item) -> bool:
-    is_example = item.get_closest_marker("example") is not None
-    return item.get_closest_marker("framework") is not None and not is_example
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,10 +103,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: run with --faults only")
     config.addinivalue_line("markers", "framework: run with --integrations or --faults only")
     config.addinivalue_line("markers", "example: of a framework, run at all times")
+    config.addinivalue_line("markers", "rows(n): run n of the rows only, without --faults")
+    config.addinivalue_line("markers", "kept: a row that once failed, run at all times")
     option = config.getoption
     config.pluginmanager.register(
         FaultTable(option("--faults"), option("--results"), leads=_leads(config))
     )
+    config.pluginmanager.register(Choice(option("--integrations") or option("--faults")))
     # torch's stores look up a name for the address of each connection, for log messages only. It
     # takes seconds where no name server answers.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")

@@ -141,6 +141,7 @@ def _abort_and_rejoin(
     return seen, said, longest_s
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("aborted")
 @pytest.mark.parametrize("options", [{"replication_factor": 2}, {"memory": True}], ids=str)
 def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(

@@ -237,6 +237,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return root / "shared", stores(root, 1)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.fault("world-size")
 @pytest.mark.parametrize("world_size", [3, 1])
 @pytest.mark.parametrize("tier", ["nodes", "shared"])

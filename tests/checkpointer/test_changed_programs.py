@@ -165,12 +165,14 @@ def _look(state: dict[str, Any]) -> list[Any]:
     return [fills, rate, *(state[key].at for key in ("loader", "ema") if key in state)]
 
 
+@pytest.mark.rows(2)
 def test_only_the_parts_that_are_named_are_loaded(places: Places, tier: str, ranks: int) -> None:
     found = _resume(places, tier, ranks, _as_saved, {"only": ["net"]}, _look)
 
     assert found == [(1, [[3.0, 3.0], 5.0, 100 * rank + 7]) for rank in range(ranks)]
 
 
+@pytest.mark.rows(2)
 def test_a_part_that_is_skipped_stays_as_it_is_made(places: Places, tier: str, ranks: int) -> None:
     arguments = {"skip": ["optimizer", "loader"]}
 
@@ -179,6 +181,7 @@ def test_a_part_that_is_skipped_stays_as_it_is_made(places: Places, tier: str, r
     assert found == [(1, [[3.0, 3.0], 5.0, 100 * rank + 7]) for rank in range(ranks)]
 
 
+@pytest.mark.rows(2)
 def test_a_part_that_is_no_more_is_skipped_by_its_old_name(
     places: Places, tier: str, ranks: int
 ) -> None:
@@ -189,6 +192,7 @@ def test_a_part_that_is_no_more_is_skipped_by_its_old_name(
     assert found == [(1, [[3.0, 3.0], None, 100 * rank + 7]) for rank in range(ranks)]
 
 
+@pytest.mark.rows(2)
 def test_a_renamed_part_is_found_under_its_older_name(
     places: Places, tier: str, ranks: int
 ) -> None:
@@ -199,6 +203,7 @@ def test_a_renamed_part_is_found_under_its_older_name(
     assert found == [(1, [[3.0, 3.0], 3.0, 100 * rank + 7]) for rank in range(ranks)]
 
 
+@pytest.mark.rows(2)
 def test_in_part_new_values_stay_and_old_ones_are_let_go(
     places: Places, tier: str, ranks: int
 ) -> None:
@@ -209,6 +214,7 @@ def test_in_part_new_values_stay_and_old_ones_are_let_go(
     assert found == [(1, [[3.0, 3.0, 5.0, 5.0], None, 1, 2])] * ranks
 
 
+@pytest.mark.rows(2)
 def test_a_changed_program_that_says_nothing_is_told_what_it_may_say(
     places: Places, tier: str, ranks: int
 ) -> None:
@@ -233,6 +239,7 @@ def _with_all_changed(rank: int, sharded: int) -> dict[str, Any]:
     return {"net": net, "optimizer": optimizer, "place": state["loader"], "loader": _Position(1)}
 
 
+@pytest.mark.rows(2)
 def test_all_that_a_program_changed_is_told_in_one_error(
     places: Places, tier: str, ranks: int
 ) -> None:

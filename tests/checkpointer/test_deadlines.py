@@ -36,6 +36,7 @@ def _make(rank: int, world_size: int, leaves: str) -> tuple[str, float, list[str
     return str(lost.value), time.monotonic() - began, lines
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("leaves", ["none", "before the strategy"])
 def test_a_rank_that_does_not_come_is_waited_for_in_time_and_named_meanwhile(
     leaves: str, tmp_path: Path

@@ -24,6 +24,7 @@ def run_lives(
     return outcomes
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("tier", ["nodes", "shared"])
 @pytest.mark.parametrize("world_size", [1, 2])

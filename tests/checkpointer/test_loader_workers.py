@@ -123,6 +123,7 @@ with localckpt.Checkpointer({"m": model}, local=sys.argv[1], every=100_000) as c
 """
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("batches", "is_saved"), [(1, True), (2, False)])
 def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_has_changed(
     batches: int, is_saved: bool, tmp_path: Path, environment: dict[str, str]
@@ -171,6 +172,7 @@ if sys.argv[1] == "killed":
 """
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("by", "started_by"),
     [("exit", "fork"), ("killed", "fork"), ("exit", "spawn"), ("exit", "forkserver")],

@@ -34,6 +34,7 @@ def _assert_goes_on(found: list[Outcome], expected: list[Outcome]) -> None:
         assert outcome.buffers == reference.buffers
 
 
+@pytest.mark.rows(2)
 @pytest.mark.fault("trainer-dies", "lost-nodes")
 @pytest.mark.parametrize(
     ("sharding", "world_size"),
@@ -67,6 +68,7 @@ def test_a_loop_that_is_killed_goes_on_bit_for_bit(
         _assert_goes_on(found, expected)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("memory", [False, True], ids=["disk", "memory"])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_its_state_is_safe(

@@ -47,6 +47,7 @@ def _run(
     return outcomes
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2", "fsdp1"])
 def test_a_job_that_lost_all_nodes_goes_on_bit_for_bit_from_shared_storage(

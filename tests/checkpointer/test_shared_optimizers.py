@@ -98,6 +98,7 @@ def _assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.rows(4)
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
 @pytest.mark.parametrize(("steps", "has_gradients"), [(0, False), (2, True)])
@@ -378,6 +379,7 @@ def _train_sharded(
     return "", whole
 
 
+@pytest.mark.rows(2)
 @pytest.mark.fault("world-size")
 @pytest.mark.parametrize("kind", ["AdamW", "SGD-momentum", "ASGD"])
 @pytest.mark.parametrize(("sharding", "others"), [("fsdp2", 3), ("ddp", 1), ("fsdp2", 1)])

@@ -105,6 +105,7 @@ def _job(folder: Path, *, slow: str = "", tier: str = "nodes", steps: int = 1000
             rank.wait()
 
 
+@pytest.mark.rows(1)
 @_LONG
 @pytest.mark.parametrize(
     ("tier", "slow"),
@@ -166,6 +167,7 @@ def test_storage_that_answers_has_the_last_step_on_both_tiers(tmp_path: Path) ->
         shutil.move(tmp_path / "lost", tmp_path / lost)
 
 
+@pytest.mark.rows(1)
 @_LONG
 @pytest.mark.parametrize("slow_from", ["resume", "first save"])
 def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(

@@ -38,6 +38,7 @@ print("alive")
 """
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("order", "is_heard"), [("012", False), ("120", False), ("201", True), ("210", True)]
 )

@@ -25,6 +25,7 @@ NBYTES = (4 << 30) + (1 << 20) + 8
 NEEDED = 12 << 30
 
 
+@pytest.mark.long
 def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> None:
     if psutil.virtual_memory().available < NEEDED or shutil.disk_usage(tmp_path).free < NEEDED:
         pytest.skip("needs 12 GiB of memory and of disk")

@@ -1,9 +1,11 @@
 """Which of the tests a run has: the lanes, and the rows that are drawn of a large product.
 
-A plain run is what a newcomer waits for. It has one example of each framework
-(``@pytest.mark.example``) of all that starts one (``@pytest.mark.framework``), and of a test that is
-marked ``@pytest.mark.rows(n)`` n of its rows. The commit draws them, so that another commit runs
-others; rows that once failed (``@pytest.mark.kept``) are always among them. ``--faults`` runs all.
+A plain run is what a newcomer waits for. Of all tests that start a framework
+(``@pytest.mark.framework``) it has one example for each (``@pytest.mark.example``), and of a test
+that is marked ``@pytest.mark.rows(n)`` n of its rows. The commit draws them, so that another commit
+runs others; rows that once failed (``@pytest.mark.kept``) are always among them. The two kinds of
+stores, disk and memory, are crossed with all that a store does in ``tests/storage``; elsewhere
+a row runs with one of the two. ``--faults`` runs all.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from tests.faults.results import version_of
 __all__ = ["Choice", "drawn"]
 
 _DRAW = "LOCALCKPT_TEST_DRAW"
+_KINDS = ("disk", "memory")
+_STORAGE = Path(__file__).parent / "storage"
 
 
 def drawn(rows: Iterable[str], count: int, draw: str) -> set[str]:
@@ -61,17 +65,37 @@ class Choice:
             items[:] = run
 
     def _left_out(self, items: list[pytest.Item]) -> set[str]:
+        of_one_row = defaultdict[tuple[str, ...], list[pytest.Item]](list)
+        for item in items:
+            of_one_row[_row_whatever_the_kind(item)].append(item)
+        left_out = set[str]()
+        for kinds in of_one_row.values():
+            left_out |= self._but(1, kinds)
         rows = defaultdict[str, list[pytest.Item]](list)
         for item in items:
-            if item.get_closest_marker("rows") is not None:
-                rows[item.nodeid.partition("[")[0]].append(item)
-        left_out = set[str]()
+            if item.nodeid not in left_out and item.get_closest_marker("rows") is not None:
+                rows[_test(item)].append(item)
         for of_one_test in rows.values():
             mark = of_one_test[0].get_closest_marker("rows")
             assert mark is not None
-            free = {item.nodeid for item in of_one_test if item.get_closest_marker("kept") is None}
-            left_out |= free - drawn(free, *mark.args, self._draw)
+            left_out |= self._but(mark.args[0], of_one_test)
         return left_out
+
+    def _but(self, count: int, items: list[pytest.Item]) -> set[str]:
+        free = {item.nodeid for item in items if item.get_closest_marker("kept") is None}
+        return free - drawn(free, count, self._draw)
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _row_whatever_the_kind(item: pytest.Item) -> tuple[str, ...]:
+    call = getattr(item, "callspec", None)
+    if call is None or call.params.get("kind") not in _KINDS or _STORAGE in item.path.parents:
+        return (item.nodeid,)
+    others = [(name, value) for name, value in call.params.items() if name != "kind"]
+    return (_test(item), *(f"{name}={value!r}" for name, value in sorted(others)))
 
 
 def _is_of_a_framework(item: pytest.Item) -> bool:

@@ -123,13 +123,29 @@ def raise_if_aborted() -> None:
             raise abort.error()
 
 
+_STARTED_S = 10.0
+
+
+class _Started(Latch):
+    """Latch that Python's start of a thread waits for.
+
+    A new thread for whose first frame there is no memory ends without a word, and is not to be
+    waited for.
+    """
+
+    def wait(self, timeout_s: float | None = None, *others: Latch) -> bool:
+        if not super().wait(_STARTED_S if timeout_s is None else timeout_s, *others):
+            raise RuntimeError(f"a new thread did not begin within {_STARTED_S:g} s")
+        return True
+
+
 class _Thread(threading.Thread):
     """Thread whose start waits by a latch, so that an interrupt of it leaves no lock behind."""
 
     def __init__(self, task: Task[Any], name: str, is_awaited: bool) -> None:
         # Python's own wait for threads that are no daemons has no deadline.
         super().__init__(target=task.run, name=name, daemon=True)
-        self._started = Latch()
+        self._started = _Started()
         self.over, self.is_awaited = task.over, is_awaited
 
     def run(self) -> None:
@@ -167,7 +183,7 @@ class Task(Ending, Generic[T]):
     def start(self, name: str, *, daemon: bool) -> None:
         """Run the task in a new thread, which exit awaits unless it is a ``daemon``.
 
-        Raises RuntimeError where no thread can be started.
+        Raises RuntimeError where no thread can be started; one that begins late may still run it.
         """
         thread = _Thread(self, name, is_awaited=not daemon)
         _threads[thread] = None

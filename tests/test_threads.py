@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import _weakrefset
 import dis
 import gc
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from localckpt import PeerLostError
+from localckpt.memory.copying import Copier
 from localckpt.ranks.deadline import Patience, StoreWait, ask_until_stopped, interruptible
 from localckpt.threads import Latch, SerialThread, Task, end_all
 from tests.interrupts import Interrupter, slow_to_begin_tasks
@@ -308,3 +310,41 @@ def test_the_exit_waits_for_a_thread_whose_task_is_over() -> None:
     )
 
     assert done.stdout == "ended\n"
+
+
+def _lose_starts(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Have new threads never begin, as where there is no memory for their first frame."""
+    lost: list[Callable[[], object]] = []
+    of_this_python = [
+        n for n in ("_start_joinable_thread", "_start_new_thread") if hasattr(threading, n)
+    ]
+    monkeypatch.setattr(threading, of_this_python[0], lambda begin, *_, **__: lost.append(begin))
+    monkeypatch.setattr("localckpt.threads._STARTED_S", 0.05)
+    return lost
+
+
+def test_the_work_of_a_thread_that_never_begins_is_done_by_its_caller_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = list(range(100))
+    done: list[int] = []
+    lost = _lose_starts(monkeypatch)
+
+    Copier(4).share(pieces, done.extend)
+    assert interruptible(lambda: "called", lambda: None) == "called"
+    monkeypatch.undo()
+    # They begin after all.
+    for begin in lost:
+        _thread.start_new_thread(begin, ())
+    time.sleep(0.5)
+
+    assert sorted(done) == pieces
+    assert len(lost) == 2
+
+
+def test_a_thread_that_does_not_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = _lose_starts(monkeypatch)
+
+    with pytest.raises(RuntimeError, match=r"did not begin within 0\.05 s"):
+        Task(lambda: None).start("localckpt-test", daemon=True)
+    _thread.start_new_thread(lost[0], ())

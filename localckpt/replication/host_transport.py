@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from localckpt.replication.progress import (
     raise_first,
 )
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
+from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import Pacer
 
 # One chunk is sent while the next is read.
@@ -51,7 +52,7 @@ class HostTransport:
         self._connections = connections
         self._chunk_nbytes = chunk_nbytes
         self._pacer = Pacer(rate_limit)
-        self._given_up = False
+        self._given_up = Latch()
 
     def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         sent = sum(source.nbytes for _, source in sends)
@@ -76,7 +77,7 @@ class HostTransport:
                 raise
             messages.count_arrived()
             forget_frames(error)
-            if self._given_up:
+            if self._given_up.is_set():
                 raise PeerLostError(
                     f"rank {self.rank} was exchanging shards, and gave it up. What was saved "
                     f"before stands."
@@ -90,30 +91,36 @@ class HostTransport:
         self, sends: Sends, receives: Receives, messages: Messages, progress: Progress
     ) -> None:
         failures: list[BaseException] = []
-        receivers: list[threading.Thread] = []
+        receivers: list[tuple[Task[None], Latch]] = []
         try:
             for peer, arrivals in self._ask(receives, messages).items():
                 # One each, so that a peer that is slow does not hold back answers to another.
-                receiver = threading.Thread(
-                    target=self._receive,
-                    args=(peer, arrivals, messages, progress, failures),
-                    name=f"localckpt-receive-{peer}",
-                    daemon=True,
-                )
-                receiver.start()
-                receivers.append(receiver)
+                taken = Latch()
+                receive = partial(self._receive, peer, arrivals, messages, progress)
+                receiver = Task(partial(receive, failures, taken))
+                receivers.append((receiver, taken))
+                receiver.start(f"localckpt-receive-{peer}", daemon=True)
             self._send(sends, messages)
         except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
             failures.append(error)
             self._disconnect()
-        for receiver in receivers:
-            receiver.join()
+        with Shielded():
+            for receiver, taken in receivers:
+                # One that could not be started is called off.
+                if failures and receiver.call_off():
+                    continue
+                # Until then it uses the memory.
+                taken.wait()
+                # gloo may lose an answer when connections are closed, and its wait lasts for long.
+                receiver.over.wait(None, self._given_up)
+        if not (failures or all(receiver.done() for receiver, _ in receivers)):
+            failures.append(PeerFailed([peer for peer, _ in receives]))
         if failures:
             raise_first(failures)
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
-        self._given_up = True
+        self._given_up.set()
         self._disconnect()
 
     def close(self) -> None:
@@ -134,12 +141,16 @@ class HostTransport:
         messages: Messages,
         progress: Progress,
         failures: list[BaseException],
+        taken: Latch,
     ) -> None:
         """Answer one peer's chunks; runs in a thread of its own."""
         answers: list[dist.Work] = []
         try:
-            for chunk in arrivals:
-                answers.append(messages.take(chunk))  # noqa: PERF401 - kept when one fails
+            try:
+                for chunk in arrivals:
+                    answers.append(messages.take(chunk))  # noqa: PERF401 - kept when one fails
+            finally:
+                taken.set()
             for answer in answers:
                 progress.wait(peer, answer)
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one

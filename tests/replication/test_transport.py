@@ -462,6 +462,47 @@ def test_a_pause_of_the_rate_limit_ends_when_the_exchange_is_aborted() -> None:
     assert peer < 15.0
 
 
+class _LosingConnections(HostConnections):
+    """Connections that lose what this rank answers, and whose waits for it last."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return _Lost() if tensor.numel() == 0 else super().send(tensor, peer, tag)
+
+
+class _Lost:
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+
+
+def _abort_while_an_answer_is_lost(rank: int, world_size: int) -> float:
+    connections = (HostConnections, _LosingConnections)[rank]("lost", [0, 1], rank, 60.0)
+    transport = HostTransport(connections)
+    room = memoryview(bytearray(_CHUNK))
+    sends = [(1, MemorySource(memoryview(b"\x01" * _CHUNK)))] if rank == 0 else []
+
+    def abort() -> None:
+        deadline = time.monotonic() + 30.0
+        while room[-1] == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        transport.abort()
+
+    aborting = threading.Thread(target=abort)
+    if rank == 1:
+        aborting.start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError):
+        transport.exchange(sends, [] if rank == 0 else [(0, room)], 60.0)
+    took = time.monotonic() - began
+    if rank == 1:
+        aborting.join(20.0)
+    transport.close()
+    return took
+
+
+def test_an_exchange_that_is_aborted_waits_for_no_answer_that_was_lost() -> None:
+    assert max(run_ranks(_abort_while_an_answer_is_lost, 2)) < 20.0
+
+
 def _lose_a_peer_without_a_collector(rank: int, world_size: int) -> bool:
     transport = _host_transport(_CHUNK)
     if rank == 0:

@@ -495,7 +495,8 @@ class RootLock:
         self.require_own()
         lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
         try:
-            if self._acquire(lock, min(timeout_s, _PATIENCE_S)):
+            # Well before the caller takes it for storage that does not answer.
+            if self._acquire(lock, min(timeout_s / 2, _PATIENCE_S)):
                 with storage_errors("write to", self._root):
                     text = f"process {Owner.me()} on {socket.gethostname()}"
                     replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))

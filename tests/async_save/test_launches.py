@@ -131,6 +131,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[Way, str], Trainer]]:
         process.communicate(timeout=PATIENCE_S)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("way", "end"),
     [

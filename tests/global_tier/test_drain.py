@@ -1023,7 +1023,7 @@ def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:
     with make_manager("disk", root / f"node{rank}") as nodes:
         nodes.save(_large(rank), 5)
         shared = manager_on(root / "shared", timeout=2.0)
-        queue = AsyncCallsQueue(timeout_s=2 * MAX_S)
+        queue = AsyncCallsQueue(timeout_s=8.0)
         queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=5e6))
         if rank == 1:
             announce("begun")

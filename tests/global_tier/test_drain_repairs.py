@@ -377,6 +377,7 @@ def _refused(rank: int, world_size: int, root: Path) -> list[str]:
 
 
 # Several runs have chunks of their own in a drain.
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", sorted(MISDESCRIBED.keys() - {"runs"}))
 def test_a_dtensor_that_torch_would_describe_as_another_part_is_refused_whoever_reads_it(
     kind: str, tmp_path: Path

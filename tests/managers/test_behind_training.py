@@ -814,6 +814,7 @@ def _hesitate(rank: int, world_size: int, before: str) -> str:
     return told
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize(
     ("before", "says"),

@@ -89,6 +89,7 @@ def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
     return (node_dirs if kind == "disk" else shm_roots)(2)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.fault("bad-copies")
 @pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE, _END], ids=["start", "middle", "end"])
 def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(

@@ -199,6 +199,7 @@ def _restart(
     )
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 3), (4, 2), (8, 5), (4, 1)])
 def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     before: int, after: int, dirs: Dirs, tmp_path: Path
@@ -209,6 +210,7 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
 
 
 # Parity is of three ranks or more. A smaller job that goes on has copies, or nothing.
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (4, 2), (8, 5), (4, 1)])
 def test_the_same_holds_where_the_lost_shards_are_computed_from_parity(
     before: int, after: int, dirs: Dirs, tmp_path: Path
@@ -218,6 +220,7 @@ def test_the_same_holds_where_the_lost_shards_are_computed_from_parity(
     _restart([before], [after], kinds, dirs, tmp_path, "parity")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("before", "after", "kinds"),
     [

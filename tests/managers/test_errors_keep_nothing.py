@@ -81,6 +81,7 @@ def _kept_after_error(call: Callable[[Any], object], argument: Callable[[], Any]
     return handle()() is not None
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("state", [_larger, _not_to_be_pickled])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

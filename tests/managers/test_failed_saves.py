@@ -442,6 +442,7 @@ def _resume_after_a_death(rank: int, world_size: int, kind: str, latest: list[in
     return found
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize(
     ("kind", "point", "victim"),

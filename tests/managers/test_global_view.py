@@ -309,6 +309,7 @@ def _load_onto_another_mesh(
             assert given[name].device_mesh.shape == now
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize(("saved", "now"), [((2,), (1, 2)), ((1, 2), (2,)), ((2,), (2,))])
 def test_as_many_ranks_load_the_same_parts_into_tensors_on_another_mesh_and_train(

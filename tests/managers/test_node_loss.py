@@ -110,6 +110,7 @@ def _clique_of(rank: int, params: Sequence[int], world_size: int) -> list[int]:
     return next(c for c in parse_group_sequence(*params, world_size) if rank in c)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "params"),
@@ -246,6 +247,7 @@ def _come_back_elsewhere(
     lives.end()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.fault("moved-ranks")
 @pytest.mark.parametrize(
     ("kind", "world_size", "params"),

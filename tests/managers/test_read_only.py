@@ -230,6 +230,7 @@ with _make(sys.argv[1], Path(sys.argv[2]), keep_last=1) as writer:
 """
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("tier", ["disk", "memory", "shared"])
 def test_no_load_fails_beside_a_job_that_saves_as_often_as_it_can(
     tier: str, tmp_path: Path, shm_roots: Dirs

@@ -120,6 +120,7 @@ def _lose_and_save_on(
         return told
 
 
+@pytest.mark.rows(4)
 @pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize("is_async", [True, False], ids=["behind training", "at once"])
 @pytest.mark.parametrize("kind", KINDS)

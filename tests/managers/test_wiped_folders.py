@@ -76,6 +76,7 @@ def _wipe_in_turn(rank: int, world_size: int, kind: str, ranks_per_node: int) ->
     repl.close()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("kind", "ranks_per_node"), [("disk", 1), ("memory", 1), ("disk", 2)])
 def test_a_node_that_is_wiped_holds_nothing_and_is_loaded_from_its_peers(
     kind: str, ranks_per_node: int, node_dirs: Dirs, shm_roots: Dirs

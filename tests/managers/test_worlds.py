@@ -92,6 +92,7 @@ def _assert_copies(
     assert sorted(found) == expected
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node", "kind"),
     [

@@ -309,6 +309,7 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
     store.close()
 
 
+@pytest.mark.rows(4)
 @pytest.mark.fault("refused-io")
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
@@ -346,6 +347,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
     store.close()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.fault("kill-save")
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])

@@ -52,7 +52,8 @@ class HostTransport:
         self._connections = connections
         self._chunk_nbytes = chunk_nbytes
         self._pacer = Pacer(rate_limit)
-        self._given_up = Latch()
+        self._given_up = False
+        self._cut = Latch()
 
     def exchange(self, sends: Sends, receives: Receives, timeout_s: float) -> None:
         sent = sum(source.nbytes for _, source in sends)
@@ -77,7 +78,7 @@ class HostTransport:
                 raise
             messages.count_arrived()
             forget_frames(error)
-            if self._given_up.is_set():
+            if self._given_up:
                 raise PeerLostError(
                     f"rank {self.rank} was exchanging shards, and gave it up. What was saved "
                     f"before stands."
@@ -111,8 +112,8 @@ class HostTransport:
                     continue
                 # Until then it uses the memory.
                 taken.wait()
-                # gloo may lose an answer when connections are closed, and its wait lasts for long.
-                receiver.over.wait(None, self._given_up)
+                # gloo may lose an answer when connections are cut, and its wait lasts for long.
+                receiver.over.wait(None, self._cut)
         if not (failures or all(receiver.done() for receiver, _ in receivers)):
             failures.append(PeerFailed([peer for peer, _ in receives]))
         if failures:
@@ -120,7 +121,7 @@ class HostTransport:
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
-        self._given_up.set()
+        self._given_up = True
         self._disconnect()
 
     def close(self) -> None:
@@ -191,3 +192,4 @@ class HostTransport:
         self.broken = True
         self._pacer.stop()
         self._connections.disconnect()
+        self._cut.set()

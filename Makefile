@@ -8,7 +8,7 @@ UPSTREAM := .venv/upstream/.installed
 UPSTREAM_OLDEST := .venv/upstream-oldest/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-integrations test-matrix faults lint format docs bench clean test-tools
+.PHONY: help demo test test-integrations test-matrix faults mutants lint format docs bench clean test-tools
 
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
@@ -21,6 +21,7 @@ help:
 	@echo '              GO_ON=1: only what has not held in the run before, and the table of both;'
 	@echo '              TESTS=tests/storage: only these;'
 	@echo '              SEED= or STEPS=: the random campaign alone, for as long as it takes'
+	@echo 'make mutants  break the product in one line after the other; the tests fail for each'
 	@echo 'make lint     ruff, ruff format --check, mypy --strict'
 	@echo 'make format   let ruff rewrite what it can'
 	@echo 'make docs     build the documentation site into build/docs, strictly'
@@ -67,6 +68,9 @@ CAMPAIGN = $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/fa
 
 # Long forms take minutes or hours, in which the stacks of all threads would tell of nothing.
 PATIENCE = --timeout=1800 --override-ini=faulthandler_timeout=0
+
+mutants: $(STAMP) test-tools
+	$(BIN)/python -m tests.mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

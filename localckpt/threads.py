@@ -1,8 +1,7 @@
 """Threads, and waits for them that neither a signal handler nor an interrupt can break.
 
-The standard library's events and futures are Python code under a lock: a signal handler that sets
-one may wait for the lock of the code that it interrupted, and its own exit waits for threads as
-long as they run.
+The standard library's events and futures are Python code under a lock, for which a signal handler
+that sets one may wait; its exit waits for threads as long as they run.
 """
 
 from __future__ import annotations
@@ -19,6 +18,9 @@ from typing import Any, Generic, TypeVar, cast
 from weakref import finalize
 
 T = TypeVar("T")
+
+# Longest waits for a thread that is to begin, and for the end of one whose task is over.
+_STARTED_S, _ENDING_S = 10.0, 5.0
 
 
 class Latch:
@@ -49,8 +51,7 @@ class Latch:
 
         Raises the error of an :class:`Abort` that is set, and that the call is made inside of.
         """
-        aborts = _aborts()
-        latches = (self, *others, *aborts)
+        latches = (self, *others, *aborts())
         # Not a SimpleQueue, which waits for ever if a short timeout passes while it is entered.
         held = threading.Lock()
         held.acquire()
@@ -81,10 +82,10 @@ class Abort(Latch):
 
     def __enter__(self) -> None:
         self._inside.append(threading.get_ident())
-        _ambient.aborts = (*_aborts(), self)
+        _ambient.aborts = (*aborts(), self)
 
     def __exit__(self, *_: object) -> None:
-        _ambient.aborts = _aborts()[:-1]
+        _ambient.aborts = aborts()[:-1]
         self._inside.remove(threading.get_ident())
 
     def is_left(self) -> bool:
@@ -96,42 +97,31 @@ class Abort(Latch):
 _ambient = threading.local()
 
 
-def _aborts() -> tuple[Abort, ...]:
-    aborts: tuple[Abort, ...] = getattr(_ambient, "aborts", ())
-    return aborts
+def aborts() -> tuple[Abort, ...]:
+    """Return those that this thread is inside of."""
+    inside: tuple[Abort, ...] = getattr(_ambient, "aborts", ())
+    return inside
 
 
 class Shielded:
     """Context of what has to be done even if the call that it is a part of is aborted."""
 
     def __enter__(self) -> None:
-        self._aborts, _ambient.aborts = _aborts(), ()
+        self._aborts, _ambient.aborts = aborts(), ()
 
     def __exit__(self, *_: object) -> None:
         _ambient.aborts = self._aborts
 
 
-def can_be_aborted() -> bool:
-    """Return whether this thread is inside of an :class:`Abort`."""
-    return bool(_aborts())
-
-
 def raise_if_aborted() -> None:
     """Raise the error of an :class:`Abort` that is set, and that the call is made inside of."""
-    for abort in _aborts():
+    for abort in aborts():
         if abort.is_set():
             raise abort.error()
 
 
-_STARTED_S = 10.0
-
-
 class _Started(Latch):
-    """Latch that Python's start of a thread waits for.
-
-    A new thread for whose first frame there is no memory ends without a word, and is not to be
-    waited for.
-    """
+    """Latch of a start: a thread without memory for its first frame ends without a word."""
 
     def wait(self, timeout_s: float | None = None, *others: Latch) -> bool:
         if not super().wait(_STARTED_S if timeout_s is None else timeout_s, *others):
@@ -292,8 +282,6 @@ _threads: dict[_Thread, None] = {}
 # A fork has none of these threads.
 os.register_at_fork(after_in_child=_threads.clear)
 _exit_at = inf
-# Longest wait for a thread whose task is over.
-_ENDING_S = 5.0
 
 
 def exit_by(at: float) -> None:

@@ -43,20 +43,16 @@ class Pacer:
     def __init__(self, rate_limit: float | None = None) -> None:
         self._rate = math.inf if rate_limit is None else rate_limit
         self._next_at = 0.0
-        self._stopped, self._lifted = Latch(), Latch()
+        self.stopped, self._lifted = Latch(), Latch()
 
     def wait(self, nbytes: int) -> None:
         """Return when so many bytes may be sent, or at once when pauses were ended."""
-        self._stopped.wait(max(0.0, self._next_at - time.monotonic()), self._lifted)
+        self.stopped.wait(max(0.0, self._next_at - time.monotonic()), self._lifted)
         self._next_at = max(self._next_at, time.monotonic()) + nbytes / self._rate
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
 
     def stop(self) -> None:
         """End all pauses, from another thread too: who sends then finds its connections cut."""
-        self._stopped.set()
+        self.stopped.set()
 
     def lift(self) -> None:
         """Have no limit from now on; another thread may call it."""

@@ -377,7 +377,7 @@ class Drain(BackgroundSave):
         self._check()
 
     def _check(self) -> None:
-        if self._pacer.is_stopped:
+        if self._pacer.stopped.is_set():
             raise PeerLostError(
                 f"the drain of iteration {self.iteration} was stopped: begun again, it "
                 f"goes on where it was. The checkpoint on the nodes is as it was"

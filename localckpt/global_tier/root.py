@@ -488,14 +488,13 @@ class RootLock:
         self._noted = ""
 
     def take(self, timeout_s: float) -> None:
-        """Take it, if this process has not; where the file system has no locks, that is logged."""
+        """Take it in half of the time that callers wait; a file system without locks is logged."""
         self.look()
         if self._lock is not None:
             return
         self.require_own()
         lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
         try:
-            # Well before the caller takes it for storage that does not answer.
             if self._acquire(lock, min(timeout_s / 2, _PATIENCE_S)):
                 with storage_errors("write to", self._root):
                     text = f"process {Owner.me()} on {socket.gethostname()}"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.failure_texts import short
-from localckpt.threads import Latch, Task, can_be_aborted, end_all
+from localckpt.threads import Latch, Task, aborts, end_all
 from localckpt.waiting import wait_until
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def interruptible(call: Callable[[], T], stop: Callable[[], None]) -> T:
     Then it is told to stop.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main or can_be_aborted()):
+    if not (is_main or aborts()):
         return call()
     task = Task(call)
     try:

@@ -54,6 +54,7 @@ class HostConnections:
         # For each peer a gloo group of torch's that both are in, and the peer's place there.
         self._ways: dict[int, tuple[Any, int]] = {}
         self._process = os.getpid()
+        here = f"localckpt/transport/{name}"
         groups = [sorted((rank, peer)) for peer in sorted(ranks)] if in_pairs else [list(ranks)]
         openings: list[_Opening] = []
         try:
@@ -61,7 +62,7 @@ class HostConnections:
             for members in groups:
                 # A process that is alone connects to nobody, and may have no store.
                 if members != [rank]:
-                    part = PrefixStore(f"{members[0]}-{members[-1]}", _part_of_store(name))
+                    part = PrefixStore(f"{here}/{members[0]}-{members[-1]}", default_store())
                     openings.append(_Opening(part, members, rank, timeout_s, is_given_up))
             for opening in openings:
                 group = opening.finish()
@@ -157,10 +158,6 @@ class _Opening:
 
     def give_up(self) -> None:
         self.asking.close(given_up_by=self._rank)
-
-
-def _part_of_store(name: str) -> Store:
-    return PrefixStore(f"localckpt/transport/{name}", default_store())
 
 
 class _AskingStore(Store):

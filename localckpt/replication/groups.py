@@ -144,10 +144,6 @@ class GroupWrapper:
             raise MismatchError(f"the group of ranks {self.ranks} has no member {group_rank}")
         return self.ranks[group_rank]
 
-    def supports(self, device_type: str) -> bool:
-        """True if tensors on such a device can be sent point to point."""
-        return device_type in self.supported_devices
-
 
 def default_replication_jump() -> int:
     """The number of ranks on a node, so that consecutive members of a clique are on other nodes."""

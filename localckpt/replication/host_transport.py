@@ -99,20 +99,16 @@ class HostTransport:
                 taken = Latch()
                 receive = partial(self._receive, peer, arrivals, messages, progress)
                 receiver = Task(partial(receive, failures, taken))
-                receivers.append((receiver, taken))
                 receiver.start(f"localckpt-receive-{peer}", daemon=True)
+                receivers.append((receiver, taken))
             self._send(sends, messages)
         except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
             failures.append(error)
             self._disconnect()
         with Shielded():
             for receiver, taken in receivers:
-                # One that could not be started is called off.
-                if failures and receiver.call_off():
-                    continue
-                # Until then it uses the memory.
+                # Then it uses the memory no more. gloo may lose an answer when connections are cut.
                 taken.wait()
-                # gloo may lose an answer when connections are cut, and its wait lasts for long.
                 receiver.over.wait(None, self._cut)
         if not (failures or all(receiver.done() for receiver, _ in receivers)):
             failures.append(PeerFailed([peer for peer, _ in receives]))

@@ -314,7 +314,7 @@ class MemberStrategy(ReplicationStrategy):
         self._cliques = cliques
         everyone, ranks = GroupWrapper(), self._world()
         (mine,) = (clique for clique in cliques if ranks.rank in clique)
-        if not (self._on_devices and everyone.supports("cuda")):
+        if not (self._on_devices and "cuda" in everyone.supported_devices):
             members = [ranks.global_ranks[place] for place in mine]
             self._use(GroupWrapper.of_ranks(members), ranks.timeout_s)
             return

@@ -65,9 +65,6 @@ class Progress:
         """Time until the deadline; never zero, which torch would take for no limit."""
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
-    def is_over(self) -> bool:
-        return time.monotonic() > self._deadline
-
     @contextmanager
     def blaming(self, *peers: int) -> Iterator[None]:
         """Attribute what the process group, or a socket, raises inside to these peers."""
@@ -84,9 +81,10 @@ class Progress:
     def explain(self, failed: PeerFailed) -> PeerLostError:
         """Make the error for the caller, once all bytes that came are counted."""
         cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
-        what = f"did not finish within {self._timeout_s:g} s" if self.is_over() else "was lost"
+        is_over = time.monotonic() > self._deadline
+        what = f"did not finish within {self._timeout_s:g} s" if is_over else "was lost"
         named = list(failed.peers)
-        if self.is_over():
+        if is_over:
             named += [peer for peer in self.lacking() if peer not in named]
         progress = ", ".join(self.of(peer) for peer in named)
         return PeerLostError(

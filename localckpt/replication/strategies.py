@@ -201,7 +201,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         group, clique = self._clique, self._clique_ranks
-        on_gpu = tensors_on_gpu and group.supports("cuda")
+        on_gpu = tensors_on_gpu and "cuda" in group.supported_devices
         announced = self._announce(source, ckpt_id, error, step_s, on_gpu)
         what = f"iteration {ckpt_id.iteration}"
 
@@ -250,7 +250,7 @@ class CliqueReplicationStrategy(MemberStrategy):
 
     @property
     def sends_from_devices(self) -> bool:
-        return (self._formed or GroupWrapper()).supports("cuda")
+        return "cuda" in (self._formed or GroupWrapper()).supported_devices
 
     @property
     def _parameters(self) -> str:

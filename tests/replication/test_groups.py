@@ -174,8 +174,8 @@ def test_without_torch_distributed_there_is_a_world_of_one() -> None:
 
     assert (group.group, group.ranks, group.world_size) == (None, [0], 1)
     assert (group.my_group_rank, group.my_global_rank) == (0, 0)
-    assert group.supports("cpu")
-    assert not group.supports("cuda")
+    assert "cpu" in group.supported_devices
+    assert "cuda" not in group.supported_devices
     with pytest.raises(CheckpointingException, match="init_process_group"):
         GroupWrapper.from_list_of_groups([[0]])
 
@@ -185,7 +185,7 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
     assert GroupWrapper.wrap(world) is world
     assert GroupWrapper.wrap(dist.group.WORLD).ranks == list(range(world_size))
     assert "cpu:gloo" in world.backend
-    assert world.supports("cpu")
+    assert "cpu" in world.supported_devices
 
     mine = GroupWrapper.from_list_of_groups([[3, 1], [0, 2]], timeout_s=20)
     assert mine.world_size == 2

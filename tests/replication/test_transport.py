@@ -20,7 +20,8 @@ import torch.distributed as dist
 from localckpt.errors import MismatchError, PeerLostError, StorageError
 from localckpt.memory.host_memory import map_memory
 from localckpt.ranks import deadline
-from localckpt.replication.connections import HostConnections, _AskingStore, _part_of_store
+from localckpt.ranks.job_store import default_store
+from localckpt.replication.connections import HostConnections, _AskingStore
 from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.transport import connect
@@ -363,8 +364,12 @@ def test_a_rank_that_connects_notices_that_another_has_given_up() -> None:
     assert "rank 1 could not connect" in gave_up
 
 
+def _transports(name: str) -> dist.Store:
+    return dist.PrefixStore(f"localckpt/transport/{name}", default_store())
+
+
 def _find_an_address_that_was_removed(rank: int, world_size: int) -> None:
-    store = _AskingStore(_part_of_store("removed"), timedelta(seconds=20), lambda: False)
+    store = _AskingStore(_transports("removed"), timedelta(seconds=20), lambda: False)
     store.set("address", b"127.0.0.1")
     store.close()
     with pytest.raises(TimeoutError, match="address was removed"):

@@ -65,6 +65,8 @@ from tests.upstream.environment import import_upstream, needs
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 _WAIT_S = 60.0
+# So long may a rank be silent that is to be found lost, while a drain begins on a busy machine.
+_SILENT_S = 5.0
 
 
 class _Job:
@@ -521,21 +523,20 @@ def test_what_was_drained_is_known_after_a_restart(kind: str, tmp_path: Path) ->
         assert nodes.explain().drained == ()
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_rate_limit_is_kept(kind: str, tmp_path: Path) -> None:
-    state = {"weight": torch.randn(10_000_000)}
-    with _Job(tmp_path, kind=kind) as job:
+def test_a_rate_limit_is_kept(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(1_500_000)}
+    with _small_pieces(), _Job(tmp_path) as job:
         job.nodes.save(state, 5)
         began = time.monotonic()
-        job.begin(5, rate_limit=10e6)
+        job.begin(5, rate_limit=5e6)
         # Nobody has waited for it.
         assert not list(tmp_path.glob("shared/iteration*"))
         job.queue.wait_until_finished()
         seconds = time.monotonic() - began
 
     # All but the first piece waits for those before.
-    assert 32e6 / 10e6 < seconds
-    found = {"weight": torch.zeros(10_000_000)}
+    assert (6e6 - (1 << 20)) / 5e6 < seconds
+    found = {"weight": torch.zeros(1_500_000)}
     assert torch.equal(_loaded(tmp_path / "shared", found)["weight"], state["weight"])
 
 
@@ -1023,7 +1024,7 @@ def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:
     with make_manager("disk", root / f"node{rank}") as nodes:
         nodes.save(_large(rank), 5)
         shared = manager_on(root / "shared", timeout=2.0)
-        queue = AsyncCallsQueue(timeout_s=8.0)
+        queue = AsyncCallsQueue(timeout_s=_SILENT_S)
         queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=5e6))
         if rank == 1:
             announce("begun")

@@ -6,13 +6,15 @@ that run, and in those that it goes on with, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults.results import Outcome, Result, Results, version_of
 
-__all__ = ["FAULTS", "FaultTable"]
+__all__ = ["FAULTS", "FaultTable", "fixed_rows"]
 
 FAULTS = {
     "kill-save": (
@@ -162,6 +164,18 @@ FAULTS = {
 """Each fault by a short name: what it is, and what must happen."""
 
 _FAULTS_MADE = "faults"
+
+
+def fixed_rows(table: Iterable[Any], in_short: Container[Any]) -> list[Any]:
+    """Rows for ``parametrize``: the whole table with ``--faults``, else those in short."""
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            id="-".join(map(str, row)) if isinstance(row, tuple) else str(row),
+            marks=() if row in in_short else pytest.mark.long,
+        )
+        for row in table
+    ]
 
 
 class FaultTable:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.faults.campaign.job import SESSION, Setup, Trainer
 from tests.faults.campaign.remote import Answer, PerRank, Ranks
 from tests.faults.netns import CONTROL, DATA, STORE_ADDRESS, Network, enter
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import assert_same
 from tests.ranks import run_ranks
 
@@ -40,9 +41,6 @@ _NBYTES_PER_S = 12 << 20
 _CUT_AFTER_NBYTES = 4 << 20
 
 
-_LONG = pytest.mark.long
-
-
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """Which node is cut off, and from what; from nothing if its rank is stopped instead."""
@@ -54,16 +52,7 @@ class _Cut:
         return f"node {self.node}: {' and '.join(self.lines) or 'stopped'}"
 
 
-def _cuts(in_short: _Cut) -> pytest.MarkDecorator:
-    """Every node that is told apart, cut off in every way; in short, only that one."""
-    ways = product((1, 0), ((CONTROL, DATA), (CONTROL,), (DATA,), ()))
-    return pytest.mark.parametrize(
-        "cut",
-        [
-            pytest.param(cut, id=str(cut), marks=() if cut == in_short else _LONG)
-            for cut in (_Cut(*way) for way in ways)
-        ],
-    )
+_CUTS = [_Cut(*way) for way in product((1, 0), ((CONTROL, DATA), (CONTROL,), (DATA,), ()))]
 
 
 class _Node(Trainer):
@@ -241,8 +230,9 @@ def job(node_dirs: Dirs) -> Iterator[_Job]:
 
 
 @pytest.mark.fault("cut-network", "silent-peer")
-@pytest.mark.parametrize("node", [pytest.param(0, marks=_LONG), 1, pytest.param(2, marks=_LONG)])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("strict", "node"), fixed_rows(product((False, True), range(_WORLD_SIZE)), {(True, 1)})
+)
 def test_a_node_that_cannot_be_reached_costs_the_copies_or_if_strict_the_save(
     strict: bool, node: int, job: _Job
 ) -> None:
@@ -268,8 +258,9 @@ def test_a_node_that_cannot_be_reached_costs_the_copies_or_if_strict_the_save(
 
 
 @pytest.mark.fault("cut-network", "silent-peer")
-@_cuts(_Cut(1, (DATA,)))
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("strict", "cut"), fixed_rows(product((False, True), _CUTS), {(False, _Cut(1, (DATA,)))})
+)
 def test_replicas_that_stop_half_way_cost_the_copies_or_are_an_error_that_names_the_node(
     strict: bool, cut: _Cut, job: _Job
 ) -> None:
@@ -290,7 +281,7 @@ def test_replicas_that_stop_half_way_cost_the_copies_or_are_an_error_that_names_
 
 
 @pytest.mark.fault("cut-network", "silent-peer")
-@_cuts(_Cut(0, (CONTROL, DATA)))
+@pytest.mark.parametrize("cut", fixed_rows(_CUTS, {_Cut(0, ())}))
 def test_a_node_that_is_cut_off_never_makes_two_answers_of_find_latest(
     cut: _Cut, job: _Job
 ) -> None:
@@ -309,7 +300,7 @@ def test_a_node_that_is_cut_off_never_makes_two_answers_of_find_latest(
 
 
 @pytest.mark.fault("cut-network", "silent-peer")
-@_cuts(_Cut(1, (CONTROL,)))
+@pytest.mark.parametrize("cut", fixed_rows(_CUTS, {_Cut(1, (CONTROL,))}))
 def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_cut(
     cut: _Cut, job: _Job
 ) -> None:
@@ -330,7 +321,7 @@ def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_c
 
 
 @pytest.mark.fault("cut-network", "silent-peer")
-@_cuts(_Cut(1, (DATA,)))
+@pytest.mark.parametrize("cut", fixed_rows(_CUTS, {_Cut(1, (DATA,))}))
 def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
     cut: _Cut, job: _Job
 ) -> None:
@@ -347,7 +338,7 @@ def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
 
 
 @pytest.mark.fault("cut-network", "silent-peer", "world-size")
-@_cuts(_Cut(1, (DATA,)))
+@pytest.mark.parametrize("cut", fixed_rows(_CUTS, {_Cut(1, (DATA,))}))
 def test_a_load_into_another_sharding_that_is_cut_off_ends_in_time_and_can_be_done_again(
     cut: _Cut, job: _Job
 ) -> None:

@@ -9,8 +9,10 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from localckpt import CheckpointingException
 from tests.cli.commands import Answer, call
 from tests.faults.forged import small_state
 from tests.faults.small_store import NEWEST, limit_memory, write_store
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import KINDS, make_manager
 from tests.ranks import run_ranks
 from tests.state_dict.states import assert_same
@@ -25,13 +28,6 @@ from tests.state_dict.states import assert_same
 Dirs = Callable[[int], list[Path]]
 
 _READ_S = 10.0
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # Most of a store is the same whatever it is made of.
-    every = metafunc.config.getoption("--faults") or "name" not in metafunc.fixturenames
-    if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", KINDS if every else KINDS[:1])
 
 
 def _take_up(rank: int, world_size: int, kind: str, root: Path) -> list[str]:
@@ -88,9 +84,18 @@ _THINGS = {
 _NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".notes", "../../node-token"]
 
 
+def _rows(*columns: Iterable[str]) -> list[Any]:
+    """Most of a store is the same whatever it is made of: in short, each value once, on a disk."""
+    values = [list(column) for column in columns]
+    longest = max(map(len, values))
+    in_short = {
+        ("disk", *(column[number % len(column)] for column in values)) for number in range(longest)
+    }
+    return fixed_rows(product(KINDS, *values), in_short)
+
+
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("name", _NAMES)
-@pytest.mark.parametrize("thing", _THINGS)
+@pytest.mark.parametrize(("kind", "thing", "name"), _rows(_THINGS, _NAMES))
 def test_what_is_no_file_holds_up_nobody_and_is_not_written_to(
     kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -128,8 +133,9 @@ def _make_link_to_zero(path: Path) -> None:
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("name", [*_NAMES, "../../.lock"])
-@pytest.mark.parametrize("thing", [*_THINGS, "link to a device"])
+@pytest.mark.parametrize(
+    ("kind", "thing", "name"), _rows([*_THINGS, "link to a device"], [*_NAMES, "../../.lock"])
+)
 def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
     kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -151,7 +157,7 @@ def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("name", [*_NAMES, "../../.lock"])
+@pytest.mark.parametrize(("kind", "name"), _rows([*_NAMES, "../../.lock"]))
 def test_commands_neither_follow_nor_change_what_links_in_a_store_lead_to(
     kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -172,7 +178,9 @@ def test_commands_neither_follow_nor_change_what_links_in_a_store_lead_to(
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("name", [*_NAMES, ".notes.new", "../../node-token.new", "../../.lock"])
+@pytest.mark.parametrize(
+    ("kind", "name"), _rows([*_NAMES, ".notes.new", "../../node-token.new", "../../.lock"])
+)
 def test_nothing_is_written_through_a_link_to_a_file_outside(
     kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -189,6 +197,7 @@ def test_nothing_is_written_through_a_link_to_a_file_outside(
 
 
 @pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -210,6 +219,7 @@ def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
 
 
 @pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_with_another_name_elsewhere_is_not_overwritten(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:

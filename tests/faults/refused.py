@@ -26,7 +26,6 @@ __all__ = [
     "LOOKS",
     "Case",
     "Job",
-    "assert_some_were_told",
     "attempt",
     "codes_of",
     "dangerous",
@@ -83,7 +82,10 @@ class Job:
         return make_manager(self.kind, node_store(), "job", repl, keep_last=2)
 
     def __str__(self) -> str:
-        said = (self.worker, "first" * self.fresh, "cold" * self.cold, "serves" * self.serves)
+        said = (
+            *(self.worker, "first" * self.fresh, "cold" * self.cold, "serves" * self.serves),
+            *("from then on" * self.lasts, f"{self.ranks} ranks" * (self.ranks > 1)),
+        )
         return "-".join([self.kind, *filter(None, said)])
 
 
@@ -150,11 +152,6 @@ def attempt(
 
 def dangerous(watched: Watched | None, fault: Fault) -> AbstractContextManager[Section]:
     return nullcontext(Section()) if watched is None else watched.section(fault)
-
-
-def assert_some_were_told(refused: Sequence[Case]) -> None:
-    # Which calls a sample of them hits differs from run to run.
-    assert any(case.failed for case in refused if case.hit), refused
 
 
 def run(job: Job, what: Callable[..., Any], nodes: Sequence[Path]) -> list[Case]:

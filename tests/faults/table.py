@@ -6,7 +6,7 @@ that run, and in those that it goes on with, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +166,22 @@ FAULTS = {
 _FAULTS_MADE = "faults"
 
 
-def fixed_rows(table: Iterable[Any], in_short: Container[Any]) -> list[Any]:
+def fixed_rows(table: Iterable[Any], in_short: Collection[Any]) -> list[Any]:
     """Rows for ``parametrize``: the whole table with ``--faults``, else those in short."""
+    rows = list(table)
+    assert all(row in rows for row in in_short), in_short
     return [
         pytest.param(
             *(row if isinstance(row, tuple) else (row,)),
-            id="-".join(map(str, row)) if isinstance(row, tuple) else str(row),
+            id="-".join(map(_name, row if isinstance(row, tuple) else (row,))),
             marks=() if row in in_short else pytest.mark.long,
         )
-        for row in table
+        for row in rows
     ]
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 class FaultTable:

@@ -254,7 +254,7 @@ def test_whatever_is_changed_at_random_is_an_error_of_ours_or_does_no_harm(
     what: str, node_dirs: Dirs, tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
     base = node_dirs(1)[0]
-    examples = 1000 if long_form else 40
+    examples = 1000 if long_form else 15
     marker = tmp_path / "it-ran"
 
     try:

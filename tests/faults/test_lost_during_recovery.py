@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from localckpt import PeerLostError
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import assert_same, cliques, error_of, files, make_manager, state_of
 from tests.ranks import node_store, run_ranks
 
@@ -40,14 +41,7 @@ _POINTS = [
 ]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--faults")
-    in_memory = [("memory", *case) for case in _POINTS[::3]]
-    in_short = [("disk", 0, "read 3")]
-    metafunc.parametrize(
-        ("kind", "victim", "point"),
-        [("disk", *case) for case in _POINTS] + in_memory if every else in_short,
-    )
+_ROWS = [("disk", *point) for point in _POINTS] + [("memory", *point) for point in _POINTS[::3]]
 
 
 def _die() -> None:
@@ -151,6 +145,7 @@ def _load_again(rank: int, world_size: int, kind: str) -> str:
 
 
 @pytest.mark.fault("lost-during-recovery")
+@pytest.mark.parametrize(("kind", "victim", "point"), fixed_rows(_ROWS, {("disk", 0, "read 3")}))
 def test_who_is_lost_while_a_node_is_restored_is_named_and_the_next_start_loads(
     kind: str, victim: int, point: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:

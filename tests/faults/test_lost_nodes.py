@@ -19,6 +19,7 @@ from localckpt.availability.coverage import complete_checkpoints, describe_incom
 from localckpt.availability.inventory import Inventory
 from localckpt.ids import Checkpoint, Generation, ShardRecord
 from tests.faults.lives import Lives
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import (
     KINDS,
     error_of,
@@ -94,32 +95,23 @@ _WORLDS = [
 ]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--faults")
-    if "params" in metafunc.fixturenames:
-        in_short = [("disk", 4, (2, 2)), ("memory", 6, (2, 3))]
-        metafunc.parametrize(
-            ("kind", "world_size", "params"), _WORLDS if every else in_short, ids=str
-        )
-
-
 @pytest.mark.fault("lost-nodes")
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kind", "world_size", "params"),
+    fixed_rows(_WORLDS, {("disk", 4, (2, 2))}),
+)
 def test_every_set_of_lost_nodes_is_survived_that_leaves_each_clique_a_member(
     kind: str,
     world_size: int,
     params: tuple[int, int],
     node_dirs: Dirs,
     shm_roots: Dirs,
-    long_form: bool,
     record_property: Any,
 ) -> None:
     base = (node_dirs if kind == "disk" else shm_roots)(1)[0]
     groups = parse_group_sequence(*params, world_size)
     sets = list(subsets(world_size))
-    if not long_form:
-        # All that are within the limit or just past it would be too many for six.
-        sets = sets[:: 1 if world_size == 4 else 9]
 
     told = run_ranks(_lose, world_size, kind, base, params, sets, timeout_s=1200.0)
 
@@ -192,7 +184,9 @@ def test_what_is_complete_is_decided_right_for_every_set_of_lost_nodes(
 
 
 @pytest.mark.fault("lost-nodes")
-@pytest.mark.parametrize("shape", [(64, 8, 2), (96, 8, 3), (256, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", fixed_rows([((64, 8, 2),), ((96, 8, 3),), ((256, 1, 2),)], {((96, 8, 3),)})
+)
 def test_what_is_complete_is_decided_right_for_many_nodes(
     shape: tuple[int, int, int], long_form: bool, record_property: Any
 ) -> None:

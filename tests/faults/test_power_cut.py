@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from localckpt.storage.owner import owner_of
 from localckpt.storage.write import sync_folder
 from tests.faults.loop_disk import DiskAfterPowerCut, LoopDisk, loop_disk
 from tests.faults.stops import stops_of
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import assert_same, make_manager, save, state_of
 from tests.ranks import announce, await_announced, start_ranks
 
@@ -147,25 +149,14 @@ def _check(after: DiskAfterPowerCut, keep_last: int, saved: int, begun: int) -> 
         _find_and_load(store, keep_last, 9, 9)
 
 
-_WAYS = [
-    (how, keep_last, written, names)
-    for how in ("sync", "thread")
-    for keep_last in (1, 2)
-    for written in ("direct", "buffered")
-    for names in ("when asked", "at once")
-]
-_IN_SHORT = [("sync", 1, "direct", "when asked"), ("thread", 2, "buffered", "at once")]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "names" in metafunc.fixturenames:
-        ways = _WAYS if metafunc.config.getoption("--faults") else _IN_SHORT
-        metafunc.parametrize(("how", "keep_last", "written", "names"), ways)
+_WAYS = product(("sync", "thread"), (1, 2), ("direct", "buffered"), ("when asked", "at once"))
+_IN_SHORT = {("sync", 1, "direct", "when asked"), ("thread", 2, "buffered", "at once")}
 
 
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("how", "keep_last", "written", "names"), fixed_rows(_WAYS, _IN_SHORT))
 def test_what_was_saved_when_the_power_went_is_there_and_else_the_one_before(
     how: str,
     keep_last: int,

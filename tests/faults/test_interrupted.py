@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.async_save import work
+from tests.faults.table import fixed_rows
 from tests.managers.jobs import (
+    KINDS,
     cliques,
     files,
     iterations_on,
@@ -40,7 +43,7 @@ _HELD_S = 0.3
 """How long a save is held up after the interruption: a trainer that does not wait is seen to."""
 _OLDER, _NEWER = 1, 2
 _LONG = pytest.mark.long
-_ONE_WAY = ["disk", pytest.param("memory", marks=_LONG)]
+_ONE_WAY = fixed_rows(KINDS, {"disk"})
 
 # Two checkpoints come first and one is kept, so that the save in flight overwrites a file.
 _TRAINER = """
@@ -227,7 +230,7 @@ def _assert_a_next_life(trainers: _Trainers, root: Path, kind: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory"])
+@pytest.mark.parametrize("kind", _ONE_WAY)
 def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
@@ -243,7 +246,7 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
 
-@pytest.mark.parametrize("kind", ["memory", pytest.param("disk", marks=_LONG)])
+@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
 def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
@@ -263,12 +266,7 @@ _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
 
 @pytest.mark.parametrize(
     ("kind", "doing"),
-    [
-        ("disk", _WAITING),
-        ("memory", _TRAINING),
-        pytest.param("memory", _WAITING, marks=_LONG),
-        pytest.param("disk", _TRAINING, marks=_LONG),
-    ],
+    fixed_rows(product(KINDS, (_WAITING, _TRAINING)), {("disk", _WAITING), ("memory", _TRAINING)}),
 )
 def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, doing: str
@@ -306,7 +304,7 @@ def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
     _assert_a_next_life(trainers, root, kind)
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory"])
+@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
 def test_sigterm_ends_a_trainer_at_once_and_the_next_start_removes_what_is_left(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
@@ -369,7 +367,7 @@ def _start_all_again(rank: int, world_size: int, kind: str) -> int:
 @pytest.mark.parametrize("kind", _ONE_WAY)
 @pytest.mark.parametrize(
     "way",
-    ["SIGINT", *(pytest.param(way, marks=_LONG) for way in ("sys.exit(3)", "SIGTERM"))],
+    fixed_rows(("SIGINT", "sys.exit(3)", "SIGTERM"), {"SIGINT"}),
 )
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, way: str

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 import localckpt
+from tests.faults.table import fixed_rows
 from tests.interrupts import Interrupter
 from tests.managers.jobs import (
     KINDS,
@@ -161,12 +163,7 @@ def _interrupt_often(rank: int, world_size: int, kind: str, rounds: int, again_s
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kind", "again_s"),
-    [
-        ("disk", 0.0),
-        ("memory", 0.0),
-        pytest.param("disk", 0.003, marks=pytest.mark.long),
-        pytest.param("memory", 0.003, marks=pytest.mark.long),
-    ],
+    fixed_rows(product(KINDS, (0.0, 0.003)), {("disk", 0.0)}),
 )
 def test_a_rank_that_is_interrupted_in_any_call_finds_what_was_complete(
     kind: str,
@@ -227,7 +224,7 @@ def _interrupt_global_saves(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("again_s", [0.0, pytest.param(0.003, marks=pytest.mark.long)])
+@pytest.mark.parametrize("again_s", fixed_rows((0.0, 0.003), {0.0}))
 def test_an_interrupt_closes_a_manager_of_shared_storage_and_what_was_complete_stays(
     again_s: float,
     tmp_path: Path,
@@ -284,7 +281,7 @@ def _interrupt_one_of_two(rank: int, world_size: int, kind: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
 def test_a_rank_that_was_interrupted_beside_others_says_so_and_new_managers_go_on(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
@@ -344,9 +341,13 @@ def _find_after(rank: int, world_size: int, kind: str, redundancy: str) -> int:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("queued", [False, True], ids=["at once", "behind training"])
-@pytest.mark.parametrize("redundancy", ["replicas", "parity"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "redundancy", "queued"),
+    fixed_rows(
+        product(KINDS, ("replicas", "parity"), (False, True)),
+        {("disk", "replicas", True), ("memory", "parity", False)},
+    ),
+)
 def test_the_first_ctrl_c_ends_a_job_within_two_seconds(
     kind: str,
     redundancy: str,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import localckpt
 from localckpt import WorkerDiedError
 from localckpt.storage.owner import Owner
+from tests.faults.table import fixed_rows
 from tests.faults.traced import (
     Call,
     Fault,
@@ -117,7 +119,8 @@ class _Job:
         return int(iteration)
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.worker or 'sync'}-{'recycled' if self.recycles else 'new'}"
+        how = f"{self.worker or 'sync'}-{'recycled' if self.recycles else 'new'}"
+        return f"{self.kind}-{how}{'-receiving' if self.victim else ''}"
 
 
 def _local(state: dict[str, Any]) -> dict[str, Any]:
@@ -366,52 +369,34 @@ def _assert_older_or_newer_stands(job: _Job, stores: list[Path], ended: _Ended) 
         assert stood[0] == older
 
 
-_WORKERS: tuple[Literal["thread"] | None, ...] = (None, "thread")
 _SAVES = [
     _Job(kind, "save", worker, recycles)
     for kind in KINDS
-    for worker in _WORKERS
+    for worker in (None, "thread")
     for recycles in (False, True)
+]
+# Receiving a replica.
+_SAVES += [
+    _Job("disk", "save", "thread", True, ranks=2, victim=1),
+    _Job("memory", "save", None, True, ranks=2, victim=1),
+]
+_IN_SHORT = [
+    _Job("disk", "save", recycles=True),
+    _Job("memory", "save", "thread"),
+    _Job("disk", "save", "thread", True, ranks=2, victim=1),
 ]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.fault("kill-save")
-@pytest.mark.parametrize("job", _SAVES, ids=str)
+@pytest.mark.fault("kill-save", "kill-load")
+@pytest.mark.parametrize("job", fixed_rows(_SAVES, _IN_SHORT))
 def test_a_job_killed_anywhere_in_a_save_finds_the_older_checkpoint_or_the_new_one(
     job: _Job, filled: Any, long_form: bool, record_property: Record
 ) -> None:
     templates = filled(job)
+    check = partial(_assert_older_or_newer_stands, job)
 
-    killed = _kill_at_each(
-        job,
-        templates,
-        partial(_assert_older_or_newer_stands, job),
-        None if long_form else 2,
-    )
-
-    record_property("cases", killed)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.fault("kill-load")
-@pytest.mark.parametrize(("kind", "worker"), [("disk", "thread"), ("memory", None)])
-def test_a_rank_killed_anywhere_in_receiving_a_replica_costs_at_most_the_save_in_hand(
-    kind: str,
-    worker: Literal["thread"] | None,
-    filled: Any,
-    long_form: bool,
-    record_property: Record,
-) -> None:
-    job = _Job(kind, "save", worker, recycles=True, ranks=2, victim=1)
-    templates = filled(job)
-
-    killed = _kill_at_each(
-        job,
-        templates,
-        partial(_assert_older_or_newer_stands, job),
-        None if long_form else 2,
-    )
+    killed = _kill_at_each(job, templates, check, None if long_form else 2)
 
     record_property("cases", killed)
 
@@ -440,7 +425,7 @@ def _leave_behind(root: Path) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("kill-load")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"disk"}))
 def test_a_job_killed_anywhere_in_a_start_changes_no_shard_and_can_start_again(
     kind: str, filled: Any, long_form: bool, record_property: Record
 ) -> None:
@@ -463,8 +448,9 @@ def test_a_job_killed_anywhere_in_a_start_changes_no_shard_and_can_start_again(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("kill-load")
-@pytest.mark.parametrize("victim", [0, 1], ids=["sender", "receiver"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "victim"), fixed_rows(product(KINDS, (0, 1)), {("disk", 0), ("memory", 1)})
+)
 def test_a_rank_killed_anywhere_in_a_load_from_a_peer_changes_no_shard_and_can_load_again(
     kind: str, victim: int, filled: Any, long_form: bool, record_property: Record
 ) -> None:

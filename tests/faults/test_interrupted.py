@@ -6,7 +6,6 @@ has been interrupted, so that the save is in flight without a doubt.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -162,18 +161,10 @@ class _Trainers:
     def let_saves_go_on(self) -> None:
         time.sleep(_HELD_S)
         work.write(self.here / "gate")
-        for pid in self.carriers:
-            os.kill(pid, signal.SIGCONT)
-
-    @property
-    def carriers(self) -> list[int]:
-        """The processes that carry saves out, where those are others than the trainers."""
-        return [int(path.read_text()) for path in self.here.glob("carrier-[0-9]")]
 
     def end(self) -> tuple[set[int], str]:
-        """Wait for the end of all and of what carries their saves out; how, and what they said."""
+        """Wait for the end of all; how, and what they said."""
         outputs = [process.communicate(timeout=_PATIENCE_S)[0] for process in self.processes]
-        assert all(work.await_end(pid) for pid in self.carriers)
         return {process.returncode for process in self.processes}, "\n".join(outputs)
 
     def kill(self) -> None:
@@ -182,10 +173,6 @@ class _Trainers:
                 for one in [*psutil.Process(process.pid).children(recursive=True), process]:
                     one.kill()
             process.communicate(timeout=_PATIENCE_S)
-        for pid in self.carriers:
-            # One that was held up sees that its trainer has gone, and ends.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 Start = Callable[..., _Trainers]
@@ -224,7 +211,7 @@ def _assert_only_shards(roots: list[Path], iterations: set[int]) -> None:
     assert [path for root in roots for path in root.rglob(".owner")] == []
 
 
-def _assert_a_next_life(trainers: _Trainers, root: Path, kind: str) -> int:
+def _assert_a_next_life(root: Path, kind: str) -> int:
     found = _start_again(0, root, kind)
     _assert_only_shards([root], {7})
     return found
@@ -243,7 +230,7 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     codes, output = trainers.end()
     assert codes == {3}, output
     _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(trainers, root, kind) == _NEWER
+    assert _assert_a_next_life(root, kind) == _NEWER
 
 
 @pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
@@ -258,7 +245,7 @@ def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
 
     codes, output = trainers.end()
     assert codes == {1}, output
-    assert _assert_a_next_life(trainers, root, kind) == _NEWER
+    assert _assert_a_next_life(root, kind) == _NEWER
 
 
 _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
@@ -283,7 +270,7 @@ def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
     codes, output = trainers.end()
     assert codes == {-signal.SIGINT}, output
     _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(trainers, root, kind) == _NEWER
+    assert _assert_a_next_life(root, kind) == _NEWER
 
 
 @pytest.mark.parametrize("kind", _ONE_WAY)
@@ -301,7 +288,7 @@ def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
 
     codes, output = trainers.end()
     assert codes == {-signal.SIGINT}, output
-    _assert_a_next_life(trainers, root, kind)
+    _assert_a_next_life(root, kind)
 
 
 @pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
@@ -317,7 +304,7 @@ def test_sigterm_ends_a_trainer_at_once_and_the_next_start_removes_what_is_left(
 
     codes, output = trainers.end()
     assert codes == {-signal.SIGTERM}, output
-    _assert_a_next_life(trainers, root, kind)
+    _assert_a_next_life(root, kind)
 
 
 # As a data loader forks, as a script does, and as a library that leaves by itself.
@@ -356,7 +343,7 @@ def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(
 
     codes, output = trainers.end()
     assert codes == {0}, output
-    assert _assert_a_next_life(trainers, root, kind) == _NEWER
+    assert _assert_a_next_life(root, kind) == _NEWER
 
 
 def _start_all_again(rank: int, world_size: int, kind: str) -> int:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.async_save import work
+from tests.faults.table import fixed_rows
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -131,22 +133,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[Way, str], Trainer]]:
         process.communicate(timeout=PATIENCE_S)
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize(
-    ("way", "end"),
-    [
-        (_from_file, "left"),
-        (_torchrun, "in flight"),
-        *((way, "in flight") for way in (_from_words, _from_stdin, _notebook)),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                *((_from_file, end) for end in ("closed", "in flight")),
-                *((_torchrun, end) for end in ("closed", "left")),
-            ]
-        ),
-    ],
-)
+_ROWS = product((_from_file, _torchrun), ENDS)
+# As what has no file does.
+_OTHERS = product((_from_words, _from_stdin, _notebook), ["in flight"])
+_IN_SHORT = {(_from_file, "left"), (_torchrun, "in flight"), (_notebook, "in flight")}
+
+
+@pytest.mark.parametrize(("way", "end"), fixed_rows([*_ROWS, *_OTHERS], _IN_SHORT))
 def test_a_trainer_calls_what_it_imports_and_what_it_defines_and_ends(
     start: Callable[[Way, str], Trainer], tmp_path: Path, way: Way, end: str
 ) -> None:

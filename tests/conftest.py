@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.choice import Choice
 from tests.faults.table import FaultTable
+from tests.scenarios import Job
 
 T = TypeVar("T")
 
@@ -259,6 +260,26 @@ def shm_roots() -> Iterator[Callable[[int], list[Path]]]:
 
     for directory in made:
         shutil.rmtree(directory)
+
+
+@pytest.fixture
+def job(
+    node_dirs: Callable[[int], list[Path]],
+    shm_roots: Callable[[int], list[Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., Job]]:
+    """``job(nodes=2, ...)`` begins the history of a job on empty nodes; see tests/scenarios.py."""
+    begun: list[Job] = []
+
+    def begin(nodes: int, kind: str = "disk", **settings: Any) -> Job:
+        directories = (node_dirs if kind == "disk" else shm_roots)(nodes)
+        made = Job(directories, tmp_path_factory.mktemp("kept"), kind=kind, **settings)
+        begun.append(made)
+        return made
+
+    yield begin
+
+    assert not any(made.pending for made in begun), "a history ends with run() or files()"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +11,22 @@ import torch
 
 import localckpt
 from localckpt import CheckpointingException, CkptID, NoReplicasAvailableError
-from tests.managers.jobs import assert_same, cliques, damage, make_manager, state_of
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import assert_same, damage, make_manager, state_of
+from tests.scenarios import Job
 
 
-def _go_back(rank: int, world_size: int) -> None:
-    replicas = cliques(1, 2)
-    options: dict[str, Any] = {"keep_last": 4}
-    with make_manager("disk", node_store(), "job", replicas, **options) as manager:
-        for iteration in (1, 2, 3, 4):
-            manager.save(state_of(rank, iteration), iteration)
-    with make_manager("disk", node_store(), "job", replicas, **options) as manager:
-        # Nobody asked what there is.
-        state, ckpt_id = manager.load(iteration=2)
-        assert_same(state, state_of(rank, 2))
-        assert ckpt_id == CkptID(2, rank, "job")
-        assert manager.all_iterations() == [4, 3, 2, 1]
-        manager.save(state_of(rank, 30), 3)
-        assert manager.find_latest() == 3
-        assert manager.all_iterations() == [3, 2, 1, 4]
-        # And again, from what this manager itself has saved.
-        manager.save(state_of(rank, 50), 5)
-        assert_same(manager.load(iteration=3)[0], state_of(rank, 30))
-        manager.save(state_of(rank, 40), 4)
-    with make_manager("disk", node_store(), "job", replicas, **options) as manager:
-        assert manager.find_latest() == 4
-        assert_same(manager.load()[0], state_of(rank, 40))
-    replicas.close()
+def test_a_job_goes_back_and_what_it_left_behind_does_not_overrule_it(
+    job: Callable[..., Job],
+) -> None:
+    running = job(nodes=2, redundancy=(1, 2), keep_last=4).save(1, 2, 3, 4)
 
+    # Nobody asked what there is.
+    running.restart().expect(2, asked=True).expect_complete(4, 3, 2, 1)
+    running.save(3, value=30).expect(3, value=30).expect_complete(3, 2, 1, 4)
+    # And again, from what this manager itself has saved.
+    running.save(5, value=50).expect(3, value=30, asked=True).save(4, value=40)
 
-def test_a_job_goes_back_and_what_it_left_behind_does_not_overrule_it(tmp_path: Path) -> None:
-    nodes = [tmp_path / name for name in ("a", "b")]
-    for node in nodes:
-        node.mkdir()
-
-    run_ranks(_go_back, 2, store_per_node=nodes)
+    running.restart().expect(4, value=40).run()
 
 
 def test_an_iteration_that_is_not_there_is_an_error_that_says_which_are(tmp_path: Path) -> None:

@@ -1,0 +1,287 @@
+"""Tests as histories: a job that saves, loses nodes, starts again, and finds what is left.
+
+``job(nodes=2, redundancy=(1, 2)).save(3).lose(0).restart().expect(3, {0: "peer rank 1"}).run()``
+
+What stands between two restarts is one phase: real managers in real rank processes over gloo. The
+verbs between phases act on the nodes' directories while no rank runs. Tests make a :class:`Job` by
+the fixture ``job``, which fails a test that ends with steps not run. States are made of rank and
+iteration and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import localckpt
+from localckpt import NoReplicasAvailableError
+from tests.managers.jobs import (
+    MAX_S,
+    assert_same,
+    cliques,
+    damage,
+    error_of,
+    files,
+    make_manager,
+    state_of,
+)
+from tests.ranks import node_store, run_ranks
+
+__all__ = ["Job"]
+
+Step = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How the ranks of a phase make their manager."""
+
+    kind: str
+    ranks: int
+    on: tuple[int, ...]
+    redundancy: tuple[int, int] | str | None
+    options: Mapping[str, Any]
+
+    @contextmanager
+    def manager(self) -> Iterator[Any]:
+        repl: Any = None
+        if isinstance(self.redundancy, str):
+            parity, group_size = map(int, self.redundancy.removeprefix("parity ").split(" of "))
+            repl = localckpt.ParityReplicationStrategy(parity, group_size, timeout_s=MAX_S)
+        elif self.redundancy is not None:
+            repl = cliques(*self.redundancy)
+        try:
+            with make_manager(self.kind, node_store(), "job", repl, **self.options) as manager:
+                yield manager
+        finally:
+            if repl is not None:
+                repl.close()
+
+
+class Job:
+    """One job on nodes, over its restarts.
+
+    Args:
+        nodes: The nodes' directories; verbs name a node by its number in this list.
+        base: Directory for what :meth:`keep` keeps.
+        ranks: Of the job, dealt to the nodes in blocks; one on each node if not given.
+        kind: Of manager.
+        redundancy: ``(jump, factor)`` of the cliques, ``"parity m of g"``, or ``None``.
+        options: For the managers of every phase, until a restart gives others.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Path],
+        base: Path,
+        ranks: int | None = None,
+        kind: str = "disk",
+        redundancy: tuple[int, int] | str | None = None,
+        **options: Any,
+    ) -> None:
+        self.nodes = list(nodes)
+        self._base = base
+        on = tuple(range(len(nodes)))
+        self._start = _Start(kind, ranks or len(nodes), on, redundancy, options)
+        self._kept: dict[str, Path] = {}
+        self.pending: list[Step] = []
+
+    # Steps of the running ranks.
+
+    def save(self, *iterations: int, value: int | None = None) -> Job:
+        """Save each iteration; ``value`` is the iteration whose state it is, if another one's."""
+        return self._then(_save, iterations, value)
+
+    def expect(
+        self,
+        iteration: int,
+        sources: Mapping[int, str] | None = None,
+        value: int | None = None,
+        asked: bool = False,
+    ) -> Job:
+        """Find and load this iteration and no other, bit for bit.
+
+        Args:
+            sources: Where a rank's shard comes from; from its own node, if the rank is not named.
+            value: The iteration whose state it is, if another one's.
+            asked: Load the iteration by its number, without asking which is the latest.
+        """
+        return self._then(_expect, iteration, dict(sources or {}), value, asked)
+
+    def find(self, iteration: int) -> Job:
+        """This iteration is the latest; nothing is loaded, so a save may go back behind it."""
+        return self._then(_find, iteration)
+
+    def expect_none(self, *texts: str) -> Job:
+        """No checkpoint is found, and the error of a load says each of ``texts``."""
+        return self._then(_expect_none, texts)
+
+    def expect_error(self, kind: type[Exception], *texts: str) -> Job:
+        """The search for checkpoints raises this on every rank, and says each of ``texts``."""
+        return self._then(_expect_error, kind, texts)
+
+    def expect_complete(self, *iterations: int) -> Job:
+        """These iterations are complete, in this order, the newest first."""
+        return self._then(_expect_complete, list(iterations))
+
+    def lacking(self, shards: int) -> Job:
+        """So many shards of the loaded checkpoint lack copies."""
+        return self._then(_lacking, shards)
+
+    def repaired(self) -> Job:
+        """The missing copies are made behind training, in time."""
+        return self._then(_repaired)
+
+    def call(self, fn: Callable[..., None], *args: Any) -> Job:
+        """Run ``fn(manager, *args)`` on every rank; for what has no verb, with its assertions."""
+        return self._then(fn, *args)
+
+    # Between phases.
+
+    def restart(
+        self,
+        ranks: int | None = None,
+        on: Sequence[int] | None = None,
+        redundancy: tuple[int, int] | str | None = "as before",
+        **options: Any,
+    ) -> Job:
+        """End all ranks; new ones start.
+
+        Args:
+            ranks: How many, if not as many as before.
+            on: The nodes that they are dealt to, in this order; all in theirs if not given.
+            redundancy: Another one, or none.
+            options: Of the managers, beside those that they had.
+        """
+        self.run()
+        self._start = replace(
+            self._start,
+            ranks=ranks or self._start.ranks,
+            on=tuple(range(len(self.nodes)) if on is None else on),
+            redundancy=self._start.redundancy if redundancy == "as before" else redundancy,
+            options={**self._start.options, **options},
+        )
+        return self
+
+    def lose(self, *nodes: int) -> Job:
+        """End all ranks and empty these nodes."""
+        self.run()
+        for node in nodes:
+            shutil.rmtree(self.nodes[node])
+            self.nodes[node].mkdir()
+        return self
+
+    def keep(self, name: str) -> Job:
+        """End all ranks and keep a copy of all nodes as they are."""
+        self.run()
+        self._kept[name] = self._base / f"kept {name} {len(self._kept)}"
+        for number, node in enumerate(self.nodes):
+            shutil.copytree(node, self._kept[name] / str(number))
+        return self
+
+    def bring_back(self, name: str, *nodes: int) -> Job:
+        """End all ranks; these nodes, or all, are what was kept under this name."""
+        self.run()
+        for node in nodes or range(len(self.nodes)):
+            shutil.rmtree(self.nodes[node])
+            shutil.copytree(self._kept[name] / str(node), self.nodes[node])
+        return self
+
+    def remove(self, pattern: str, *nodes: int, count: int = 1) -> Job:
+        """End all ranks and remove so many files of this name, on these nodes or on all."""
+        for path in self._found(pattern, nodes, count):
+            path.unlink()
+        return self
+
+    def damage(self, pattern: str, *nodes: int, count: int = 1) -> Job:
+        """End all ranks and flip a bit in so many files of this name, on these nodes or on all."""
+        for path in self._found(pattern, nodes, count):
+            damage(path)
+        return self
+
+    def files(self) -> list[str]:
+        """End all ranks; the files of all nodes."""
+        self.run()
+        return files(*self.nodes)
+
+    def run(self) -> None:
+        """Run the steps that wait, as one phase."""
+        steps, self.pending = self.pending, []
+        if steps:
+            on = [self.nodes[node] for node in self._start.on]
+            run_ranks(_phase, self._start.ranks, self._start, steps, store_per_node=on)
+
+    def _found(self, pattern: str, nodes: Sequence[int], count: int) -> list[Path]:
+        self.run()
+        where = [self.nodes[node] for node in nodes or range(len(self.nodes))]
+        found = [path for node in where for path in node.rglob(pattern)]
+        assert len(found) == count, f"{pattern}: {found}"
+        return found
+
+    def _then(self, fn: Callable[..., None], *args: Any) -> Job:
+        self.pending.append((fn, args))
+        return self
+
+
+def _phase(rank: int, world_size: int, start: _Start, steps: Sequence[Step]) -> None:
+    with start.manager() as manager:
+        for fn, args in steps:
+            fn(manager, *args)
+
+
+def _save(manager: Any, iterations: Sequence[int], value: int | None) -> None:
+    for iteration in iterations:
+        state = state_of(manager.rank, iteration if value is None else value)
+        manager.save(state, iteration)
+
+
+def _expect(
+    manager: Any, iteration: int, sources: Mapping[int, str], value: int | None, asked: bool
+) -> None:
+    if asked:
+        state, ckpt_id = manager.load(iteration=iteration)
+    else:
+        assert manager.find_latest() == iteration
+        state, ckpt_id = manager.load()
+    assert ckpt_id == (iteration, manager.rank, manager.session_id)
+    assert_same(state, state_of(manager.rank, iteration if value is None else value))
+    assert manager.last_load.iteration == iteration
+    assert manager.last_load.nbytes > 0
+    assert manager.last_load.source == sources.get(manager.rank, "own node")
+
+
+def _find(manager: Any, iteration: int) -> None:
+    assert manager.find_latest() == iteration
+
+
+def _expect_none(manager: Any, texts: Sequence[str]) -> None:
+    assert manager.find_latest() == -1
+    told = error_of(manager.load, NoReplicasAvailableError)
+    for text in texts:
+        assert text in told
+
+
+def _expect_error(manager: Any, kind: type[Exception], texts: Sequence[str]) -> None:
+    told = error_of(manager.find_latest, kind)
+    for text in texts:
+        assert text in told
+
+
+def _expect_complete(manager: Any, iterations: list[int]) -> None:
+    assert manager.all_iterations() == iterations
+
+
+def _lacking(manager: Any, shards: int) -> None:
+    assert manager.degraded == shards
+
+
+def _repaired(manager: Any) -> None:
+    deadline = time.monotonic() + MAX_S
+    while manager.degraded and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert manager.degraded == 0

@@ -22,7 +22,6 @@ from localckpt.ids import Checkpoint, Generation
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.placement import keepers_in
 from tests.managers.jobs import (
-    KINDS,
     MAX_S,
     before_commit,
     cliques,
@@ -34,127 +33,73 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import DeadRank, node_store, run_ranks
+from tests.scenarios import Job
 
+Begin = Callable[..., Job]
 Dirs = Callable[[int], list[Path]]
 
 
-def _save(rank: int, world_size: int, kind: str, jump: int, factor: int) -> None:
-    with cliques(jump, factor) as repl, make_manager(kind, node_store(), "job", repl) as manager:
-        manager.save(state_of(rank, 3), 3)
-
-
-def _restart(rank: int, world_size: int, kind: str, jump: int, factor: int) -> tuple[str, int, int]:
-    """Load, and wait for the copies.
-
-    Returns:
-        Where the shard came from, and how many shards were degraded before and after.
-    """
-    with cliques(jump, factor) as repl, make_manager(kind, node_store(), "job", repl) as manager:
-        came_from = resume(manager, rank, 3)
-        before = manager.degraded
-        _await_copies(manager)
-        return came_from, before, manager.degraded
-
-
-def _await_copies(manager: Any) -> None:
-    deadline = time.monotonic() + MAX_S
-    while manager.degraded and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _empty(node: Path) -> None:
-    shutil.rmtree(node)
-    node.mkdir()
-
-
 @pytest.mark.fault("lost-nodes")
-@pytest.mark.parametrize("kind", KINDS)
-def test_nodes_can_be_lost_one_after_the_other_without_a_save_between(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(4)
-    run_ranks(_save, 4, kind, 2, 2, store_per_node=nodes)
+def test_nodes_can_be_lost_one_after_the_other_without_a_save_between(job: Begin) -> None:
+    running = job(nodes=4, kind="memory", redundancy=(2, 2)).save(3)
 
     for lost in (0, 2, 1, 3, 0):
-        _empty(nodes[lost])
-        told = run_ranks(_restart, 4, kind, 2, 2, store_per_node=nodes)
-
         # The lost node held its own shard and that of its partner.
-        assert told == [
-            (f"peer rank {lost ^ 2}" if rank == lost else "own node", 2, 0) for rank in range(4)
-        ]
-        assert len(files(*nodes)) == 8
+        running.lose(lost).expect(3, {lost: f"peer rank {lost ^ 2}"}).lacking(2).repaired()
+        assert len(running.files()) == 8
 
 
 @pytest.mark.fault("moved-ranks")
-def test_ranks_that_came_back_on_other_nodes_need_no_more_copies(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    before = files(*nodes)
+def test_ranks_that_came_back_on_other_nodes_need_no_more_copies(job: Begin) -> None:
+    running = job(nodes=2, redundancy=(1, 2)).save(3)
+    before = running.files()
 
-    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes[::-1])
+    running.restart(on=[1, 0]).expect(3).lacking(0)
 
-    assert told == [("own node", 0, 0)] * 2
-    assert files(*nodes) == before
+    assert running.files() == before
 
 
-def _restart_and_save(rank: int, world_size: int) -> int:
-    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        resume(manager, rank, 3)
-        manager.save(state_of(rank, 4), 4)
-        return int(manager.degraded)
+def _saved_and_lost(job: Begin) -> Job:
+    """A job on two nodes that keep each other's shards, of which the first is empty now."""
+    return job(nodes=2, redundancy=(1, 2)).save(3).lose(0)
 
 
-def test_a_save_waits_until_the_copies_are_made(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    _empty(nodes[0])
+_FROM_PEER = {0: "peer rank 1"}
 
-    told = run_ranks(_restart_and_save, 2, store_per_node=nodes)
 
-    assert told == [0, 0]
-    names = [name.rpartition("/")[2] for name in files(*nodes)]
+def test_a_save_waits_until_the_copies_are_made(job: Begin) -> None:
+    names = _saved_and_lost(job).expect(3, _FROM_PEER).save(4).lacking(0).files()
+
+    names = [name.rpartition("/")[2] for name in names]
     for iteration in (3, 4):
         for owner in (0, 1):
             assert sum(n.startswith(f"{iteration:012d}.{owner}.") for n in names) == 2
 
 
-def _refusing(repl: Any) -> Any:
-    """Make a manager that on one rank can write no shard of iteration 3."""
-    manager = make_manager("disk", node_store(), "job", repl)
+def _refuse_copies(manager: Any) -> None:
+    """On one rank no shard of iteration 3 can be written from here on."""
 
     def refuse(ckpt_id: localckpt.CkptID) -> None:
         if manager.rank == 0 and ckpt_id.iteration == 3:
             raise StorageError("this disk takes nothing")
 
-    return before_commit(manager, refuse)
+    before_commit(manager, refuse)
 
 
-def _restart_on_a_disk_that_refuses(rank: int, world_size: int) -> list[int]:
-    told = []
-    with cliques(1, 2) as repl, _refusing(repl) as manager:
-        resume(manager, rank, 3)
-        told.append(manager.degraded)
-        # What is found again is what was found before.
-        manager.latest_iteration = -1
-        resume(manager, rank, 3)
-        told.append(manager.degraded)
-        manager.save(state_of(rank, 4), 4)
-        told.append(manager.degraded)
-    return told
+def _forget(manager: Any) -> None:
+    """What is found again is what was found before."""
+    manager.latest_iteration = -1
 
 
 @pytest.mark.fault("refused-io")
-def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    _empty(nodes[0])
+def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(job: Begin) -> None:
+    running = _saved_and_lost(job).call(_refuse_copies)
 
-    told = run_ranks(_restart_on_a_disk_that_refuses, 2, store_per_node=nodes)
+    running.expect(3, _FROM_PEER).lacking(2).call(_forget).expect(3, _FROM_PEER).lacking(2)
+    running.save(4).lacking(0)
 
-    assert told == [[2, 2, 0]] * 2
-    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".corrupt"))]
-    assert not [name for name in files(nodes[0]) if "000003." in name]
+    assert not [name for name in running.files() if name.endswith((".dirty", ".corrupt"))]
+    assert not [name for name in files(running.nodes[0]) if "000003." in name]
 
 
 def _dying(repl: Any, timeout_s: float) -> Any:
@@ -179,20 +124,17 @@ def _restart_and_die(rank: int, world_size: int) -> tuple[int, float]:
 
 
 @pytest.mark.fault("lost-during-recovery")
-def test_a_rank_that_dies_meanwhile_holds_nobody_up_past_the_deadline(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    _empty(nodes[0])
+def test_a_rank_that_dies_meanwhile_holds_nobody_up_past_the_deadline(job: Begin) -> None:
+    running = _saved_and_lost(job)
 
     dead, (degraded, seconds) = run_ranks(
-        _restart_and_die, 2, store_per_node=nodes, expect_dead=[0]
+        _restart_and_die, 2, store_per_node=running.nodes, expect_dead=[0]
     )
 
     assert isinstance(dead, DeadRank)
     assert degraded == 2
     assert seconds < MAX_S
-    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes)
-    assert [after for _, _, after in told] == [0, 0]
+    running.expect(3, _FROM_PEER).repaired().run()
 
 
 _WORLDS = st.integers(1, 6).flatmap(
@@ -244,76 +186,69 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
     assert set(missing) <= {rank for group in groups for rank in group}
 
 
-def _read_fails_once(rank: int, world_size: int) -> tuple[list[str], list[str], int]:
-    with cliques(1, 2) as repl, _refusing(repl) as manager:
-        assert manager.find_latest() == 3
-        own = next(Path(node_store()).rglob(f"000000000003.{rank}.*"))
-        before = files(node_store())
-        with reads_fail(own) if rank == 0 else nullcontext():
-            manager.load()
-            manager.close()
-        return before, files(node_store()), manager.degraded
+def _read_fails_once(manager: Any) -> None:
+    _refuse_copies(manager)
+    assert manager.find_latest() == 3
+    own = next(node_store().rglob(f"000000000003.{manager.rank}.*"))
+    before = files(node_store())
+    with reads_fail(own) if manager.rank == 0 else nullcontext():
+        manager.load()
+        manager.close()
+
+    assert files(node_store()) == before
+    assert manager.degraded == 1
 
 
 @pytest.mark.fault("refused-io")
 def test_a_good_copy_that_could_not_be_read_once_stays_when_making_it_again_fails(
-    can_attach: None, node_dirs: Dirs
+    can_attach: None, job: Begin
 ) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    running = job(nodes=2, redundancy=(1, 2)).save(3).restart().call(_read_fails_once)
 
-    told = run_ranks(_read_fails_once, 2, store_per_node=nodes)
-
-    for before, after, degraded in told:
-        assert after == before
-        assert degraded == 1
-    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes)
-    assert told == [("own node", 0, 0)] * 2
+    running.restart().expect(3).lacking(0).run()
 
 
-def _load_twice(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        inodes = []
-        for _ in range(2):
-            resume(manager, rank, 3)
-            _await_copies(manager)
-            shards = sorted(Path(node_store()).rglob("*.safetensors"))
-            inodes.append([path.stat().st_ino for path in shards])
-    return inodes[0], inodes[1]
+def _note_inodes(manager: Any, noted: str) -> None:
+    """Write down which files hold the shards; what was written down before must still hold."""
+    inodes = sorted(path.stat().st_ino for path in node_store().rglob("*.safetensors"))
+    assert len(inodes) == 2
+    note = node_store() / noted
+    if note.exists():
+        assert note.read_text() == str(inodes)
+    note.write_text(str(inodes))
 
 
-def test_a_second_load_makes_no_copy_that_is_there(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    _empty(nodes[0])
+def test_a_second_load_makes_no_copy_that_is_there(job: Begin) -> None:
+    running = _saved_and_lost(job).expect(3, _FROM_PEER).repaired().call(_note_inodes, "inodes")
 
-    told = run_ranks(_load_twice, 2, store_per_node=nodes)
-
-    for first, second in told:
-        assert len(first) == 2
-        assert second == first
+    running.expect(3).repaired().call(_note_inodes, "inodes").run()
 
 
-def _lose_what_is_left_beside_a_copy(rank: int, world_size: int, nodes: list[Path]) -> str:
-    with cliques(2, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        resume(manager, rank, 3)
-        _await_copies(manager)
-        if rank == 3:
-            # The only other copy was written on node 0 by rank 1, whatever rank 0 is asked for.
-            (own,) = nodes[1].rglob("000000000003.3.*")
-            damage(own)
-        return resume(manager, rank, 3)
+def _damage_the_other_copy(manager: Any, folder: Path) -> None:
+    if manager.rank == 3:
+        (own,) = folder.rglob("000000000003.3.*")
+        damage(own)
 
 
 @pytest.mark.fault("bad-copies")
-def test_every_rank_of_a_node_can_send_a_copy_that_another_one_made(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 4, "disk", 2, 2, store_per_node=nodes)
-    _empty(nodes[0])
+def test_every_rank_of_a_node_can_send_a_copy_that_another_one_made(job: Begin) -> None:
+    running = job(nodes=2, ranks=4, redundancy=(2, 2)).save(3).lose(0)
 
-    told = run_ranks(_lose_what_is_left_beside_a_copy, 4, nodes, store_per_node=nodes)
+    running.expect(3, {0: "peer rank 2", 1: "peer rank 3"}).repaired()
+    # The only other copy was written on node 0 by rank 1, whatever rank 0 is asked for.
+    running.call(_damage_the_other_copy, running.nodes[1])
+    running.expect(3, {3: "peer rank 0"}).run()
 
-    assert told == ["own node", "own node", "own node", "peer rank 0"]
+
+def _await_copies(manager: Any) -> None:
+    deadline = time.monotonic() + MAX_S
+    while manager.degraded and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _empty(node: Path) -> None:
+    shutil.rmtree(node)
+    node.mkdir()
 
 
 def _two_tiers(rank: int, world_size: int, memory: list[Path]) -> list[int]:
@@ -363,13 +298,12 @@ def _leave_with_an_error(rank: int, world_size: int) -> float:
 
 @pytest.mark.fault("interrupted")
 def test_an_error_of_the_training_is_not_held_up_by_copies_that_wait_for_a_peer(
-    node_dirs: Dirs,
+    job: Begin,
 ) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
-    _empty(nodes[0])
+    running = _saved_and_lost(job)
+    running.run()
 
-    _, seconds = run_ranks(_leave_with_an_error, 2, store_per_node=nodes, expect_dead=[0])
+    _, seconds = run_ranks(_leave_with_an_error, 2, store_per_node=running.nodes, expect_dead=[0])
 
     assert seconds < 20.0
 

@@ -72,6 +72,7 @@ class Job:
         ranks: Of the job, dealt to the nodes in blocks; one on each node if not given.
         kind: Of manager.
         redundancy: ``(jump, factor)`` of the cliques, ``"parity m of g"``, or ``None``.
+        nbytes: Of a state; ranks then have once, twice and three times as much in turn.
         options: For the managers of every phase, until a restart gives others.
     """
 
@@ -82,9 +83,11 @@ class Job:
         ranks: int | None = None,
         kind: str = "disk",
         redundancy: tuple[int, int] | str | None = None,
+        nbytes: int | None = None,
         **options: Any,
     ) -> None:
         self.nodes = list(nodes)
+        self._nbytes = nbytes
         self._base = base
         on = tuple(range(len(nodes)))
         self._start = _Start(kind, ranks or len(nodes), on, redundancy, options)
@@ -95,7 +98,7 @@ class Job:
 
     def save(self, *iterations: int, value: int | None = None) -> Job:
         """Save each iteration; ``value`` is the iteration whose state it is, if another one's."""
-        return self._then(_save, iterations, value)
+        return self._then(_save, iterations, value, self._nbytes)
 
     def expect(
         self,
@@ -111,7 +114,7 @@ class Job:
             value: The iteration whose state it is, if another one's.
             asked: Load the iteration by its number, without asking which is the latest.
         """
-        return self._then(_expect, iteration, dict(sources or {}), value, asked)
+        return self._then(_expect, iteration, dict(sources or {}), value, asked, self._nbytes)
 
     def find(self, iteration: int) -> Job:
         """This iteration is the latest; nothing is loaded, so a save may go back behind it."""
@@ -128,6 +131,10 @@ class Job:
     def expect_complete(self, *iterations: int) -> Job:
         """These iterations are complete, in this order, the newest first."""
         return self._then(_expect_complete, list(iterations))
+
+    def status(self, text: str) -> Job:
+        """The manager says this of its newest checkpoint."""
+        return self._then(_status, text)
 
     def lacking(self, shards: int) -> Job:
         """So many shards of the loaded checkpoint lack copies."""
@@ -234,14 +241,25 @@ def _phase(rank: int, world_size: int, start: _Start, steps: Sequence[Step]) -> 
             fn(manager, *args)
 
 
-def _save(manager: Any, iterations: Sequence[int], value: int | None) -> None:
+def _state(rank: int, iteration: int, nbytes: int | None) -> dict[str, Any]:
+    if nbytes is None:
+        return state_of(rank, iteration)
+    return state_of(rank, iteration, nbytes * (1 + rank % 3))
+
+
+def _save(manager: Any, iterations: Sequence[int], value: int | None, nbytes: int | None) -> None:
     for iteration in iterations:
-        state = state_of(manager.rank, iteration if value is None else value)
+        state = _state(manager.rank, iteration if value is None else value, nbytes)
         manager.save(state, iteration)
 
 
 def _expect(
-    manager: Any, iteration: int, sources: Mapping[int, str], value: int | None, asked: bool
+    manager: Any,
+    iteration: int,
+    sources: Mapping[int, str],
+    value: int | None,
+    asked: bool,
+    nbytes: int | None,
 ) -> None:
     if asked:
         state, ckpt_id = manager.load(iteration=iteration)
@@ -249,7 +267,7 @@ def _expect(
         assert manager.find_latest() == iteration
         state, ckpt_id = manager.load()
     assert ckpt_id == (iteration, manager.rank, manager.session_id)
-    assert_same(state, state_of(manager.rank, iteration if value is None else value))
+    assert_same(state, _state(manager.rank, iteration if value is None else value, nbytes))
     assert manager.last_load.iteration == iteration
     assert manager.last_load.nbytes > 0
     assert manager.last_load.source == sources.get(manager.rank, "own node")
@@ -274,6 +292,10 @@ def _expect_error(manager: Any, kind: type[Exception], texts: Sequence[str]) -> 
 
 def _expect_complete(manager: Any, iterations: list[int]) -> None:
     assert manager.all_iterations() == iterations
+
+
+def _status(manager: Any, text: str) -> None:
+    assert str(manager.status()[0]) == text
 
 
 def _lacking(manager: Any, shards: int) -> None:

@@ -14,8 +14,9 @@ from localckpt.errors import CorruptShardError
 from localckpt.managers.load import Load
 from localckpt.memory.digests import BLOCK_NBYTES
 from tests.faults.lives import Lives
-from tests.managers.jobs import assert_same, error_of, files, make_manager, resume, state_of
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import assert_same, error_of, files
+from tests.ranks import run_ranks
+from tests.scenarios import Job
 
 Dirs = Callable[[int], list[Path]]
 
@@ -148,45 +149,28 @@ def test_two_damaged_images_are_too_many_for_one_parity(node_dirs: Dirs) -> None
         assert "lacks the shards of ranks 0, 1" in text
 
 
-def _save_one(rank: int, world_size: int) -> None:
-    with (
-        localckpt.ParityReplicationStrategy(1, world_size) as repl,
-        make_manager("disk", node_store(), "job", repl) as manager,
-    ):
-        manager.save(state_of(rank, 3), 3)
-
-
-def _load_with_bad_memory(rank: int, world_size: int) -> str:
+def _load_with_bad_memory(manager: Any) -> None:
     """Whatever comes to rank 0 is spoiled there."""
-    with (
-        localckpt.ParityReplicationStrategy(1, world_size) as repl,
-        make_manager("disk", node_store(), "job", repl) as manager,
-    ):
-        if rank == 0:
+    if manager.rank == 0:
 
-            def spoiled(own: Load) -> Any:
-                with own._images.noting(own._mine):
-                    raise CorruptShardError("a bit has flipped")
+        def spoiled(own: Load) -> Any:
+            with own._images.noting(own._mine):
+                raise CorruptShardError("a bit has flipped")
 
-            Load._restore = spoiled  # type: ignore[method-assign]
-        assert manager.find_latest() == 3
-        return error_of(manager.load, localckpt.NoReplicasAvailableError)
-
-
-def _load_elsewhere(rank: int, world_size: int) -> str:
-    with make_manager("disk", node_store(), "job") as manager:
-        return resume(manager, rank, 3)
+        Load._restore = spoiled  # type: ignore[method-assign]
+    assert manager.find_latest() == 3
+    told = error_of(manager.load, localckpt.NoReplicasAvailableError)
+    assert "a bit has flipped" in told
 
 
 @pytest.mark.fault("bad-copies")
-def test_a_rank_with_bad_memory_does_not_talk_others_out_of_good_copies(node_dirs: Dirs) -> None:
-    nodes = node_dirs(3)
-    run_ranks(_save_one, 3, store_per_node=nodes)
+def test_a_rank_with_bad_memory_does_not_talk_others_out_of_good_copies(
+    job: Callable[..., Job],
+) -> None:
+    saved = job(nodes=3, redundancy="parity 1 of 3").save(3)
+
     # Ranks 0 and 1 come back on each other's nodes, so each is sent its shard.
-    moved = [nodes[1], nodes[0], nodes[2]]
+    saved.restart(on=[1, 0, 2]).call(_load_with_bad_memory)
 
-    told = run_ranks(_load_with_bad_memory, 3, store_per_node=moved)
-
-    assert all("a bit has flipped" in text for text in told)
-    assert not [name for name in files(*nodes) if ".corrupt" in name]
-    assert run_ranks(_load_elsewhere, 3, store_per_node=nodes) == ["own node"] * 3
+    assert not [name for name in saved.files() if ".corrupt" in name]
+    saved.restart(redundancy=None).expect(3).run()

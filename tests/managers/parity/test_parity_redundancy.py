@@ -21,38 +21,23 @@ from localckpt.storage.files import FileSource
 from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import DeadRank, node_store, run_ranks
+from tests.scenarios import Job
 
+Begin = Callable[..., Job]
 Dirs = Callable[[int], list[Path]]
+
+_REPLICATED = "iteration 3 is replicated, 2 of 2"
 
 
 def _parity(parity: int, group_size: int, timeout_s: float = MAX_S) -> Any:
     return localckpt.ParityReplicationStrategy(parity, group_size, timeout_s=timeout_s)
 
 
-def _save(rank: int, world_size: int, kind: str, parity: int, group_size: int) -> None:
-    with (
-        _parity(parity, group_size) as repl,
-        make_manager(kind, node_store(), "job", repl) as manager,
-        localckpt.AsyncCallsQueue() as queue,
-    ):
-        for iteration in (2, 3):
-            state = state_of(rank, iteration, 3_000_000 * (1 + rank % 3))
-            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-            queue.maybe_finalize_async_calls(blocking=True)
-
-
-def _restart(rank: int, world_size: int, kind: str, parity: int, group_size: int) -> list[Any]:
-    """Load, and wait for what is made again: where it came from, and what is lacking then."""
-    with (
-        _parity(parity, group_size) as repl,
-        make_manager(kind, node_store(), "job", repl) as manager,
-    ):
-        assert manager.find_latest() == 3
-        state, _ = manager.load()
-        expected = state_of(rank, 3, 3_000_000 * (1 + rank % 3))
-        assert state["model"]["weight"].equal(expected["model"]["weight"])
-        manager._await_reprotected()
-        return [manager.last_load.source, manager.degraded, str(manager.status()[0])]
+def _saved(job: Begin, nodes: int, ranks: int, group_size: int, kind: str = "disk") -> Job:
+    """A job of which each group keeps one parity of its shards, some MB each."""
+    redundancy = f"parity 1 of {group_size}"
+    begun = job(nodes, kind, ranks=ranks, redundancy=redundancy, nbytes=3_000_000)
+    return begun.save(2, 3)
 
 
 def _lineage_of(path: Path) -> localckpt.Lineage | None:
@@ -69,29 +54,16 @@ def _empty(node: Path) -> None:
 
 
 @pytest.mark.fault("lost-nodes")
-@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.long), "memory"])
-def test_nodes_are_lost_one_after_the_other_without_a_save_between(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(4)
-    run_ranks(_save, 8, kind, 1, 4, store_per_node=nodes)
-    before = files(*nodes)
+def test_nodes_are_lost_one_after_the_other_without_a_save_between(job: Begin) -> None:
+    running = _saved(job, nodes=4, ranks=8, group_size=4, kind="memory")
+    newest = [name for name in running.files() if "000003." in name]
 
     for lost in (0, 2):
-        _empty(nodes[lost])
-        told = run_ranks(_restart, 8, kind, 1, 4, store_per_node=nodes)
-
-        assert told == [
-            [
-                "parity" if rank // 2 == lost else "own node",
-                *(0, "iteration 3 is replicated, 2 of 2"),
-            ]
-            for rank in range(8)
-        ]
-        newest = [name for name in before if "000003." in name]
-        assert [name for name in files(*nodes) if "000003." in name] == newest
+        running.lose(lost).expect(3, {2 * lost: "parity", 2 * lost + 1: "parity"})
+        running.repaired().status(_REPLICATED)
+        assert [name for name in running.files() if "000003." in name] == newest
     # Parity that was made again, too, tells what its epoch resumed from.
-    paths = [path for node in nodes for path in node.rglob("*000003.*.safetensors")]
+    paths = [path for node in running.nodes for path in node.rglob("*000003.*.safetensors")]
     lineages = {_lineage_of(path) for path in paths}
     assert len(lineages) == 1
     assert None not in lineages
@@ -99,24 +71,18 @@ def test_nodes_are_lost_one_after_the_other_without_a_save_between(
 
 @pytest.mark.fault("moved-ranks", "lost-nodes")
 def test_ranks_that_come_back_on_other_nodes_get_their_shards_and_new_parity(
-    node_dirs: Dirs, long_form: bool
+    job: Begin, long_form: bool
 ) -> None:
-    nodes = node_dirs(3)
-    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
-    _empty(nodes[1])
+    running = _saved(job, nodes=3, ranks=3, group_size=3).lose(1)
 
     # Rank 0 is now on the empty node, and rank 1 where rank 0 was.
-    told = run_ranks(_restart, 3, "disk", 1, 3, store_per_node=[nodes[1], nodes[0], nodes[2]])
-    assert [source for source, *_ in told] == ["peer rank 1", "parity", "own node"]
-    assert [lacking for _, lacking, _ in told] == [0, 0, 0]
+    running.restart(on=[1, 0, 2]).expect(3, {0: "peer rank 1", 1: "parity"}).repaired()
+    running.keep("moved")
 
+    of_lost = [{1: "parity"}, {0: "peer rank 1"}, {2: "parity"}]
     for lost in range(3) if long_form else (2,):
-        nodes_again = node_dirs(3)
-        for there, node in zip(nodes_again, nodes, strict=True):
-            shutil.copytree(node, there, dirs_exist_ok=True)
-        _empty(nodes_again[lost])
-        order = [nodes_again[1], nodes_again[0], nodes_again[2]]
-        run_ranks(_restart, 3, "disk", 1, 3, store_per_node=order)
+        running.bring_back("moved").lose(lost).expect(3, of_lost[lost]).repaired()
+        running.run()
 
 
 def _parity_files(nodes: list[Path]) -> dict[str, bytes]:
@@ -124,38 +90,24 @@ def _parity_files(nodes: list[Path]) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in kept}
 
 
-def test_parity_of_other_groups_stays_while_it_does_as_well(node_dirs: Dirs) -> None:
-    nodes = node_dirs(6)
-    run_ranks(_save, 6, "disk", 1, 3, store_per_node=nodes)
-    before = _parity_files(nodes)
+def test_parity_of_other_groups_stays_while_it_does_as_well(job: Begin) -> None:
+    running = _saved(job, nodes=6, ranks=6, group_size=3)
+    running.run()
+    before = _parity_files(running.nodes)
 
-    told = run_ranks(_restart, 6, "disk", 1, 6, store_per_node=nodes)
+    running.restart(redundancy="parity 1 of 6").expect(3).repaired().status(_REPLICATED).run()
 
-    assert told == [["own node", 0, "iteration 3 is replicated, 2 of 2"]] * 6
-    assert _parity_files(nodes) == before
+    assert _parity_files(running.nodes) == before
     # Of what they can no longer give, the new group makes parity of its own.
-    _empty(nodes[0])
-    told = run_ranks(_restart, 6, "disk", 1, 6, store_per_node=nodes)
-    assert [rest for _, *rest in told] == [[0, "iteration 3 is replicated, 2 of 2"]] * 6
-    assert len(_parity_files(nodes)) == 6
-
-
-def _restart_without(rank: int, world_size: int) -> tuple[str, int]:
-    with make_manager("disk", node_store(), "job") as manager:
-        assert manager.find_latest() == 3
-        manager.load()
-        manager._await_reprotected()
-        return manager.last_load.source, manager.degraded
+    running.lose(0).expect(3, {0: "parity"}).repaired().status(_REPLICATED).run()
+    assert len(_parity_files(running.nodes)) == 6
 
 
 @pytest.mark.fault("lost-nodes")
-def test_a_restart_without_replication_computes_what_is_lost_and_keeps_it(node_dirs: Dirs) -> None:
-    nodes = node_dirs(3)
-    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
-    _empty(nodes[0])
+def test_a_restart_without_replication_computes_what_is_lost_and_keeps_it(job: Begin) -> None:
+    running = _saved(job, nodes=3, ranks=3, group_size=3).lose(0).restart(redundancy=None)
 
-    assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("parity", 0)
-    assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("own node", 0)
+    running.expect(3, {0: "parity"}).repaired().restart().expect(3).repaired().run()
 
 
 def _in_a_part_of_the_job(rank: int, world_size: int, is_first: bool) -> tuple[str, int] | None:
@@ -255,10 +207,9 @@ def _die_while_rebuilding(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.fault("lost-during-recovery")
-def test_a_rank_that_dies_while_it_computes_changes_nothing_on_any_node(node_dirs: Dirs) -> None:
-    nodes = node_dirs(3)
-    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
-    _empty(nodes[0])
+def test_a_rank_that_dies_while_it_computes_changes_nothing_on_any_node(job: Begin) -> None:
+    running = _saved(job, nodes=3, ranks=3, group_size=3).lose(0)
+    nodes = running.nodes
     before = {p: p.read_bytes() for n in nodes for p in n.rglob("*.safetensors")}
 
     told = run_ranks(_die_while_rebuilding, 3, store_per_node=nodes, expect_dead=[1])
@@ -266,8 +217,7 @@ def test_a_rank_that_dies_while_it_computes_changes_nothing_on_any_node(node_dir
     assert all("rank 1" in told[rank] for rank in (0, 2))
     assert {p: p.read_bytes() for n in nodes for p in n.rglob("*.safetensors")} == before
     assert not [name for name in files(*nodes) if not name.endswith(".safetensors")]
-    told = run_ranks(_restart, 3, "disk", 1, 3, store_per_node=nodes)
-    assert [source for source, *_ in told] == ["parity", "own node", "own node"]
+    running.expect(3, {0: "parity"}).run()
 
 
 def _place_badly(rank: int, world_size: int) -> list[str]:

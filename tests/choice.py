@@ -3,9 +3,8 @@
 A plain run is what a newcomer waits for. Of all tests that start a framework
 (``@pytest.mark.framework``) it has one example for each (``@pytest.mark.example``), and of a test
 that is marked ``@pytest.mark.rows(n)`` n of its rows. The commit draws them, so that another commit
-runs others; rows that once failed (``@pytest.mark.kept``) are always among them. The two kinds of
-stores, disk and memory, are crossed with all that a store does in ``tests/storage``; elsewhere
-a row runs with one of the two. ``--faults`` runs all.
+runs others. The two kinds of stores, disk and memory, are crossed with all that a store does in
+``tests/storage``; elsewhere a row runs with one of the two. ``--faults`` runs all.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class Choice:
         return left_out
 
     def _but(self, count: int, items: list[pytest.Item]) -> set[str]:
-        free = {item.nodeid for item in items if item.get_closest_marker("kept") is None}
-        return free - drawn(free, count, self._draw)
+        names = {item.nodeid for item in items}
+        return names - drawn(names, count, self._draw)
 
 
 def _test(item: pytest.Item) -> str:

@@ -105,7 +105,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "framework: run with --integrations or --faults only")
     config.addinivalue_line("markers", "example: of a framework, run at all times")
     config.addinivalue_line("markers", "rows(n): run n of the rows only, without --faults")
-    config.addinivalue_line("markers", "kept: a row that once failed, run at all times")
     option = config.getoption
     config.pluginmanager.register(
         FaultTable(option("--faults"), option("--results"), leads=_leads(config))

@@ -24,7 +24,6 @@ from tests.managers.jobs import (
     MAX_S,
     assert_same,
     cliques,
-    damage,
     error_of,
     files,
     make_manager,
@@ -201,14 +200,12 @@ class Job:
 
     def remove(self, pattern: str, *nodes: int, count: int = 1) -> Job:
         """End all ranks and remove so many files of this name, on these nodes or on all."""
-        for path in self._found(pattern, nodes, count):
+        self.run()
+        where = [self.nodes[node] for node in nodes or range(len(self.nodes))]
+        found = [path for node in where for path in node.rglob(pattern)]
+        assert len(found) == count, f"{pattern}: {found}"
+        for path in found:
             path.unlink()
-        return self
-
-    def damage(self, pattern: str, *nodes: int, count: int = 1) -> Job:
-        """End all ranks and flip a bit in so many files of this name, on these nodes or on all."""
-        for path in self._found(pattern, nodes, count):
-            damage(path)
         return self
 
     def files(self) -> list[str]:
@@ -222,13 +219,6 @@ class Job:
         if steps:
             on = [self.nodes[node] for node in self._start.on]
             run_ranks(_phase, self._start.ranks, self._start, steps, store_per_node=on)
-
-    def _found(self, pattern: str, nodes: Sequence[int], count: int) -> list[Path]:
-        self.run()
-        where = [self.nodes[node] for node in nodes or range(len(self.nodes))]
-        found = [path for node in where for path in node.rglob(pattern)]
-        assert len(found) == count, f"{pattern}: {found}"
-        return found
 
     def _then(self, fn: Callable[..., None], *args: Any) -> Job:
         self.pending.append((fn, args))

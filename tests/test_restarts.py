@@ -35,7 +35,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
-from tests.ranks import node_store, run_ranks
+from tests.ranks import announce, await_announced, node_store, run_ranks
 from tests.simulated import gather
 
 _TIMEOUT_S = 20.0
@@ -136,6 +136,22 @@ def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_w
 
     assert patient == impatient
     assert "waited 1 s to open 'test', and rank 2 (last seen: not seen yet) did not come" in patient
+
+
+def _open_after_one_that_a_stranger_has_overwritten(rank: int, world_size: int) -> None:
+    if rank == 0:
+        alone = Ranks("test", timeout_s=_HANG_S)
+        error_of(lambda: gather(alone, "meet", None, deadline=Deadline.after(_HANG_S)))
+        of_ours, nonce = alone._part._shared, alone._part._published()
+        of_ours.set(f"{nonce}/-1/verdict", b"\xff" * 100)
+        announce("overwritten")
+    await_announced("overwritten")
+
+    assert gather(Ranks("test", timeout_s=_TIMEOUT_S), "meet", rank) == [0, 1]
+
+
+def test_a_verdict_that_a_stranger_has_overwritten_is_in_no_later_openings_way() -> None:
+    run_ranks(_open_after_one_that_a_stranger_has_overwritten, 2)
 
 
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:

@@ -75,8 +75,7 @@ class Round:
         """End a round in which this rank has reported, and waits no longer."""
         if self._place.is_root:
             return self._lead(call)
-        given_up = self.give_up(call.what, call.deadline.waited_s, last_wait_s=0.0)
-        return self._ended(call, given_up)
+        return self._ended(call, self.give_up(call.what, call.deadline.waited_s, last_wait_s=0.0))
 
     def give_up(self, what: str, waited_s: float, last_wait_s: float = AFTER_FIRST_S) -> Verdict:
         """Decide that the ranks which have not reported are lost, unless another rank does."""

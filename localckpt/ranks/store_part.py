@@ -270,7 +270,9 @@ class StorePart:
     def _publish(self, tried: list[str]) -> str:
         """Draw a nonce; whoever waits under one of an attempt before is to look for this one."""
         if before := self._published():
-            self._round(before).give(Verdict(False))
+            # What stands there in its place decides nothing here, even if it cannot be read.
+            with suppress(MismatchError), store_errors(f"end the opening of {self._name!r} before"):
+                self._round(before).give(Verdict(False))
             tried.append(before)
         name = secrets.token_hex(8)
         self._shared.set(_PUBLISHED, name)
@@ -295,11 +297,10 @@ class StorePart:
     ) -> T | None:
         """Look again and again until there is something; ``None`` if there is not in time."""
         found: T | None = None
-        given_up, are_over = self._given_up, self._openings.are_over
 
         def is_over() -> bool:
             nonlocal found
-            if given_up.is_set() or are_over.is_set():
+            if self._given_up.is_set() or self._openings.are_over.is_set():
                 raise AbandonedError
             found = look()
             return found is not None or time.monotonic() >= self._latest

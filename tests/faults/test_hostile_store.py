@@ -346,7 +346,7 @@ def _play(
 
 _ROWS = list(product(_PROTOCOLS, (0, 1), ("bytes", "json")))
 _IN_SHORT = {
-    *(("decide", 0, "json"), ("queue", 1, "bytes"), ("shared", 1, "bytes"), ("local", 1, "json")),
+    *(("decide", 0, "json"), ("queue", 1, "bytes"), ("shared", 0, "bytes"), ("local", 1, "json")),
     *(("drain", 1, "json"), ("front door", 1, "bytes"), ("elastic", 0, "bytes")),
 }
 

@@ -88,6 +88,9 @@ def _lose(
 _WORLDS = [
     # Two cliques of two, neighbours or not; one of four.
     *((kind, 4, params) for kind in KINDS for params in ((1, 2), (2, 2), (1, 4))),
+    # As many nodes as no factor divides.
+    ("disk", 4, (1, 3)),
+    ("disk", 5, (1, 2)),
     # Three; two of three, neighbours or not. Who lacks what is not a question of the kind.
     ("disk", 6, (3, 2)),
     ("disk", 6, (1, 3)),

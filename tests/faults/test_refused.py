@@ -347,7 +347,7 @@ def test_a_call_that_is_refused_loses_nothing_and_is_told_on_all_ranks_if_it_mat
     refused = run(job, _DOES[does], nodes_of(job))
 
     # Which calls a sample of them hits differs from run to run.
-    assert any(case.failed for case in refused), refused
+    assert any(case.failed for case in refused if case.hit), refused
     record_property("cases", len(refused))
 
 

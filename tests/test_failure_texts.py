@@ -44,6 +44,14 @@ def test_an_error_with_an_empty_text_is_described_by_its_class() -> None:
     assert end.failure.text == "MemoryError"
 
 
+@pytest.mark.parametrize(
+    "told", [["annotations", "why", {}], ["OSError", "why", {}], ["StorageError", 5, {}]]
+)
+def test_what_is_no_error_of_ours_is_made_of_no_report(told: list[object]) -> None:
+    with pytest.raises(ValueError, match="is no error of localckpt"):
+        Failure.from_json(told)
+
+
 def test_an_error_that_a_thousand_ranks_have_is_a_short_text() -> None:
     told = "StorageError: " + "the disk is full " * 20
     ends = [CallEnd(3, "write", Failure("StorageError", told))] * 1024

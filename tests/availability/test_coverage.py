@@ -17,6 +17,8 @@ from localckpt.availability.coverage import (
     describe_incomplete,
     judge_join,
     judge_newest,
+    judge_nodes,
+    judge_resumed,
     save_problems,
 )
 from localckpt.availability.inventory import Inventory
@@ -175,6 +177,21 @@ def test_another_number_of_ranks_is_refused_with_what_can_be_done() -> None:
 
     assert "Start with 4 ranks" in str(raised.value)
     assert "session_id" in str(raised.value)
+
+
+def test_ranks_that_resume_from_different_points_are_named() -> None:
+    judge_resumed([[7, None], [7, None]])
+    for other in ([8, None], [7, [3, 1, 0, -1, [], [], 0]]):
+        with pytest.raises(MismatchError, match="the same iteration of the same lineage: 7 on"):
+            judge_resumed([[7, None], other, [7, None]])
+
+
+def test_fewer_ranks_than_nodes_with_shards_are_refused() -> None:
+    checkpoint = Checkpoint(Generation(1, 1), 7, 4)
+
+    judge_nodes(checkpoint, 2, least_nodes=2)
+    with pytest.raises(MismatchError, match="spread over 2 nodes at least, 1 rank cannot be on"):
+        judge_nodes(checkpoint, 1, least_nodes=2)
 
 
 def test_the_newest_checkpoint_alone_decides_about_the_number_of_ranks() -> None:

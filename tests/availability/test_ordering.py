@@ -411,3 +411,14 @@ def test_a_job_that_says_nothing_went_on_from_elsewhere_if_it_saves_above_all_th
     assert (lineage.origin, lineage.resumed_at) == (origin, resumed_at)
     gives_up = [lineage.gives_up(_OLD, iteration) for iteration in seen]
     assert gives_up == [origin == "nothing"] * len(seen)
+
+
+def test_no_start_is_overruled_by_another_of_its_number_whatever_that_says() -> None:
+    epochs = EpochId(3, 1), EpochId(3, 2)
+    one, other = (Checkpoint(Generation(3, e.draw * SAVES_AN_ATTEMPT), 7, 2) for e in epochs)
+    lineages = {
+        epoch: Lineage(epoch, given_up=(Point(against, 7),))
+        for epoch, against in zip(epochs, reversed(epochs), strict=True)
+    }
+
+    assert overruled([one, other], lineages) == set()

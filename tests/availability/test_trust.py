@@ -112,6 +112,9 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert any(other.world_size == checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.exhausted:
         assert all(other.world_size != checkpoint.world_size for other in choice.usable)
+    for checkpoint in choice.usable:
+        assert trusts[checkpoint].mark != "quarantined"
+        assert most is None or trusts[checkpoint].failed_starts < most
     if most is None:
         assert not choice.exhausted
         assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()

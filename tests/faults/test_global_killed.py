@@ -5,13 +5,17 @@ A new job, of any size, finds the older checkpoint or the new one, whole, and go
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 import localckpt
 from localckpt import AsyncRequest, FileSystemWriterAsync, GlobalCheckpointManager, WorkerDiedError
+from localckpt.global_tier import data_files
 from localckpt.global_tier.folders import CommitRecord
 from tests.faults.loop_disk import LoopDisk, loop_disk
 from tests.faults.stops import stops_of
@@ -292,7 +297,21 @@ def _faults(long_form: bool, job: _Job) -> Iterator[Fault]:
 # The power is cut.
 
 
-def _train(rank: int, world_size: int, job: _Job, root: Path, told: Path) -> None:
+def _take_no_direct_files() -> None:
+    """Open files as on a file system that takes no O_DIRECT, so that they are in its cache."""
+    open_owned = data_files.open_owned
+
+    def refuse(path: Path, flags: int, *mode: int) -> io.FileIO:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_owned(path, flags, *mode)
+
+    data_files.open_owned = refuse  # type: ignore[assignment]
+
+
+def _train(rank: int, world_size: int, job: _Job, root: Path, told: Path, written: str) -> None:
+    if written == "buffered":
+        _take_no_direct_files()
     announce("ready")
     await_announced("go")
     with job.manager(root, keep_last=1) as manager:
@@ -322,8 +341,15 @@ _STOPPED_AFTER = {
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", ["when asked", pytest.param("at once", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("written", "names"),
+    fixed_rows(
+        product(("direct", "buffered"), ("when asked", "at once")),
+        {("direct", "when asked"), ("buffered", "at once")},
+    ),
+)
 def test_what_was_saved_to_shared_storage_when_the_power_went_is_there_and_else_the_one_before(
+    written: str,
     names: str,
     loop_disk: LoopDisk,
     tmp_path: Path,
@@ -335,7 +361,8 @@ def test_what_was_saved_to_shared_storage_when_the_power_went_is_there_and_else_
     told.mkdir()
     cuts = 0
 
-    with start_ranks(_train, 1, job, loop_disk.root / "root", told, init_group=False) as group:
+    run = (_train, 1, job, loop_disk.root / "root", told, written)
+    with start_ranks(*run, init_group=False) as group:
         group.await_announced("ready")
         with stops_of(group.pids[0], _STOPPED_AFTER, tmp_path / "trace") as stops:
             group.announce("go")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import operator
 import os
 import pickle
@@ -16,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from localckpt.errors import CheckpointingException, UnsafeGlobalError
+from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.pickles import check_opcodes
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -288,3 +289,16 @@ def test_a_look_through_a_pickle_skips_what_can_do_no_harm() -> None:
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_long_lists_of_tuples_are_no_nesting(protocol: int) -> None:
     check_opcodes(pickle.dumps([("train", (i, frozenset([i]))) for i in range(12_000)], protocol))
+
+
+@pytest.mark.parametrize("number", [-1, 1, 2**40])
+def test_a_tensor_that_the_image_does_not_have_is_refused(number: int) -> None:
+    class Forging(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            return number if isinstance(obj, torch.Tensor) else None
+
+    file = io.BytesIO()
+    Forging(file, protocol=5).dump({"weight": torch.ones(2)})
+
+    with pytest.raises(CorruptShardError, match=f"refers to tensor {number} of 1"):
+        check_skeleton(file.getvalue(), ALLOWED, tensors=1)

@@ -66,9 +66,8 @@ _shared_memory_before = pytest.StashKey[set[str]]()
 _left = pytest.StashKey[list[str]]()
 
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("localckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("localckpt")
+# Examples of a property in a plain run, which draws others each time, and in the long forms.
+_EXAMPLES, _EXAMPLES_IN_LONG_FORM = 30, 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,6 +112,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch's stores look up a name for the address of each connection, for log messages only. It
     # takes seconds where no name server answers.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
+    # How long an example takes says how busy the machine is.
+    settings.register_profile(
+        "localckpt",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        max_examples=_EXAMPLES_IN_LONG_FORM if option("--faults") else _EXAMPLES,
+    )
+    settings.load_profile("localckpt")
     # A shell starts a command in the background with SIGINT ignored, and processes inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

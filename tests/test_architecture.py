@@ -127,16 +127,19 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(_MODULES[module].read_text())
 
 
-def _imports(module: str) -> Iterator[str]:
+@cache
+def _imports(module: str) -> list[str]:
     """Full dotted names that a module imports; a public name counts as the module it lives in."""
+    names = []
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} line {node.lineno}: relative import"
             for alias in node.names:
                 home = _ALL_HOMES.get(alias.name) if node.module == "localckpt" else None
-                yield f"localckpt.{home}" if home else f"{node.module}.{alias.name}"
+                names.append(f"localckpt.{home}" if home else f"{node.module}.{alias.name}")
+    return names
 
 
 def _allowed(imported: str, rooms: set[str]) -> bool:
@@ -347,6 +350,7 @@ def test_type_checkers_see_the_names_that_are_importable() -> None:
     }
 
     assert seen == _ALL_HOMES
+    assert (_PACKAGE / "py.typed").is_file()
 
 
 def test_names_that_the_package_does_not_list_are_those_beside_it() -> None:

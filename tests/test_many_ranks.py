@@ -130,6 +130,7 @@ def test_an_error_of_the_judge_is_raised_on_all(world: World) -> None:
 
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("missing", [(17,), (0,), (3, 4, 71)], ids=["one", "root", "three"])
+@pytest.mark.rows(1)
 def test_ranks_that_do_not_come_are_named_in_time_and_raise_when_they_come(
     hurried: World, missing: tuple[int, ...]
 ) -> None:

@@ -12,20 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-_LEAVES = {
-    "temporary file": "tempfile.mkstemp(prefix='forgotten')",
-    "shared memory": "tempfile.mkstemp(prefix='localckpt-forgotten', dir='/dev/shm')",
+_LEAVES_ALL = """
+    tempfile.mkstemp(prefix="forgotten")
+    tempfile.mkstemp(prefix="localckpt-forgotten", dir="/dev/shm")
     # Right after it has begun, a program's environment cannot be read.
-    "process": "subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(0.2)",
-    "nothing": "subprocess.run(['true'])",
-}
+    subprocess.Popen(["sleep", "60"], start_new_session=True); time.sleep(0.2)
+"""
+_LEAVES_NOTHING = "    subprocess.run(['true'])\n"
 
 
-@pytest.mark.parametrize("kind", _LEAVES)
-def test_what_a_test_leaves_fails_the_run(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [_LEAVES_ALL, _LEAVES_NOTHING], ids=["all", "nothing"])
+def test_what_a_test_leaves_fails_the_run(body: str, tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     test = tmp_path / "test_inner.py"
-    test.write_text(f"import subprocess, tempfile, time\n\ndef test_it():\n    {_LEAVES[kind]}\n")
+    test.write_text(f"import subprocess, tempfile, time\n\ndef test_it():\n{body}")
 
     done = subprocess.run(
         [
@@ -45,8 +45,9 @@ def test_what_a_test_leaves_fails_the_run(kind: str, tmp_path: Path) -> None:
     for path in set(Path("/dev/shm").glob("localckpt-forgotten*")) - before:
         path.unlink()
     assert "1 passed" in done.stdout
-    assert (f"{kind}: " in done.stdout) == (kind != "nothing"), done.stdout
-    assert (done.returncode == 0) == (kind == "nothing")
+    for kind in ("temporary file", "shared memory", "process"):
+        assert (f"{kind}: " in done.stdout) == (body is _LEAVES_ALL), done.stdout
+    assert (done.returncode == 0) == (body is _LEAVES_NOTHING)
 
 
 def test_shared_memory_of_a_test_is_made_on_demand(

@@ -222,6 +222,7 @@ class _Dying:
 # The root, and two others.
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("dying", [0, 3, 16])
+@pytest.mark.rows(1)
 def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_say(
     dying: int,
     world: World,

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import (
@@ -242,7 +242,6 @@ def _retire(
     assert len([c for c in left if c.iteration <= over.up_to]) <= keep_last + 1
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.booleans(), st.lists(_STARTS, max_size=7))
 def test_a_restart_loads_what_the_history_of_the_job_says(
     are_replicated: bool, plans: list[dict[str, object]]

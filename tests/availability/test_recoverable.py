@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints
@@ -63,7 +63,6 @@ def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
     return found
 
 
-@settings(deadline=None)
 @given(_found())
 def test_the_smallest_losses_are_told_of_pieces_of_several_kinds(
     found: dict[str, list[ShardRecord]],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.reshard import (
@@ -92,7 +92,6 @@ def _planned(
     return taken
 
 
-@settings(max_examples=300, deadline=None)
 @given(_worlds())
 def test_each_element_is_taken_once_from_a_shard_that_has_it_or_the_plan_is_refused(
     worlds: tuple[dict[int, list[Any]], dict[int, list[Any]]],

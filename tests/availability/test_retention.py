@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt import Best, CheckpointingException, Retention
@@ -24,7 +24,6 @@ from localckpt.availability.retention import (
 METRICS = st.dictionaries(
     st.sampled_from(["loss", "accuracy"]), st.floats(width=16) | st.sampled_from([0.5, 1.0])
 )
-few = settings(max_examples=50)
 RETENTIONS = st.builds(
     Retention,
     st.none() | st.integers(1, 5),
@@ -63,7 +62,6 @@ def kept(retention: Retention, candidates: list[Candidate]) -> dict[int, tuple[R
 # What holds whatever there is.
 
 
-@few
 @given(roots(), RETENTIONS)
 def test_the_newest_the_resumed_and_the_pinned_stay(root: Any, retention: Retention) -> None:
     candidates, saved, resumed_from = root
@@ -76,7 +74,6 @@ def test_the_newest_the_resumed_and_the_pinned_stay(root: Any, retention: Retent
     assert all(stay.values())
 
 
-@few
 @given(roots(), RETENTIONS, st.randoms())
 def test_the_order_in_which_a_directory_is_listed_does_not_matter(
     root: Any, retention: Retention, order: random.Random
@@ -89,7 +86,6 @@ def test_the_order_in_which_a_directory_is_listed_does_not_matter(
     assert reasons_to_keep(retention, candidates, saved, resumed_from) == expected
 
 
-@few
 @given(roots(), RETENTIONS)
 def test_to_prune_again_removes_nothing(root: Any, retention: Retention) -> None:
     candidates, saved, resumed_from = root
@@ -105,7 +101,6 @@ def _only_left_behind(stay: dict[Version, tuple[Reason, ...]]) -> set[Version]:
     return {version for version, reasons in stay.items() if reasons == ("left behind",)}
 
 
-@few
 @given(
     st.dictionaries(st.integers(0, 99), METRICS, min_size=1, max_size=20),
     st.frozensets(st.integers(0, 99)),
@@ -125,7 +120,6 @@ def test_pruning_after_each_save_leaves_what_pruning_at_the_end_would(
     assert [c.version[1] for c in left] == list(kept(retention, everything))
 
 
-@few
 @given(
     st.dictionaries(st.integers(0, 99), METRICS, min_size=1, max_size=20),
     RETENTIONS.filter(lambda retention: not retention.keeps_all),
@@ -143,7 +137,6 @@ def test_no_rule_keeps_more_than_it_says(
         assert sum(reason in reasons for reasons in stay.values()) <= most
 
 
-@few
 @given(
     st.dictionaries(st.integers(0, 99), METRICS, min_size=1, max_size=20),
     st.sampled_from(["min", "max"]),
@@ -165,7 +158,6 @@ def test_nothing_that_goes_is_better_than_the_best(
             assert valued[one] <= valued[other] if mode == "min" else valued[one] >= valued[other]
 
 
-@few
 @given(METRICS)
 def test_metrics_come_back_from_json_as_they_were(metrics: dict[str, float]) -> None:
     back = metrics_from_json(metrics_to_json(metrics))
@@ -173,7 +165,6 @@ def test_metrics_come_back_from_json_as_they_were(metrics: dict[str, float]) -> 
     assert str(back) == str(metrics)
 
 
-@few
 @given(RETENTIONS)
 def test_rules_come_back_from_json_as_they_were(retention: Retention) -> None:
     assert Retention.from_json(retention.to_json()) == retention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.ids import Generation, ShardIdentity
@@ -188,9 +188,6 @@ def test_nonsense_is_told_as_such(content: bytes, command: str, store: Path) -> 
 _rows = st.lists(st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3))
 
 
-@settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
 @given(
     st.binary(max_size=300)
     | st.dictionaries(

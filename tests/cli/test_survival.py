@@ -9,7 +9,7 @@ from math import comb
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.cli.survival import Scheme, Survival, survivability, usual_schemes
@@ -49,7 +49,6 @@ def _jobs(draw: st.DrawFn) -> Survival:
     return survivability(nodes, draw(st.integers(1, 8)), scheme, most_lost=nodes)
 
 
-@settings(deadline=None)
 @given(_jobs())
 def test_the_closed_form_and_enumeration_agree(survival: Survival) -> None:
     groups = _groups_of_nodes(survival)
@@ -59,7 +58,6 @@ def test_the_closed_form_and_enumeration_agree(survival: Survival) -> None:
         assert survival.loss[lost - 1] == _enumerated(groups, tolerated, lost)
 
 
-@settings(deadline=None)
 @given(_jobs())
 def test_what_survives_any_loss_is_never_lost_and_one_more_may_be(survival: Survival) -> None:
     limit = survival.survives_any
@@ -70,7 +68,6 @@ def test_what_survives_any_loss_is_never_lost_and_one_more_may_be(survival: Surv
     assert survival.loss[-1] == 1
 
 
-@settings(deadline=None)
 @given(_jobs())
 def test_groups_are_as_many_as_there_can_be_and_differ_by_one(survival: Survival) -> None:
     sizes = _group_sizes(survival)
@@ -81,7 +78,6 @@ def test_groups_are_as_many_as_there_can_be_and_differ_by_one(survival: Survival
     assert survival.scheme.group_size <= sizes[0] <= sizes[-1] <= sizes[0] + 1
 
 
-@settings(deadline=None)
 @given(_jobs())
 def test_costs_are_those_of_the_ranks_of_all_groups(survival: Survival) -> None:
     scheme, sizes = survival.scheme, _group_sizes(survival)
@@ -100,7 +96,6 @@ def test_costs_are_those_of_the_ranks_of_all_groups(survival: Survival) -> None:
         assert cost.largest == float(max(of_nodes))
 
 
-@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 12), st.integers(1, 4))
 def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
     factor: int, ranks_per_node: int, nodes: int, lost: int
@@ -151,7 +146,6 @@ def test_costs_in_bytes_are_rounded() -> None:
     }
 
 
-@settings(deadline=None)
 @given(_SCHEMES)
 def test_a_scheme_is_read_from_its_own_text(scheme: Scheme) -> None:
     assert Scheme.parse(str(scheme)) == scheme

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError
@@ -214,7 +214,6 @@ def test_a_header_that_claims_more_than_the_format_allows_is_refused(tmp_path: A
 
 @pytest.mark.fault("hostile-file")
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
 def test_random_bytes_are_never_taken_for_a_shard(data: bytes) -> None:
     with pytest.raises(CorruptShardError):
         unpack(source_of(data))
@@ -236,7 +235,6 @@ _JSON = st.recursive(
 
 @pytest.mark.fault("hostile-file")
 @given(_JSON)
-@settings(max_examples=200, deadline=None)
 def test_a_header_of_any_json_is_refused(value: Any) -> None:
     image = with_header(lambda _: json.dumps(value).encode())
 
@@ -251,7 +249,6 @@ def test_a_header_of_any_json_is_refused(value: Any) -> None:
         lambda ranks: st.tuples(st.integers(0, ranks - 1), st.just(ranks))
     ),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_identity_comes_back_from_a_header(
     session: str, numbers: tuple[int, ...], place: tuple[int, int]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError, MismatchError
@@ -231,7 +231,6 @@ def test_a_layout_has_no_holes_and_aligns_every_slot_as_far_as_its_size_is_round
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_any_part_of_an_image_can_be_packed_on_the_tensors_device(data: st.DataObject) -> None:
     # Host memory plays the device; how the parts are put together is the same.
     state = {
@@ -271,7 +270,6 @@ def test_the_image_is_the_same_however_many_threads_copy() -> None:
     shared=st.booleans(),
     threads=st.sampled_from([1, 2]),
 )
-@settings(deadline=None)
 def test_digests_of_blocks_hashed_while_they_are_copied_are_those_of_the_image(
     sizes: list[int], shared: bool, threads: int
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -171,31 +170,23 @@ def test_a_state_with_an_array_that_differs_from_the_given_one_is_told_apart() -
     assert not given.any()
 
 
-def test_large_arrays_are_staged_as_fast_and_in_as_little_memory_as_tensors() -> None:
+def test_large_arrays_are_staged_in_as_little_memory_as_tensors() -> None:
     array = numpy.ones(8 << 20, dtype=numpy.float64)
     states = {"array": {"a": array}, "tensor": {"a": torch.from_numpy(array)}}
     images = {}
-    seconds = {}
     taken = {}
     for kind, state in states.items():
         planner = ImagePlanner()
         nbytes = planner.capture(state).nbytes(IDENTITY)
         image = images[kind] = memoryview(bytearray(nbytes))
-        seconds[kind] = min(_stage(planner, state, image) for _ in range(5))
         tracemalloc.start()
-        _stage(planner, state, image)
+        capture = planner.capture(state)
+        capture.write(image, IDENTITY, Copier(1), SideStreams())
         taken[kind] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
 
     assert len(images["array"]) < len(images["tensor"]) + 10_000
     assert taken["array"] < 1 << 20
-    assert seconds["array"] < 2 * seconds["tensor"] + 0.005
-
-
-def _stage(planner: ImagePlanner, state: Any, image: memoryview) -> float:
-    start = time.thread_time()
-    planner.capture(state).write(image, IDENTITY, Copier(1), SideStreams())
-    return time.thread_time() - start
 
 
 def test_one_layout_serves_while_only_the_values_of_arrays_change(layouts: list[Any]) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.state_dict.boxes import Region, overlapping_pairs
@@ -88,7 +88,6 @@ def two_tilings(draw: st.DrawFn) -> tuple[Chunks, Chunks]:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(lists=two_lists_of_boxes())
 def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
     lists: tuple[Chunks, Chunks],
@@ -98,7 +97,6 @@ def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
     assert pairs == pairs_by_definition(*lists)
 
 
-@settings(max_examples=50, deadline=None)
 @given(lists=two_tilings())
 def test_pairs_of_tilings_are_those_of_the_definition(
     lists: tuple[Chunks, Chunks],

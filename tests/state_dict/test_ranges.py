@@ -148,7 +148,7 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
     data: st.DataObject,
 ) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
-    wide = data.draw(st.sampled_from([1, 1, 300_000]))
+    wide = data.draw(st.sampled_from([1, 1, 1, 60_000]))
     shape = (*shape, wide) if wide > 1 else shape
     every = torch.randint(-100, 100, shape, dtype=torch.int16)
     saved_region = tuple(_side(data, size, 2) for size in shape)
@@ -174,7 +174,7 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
             target = target.mT.contiguous().mT if target.dim() > 1 else target
         targets.append((target, region))
 
-    most = data.draw(st.sampled_from([1 << 20, 100_000]))
+    most = data.draw(st.sampled_from([1 << 20, 20_000]))
     shard.read_parts(
         (number, rectangle, WantedTensor(Box("w", shape, region, None), target).place_of(rectangle))
         for target, region in targets

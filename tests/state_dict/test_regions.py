@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.state_dict.boxes import (
@@ -49,7 +49,6 @@ def _regions(draw: Any, count: int = 2) -> tuple[tuple[int, ...], list[Region]]:
     return shape, [tuple(runs(size) for size in shape) for _ in range(count)]
 
 
-@settings(max_examples=300, deadline=None)
 @given(_regions())
 def test_regions_are_sets(drawn: tuple[tuple[int, ...], list[Region]]) -> None:
     _, (one, other) = drawn
@@ -62,7 +61,6 @@ def test_regions_are_sets(drawn: tuple[tuple[int, ...], list[Region]]) -> None:
     assert volume(one) == len(_elements(one))
 
 
-@settings(max_examples=300, deadline=None)
 @given(_regions(1), st.integers(1, 40))
 def test_a_region_is_its_rectangles_and_can_be_divided(
     drawn: tuple[tuple[int, ...], list[Region]], most: int

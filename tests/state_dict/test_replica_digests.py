@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.ids import Generation, ShardIdentity
@@ -43,7 +43,6 @@ def _models(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return model
 
 
-@settings(deadline=None)
 @given(_models(), st.data())
 def test_order_strides_and_private_parts_count_for_nothing(
     model: dict[str, torch.Tensor], data: st.DataObject
@@ -67,7 +66,6 @@ def test_order_strides_and_private_parts_count_for_nothing(
     assert [of.tensors.keys() for of in found] == [{f"model.{key}" for key in model}]
 
 
-@settings(deadline=None)
 @given(_models(), st.data())
 def test_any_flipped_bit_changes_the_digest_of_its_tensor_and_no_other(
     model: dict[str, torch.Tensor], data: st.DataObject

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_values
 
@@ -255,7 +255,6 @@ _STATES = st.recursive(
 
 
 @given(_STATES)
-@settings(max_examples=150, deadline=None)
 def test_any_nesting_of_anything_comes_back_bit_for_bit(state: Any) -> None:
     loaded = round_trip(state)
 
@@ -263,7 +262,6 @@ def test_any_nesting_of_anything_comes_back_bit_for_bit(state: Any) -> None:
 
 
 @given(st.lists(_STATES, min_size=2, max_size=4))
-@settings(max_examples=40, deadline=None)
 def test_one_planner_saves_any_sequence_of_states(states: list[Any]) -> None:
     planner = ImagePlanner(ALLOWED)
     sequence = [*states, states[0]]
@@ -456,8 +454,8 @@ class _Counts:
         self.total = int(counts.sum())
 
 
-def test_fifty_thousand_tiny_tensors_come_back() -> None:
-    values = torch.arange(50_000 * 3).view(50_000, 3)
+def test_thousands_of_tiny_tensors_come_back() -> None:
+    values = torch.arange(5_000 * 3).view(5_000, 3)
     state = {f"layer.{n}": row.clone() for n, row in enumerate(values)}
 
     loaded = round_trip(state)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.state_dict.basic import PlainState, own_states, wrapped
@@ -136,7 +136,6 @@ def _digest(value: Any) -> str:
     return digest_of(value, lambda placeholder: str(placeholder.numbers))
 
 
-@settings(max_examples=200, deadline=None)
 @given(_VALUES, _VALUES)
 def test_equal_values_have_equal_digests_and_others_do_not(one: Any, other: Any) -> None:
     # Read from its pickle a value is equal, of other objects.

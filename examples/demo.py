@@ -32,9 +32,9 @@ from examples.nodes import Node, free_port, running
 from examples.report import Event, Journals, Resharded, Training, make_table, make_times_table
 
 RANKS = 4
-ITERATIONS = 48
+ITERATIONS = 36
 SAVE_EVERY = 6
-LOSE_AT = 27  # three iterations after a save: that much is lost
+LOSE_AT = 21  # three iterations after a save: that much is lost
 SAY_EVERY = 12
 STILL_S = 90.0
 ALONE_AFTER_S = 8  # also how much later than the other one a node may start

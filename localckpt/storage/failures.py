@@ -45,9 +45,8 @@ class storage_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, OSError):
-            advice = _ADVICE.get(error.errno or 0, "see the system's error above")
-            if error.errno == errno.ENOSPC:
-                advice = self._full
+            advices = _ADVICE | {errno.ENOSPC: self._full}
+            advice = advices.get(error.errno or 0, "see the system's error above")
             raise StorageError(
                 f"could not {self._what} {self._path}: {error.strerror or error} - {advice}"
             ).advised("kept", KEPT) from error

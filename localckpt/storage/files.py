@@ -57,7 +57,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with storage_errors("open", path):
+        with _reading("open", path):
             try:
                 self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except IsADirectoryError as error:
@@ -103,11 +103,11 @@ class FileSource(OpenFile):
 
     @property
     def threads(self) -> int:
-        with storage_errors("read", self.path):
+        with _reading("read", self.path):
             return _THREADS_WARM if self._open_direct() is None else _THREADS_COLD
 
     def read(self, start: int, stop: int) -> memoryview:
-        with storage_errors("read", self.path):
+        with _reading("read", self.path):
             if stop - start >= _LONG_NBYTES and start % PAGE_NBYTES == 0:
                 direct = self._open_direct()
                 if direct is not None:
@@ -119,7 +119,7 @@ class FileSource(OpenFile):
             return view
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        with storage_errors("read", self.path):
+        with _reading("read", self.path):
             if (direct := self._open_direct()) is None:
                 self._fill_parts(start, parts)
             else:
@@ -136,7 +136,7 @@ class FileSource(OpenFile):
         whole = round_up(nbytes, PAGE_NBYTES)
         pages = getattr(self._of_thread, "pages", memoryview(b""))
         if len(pages) < whole:
-            pages = self._of_thread.pages = _memory(whole).view
+            pages = self._of_thread.pages = PrivateBuffer(whole).view
         self.fill(start, pages[:whole], nbytes, direct)
         return pages[:nbytes]
 
@@ -198,12 +198,13 @@ def _close_read(file: io.FileIO) -> None:
         file.close()
 
 
-def _memory(nbytes: int) -> PrivateBuffer:
-    try:
-        return PrivateBuffer(nbytes)
-    except OSError as error:
-        # No StorageError, which would make the caller try another copy of the file.
-        raise MemoryError(f"{nbytes} bytes to read through: {error}") from error
+class _reading(storage_errors):
+    """As ``storage_errors``, but MemoryError where memory runs out: no other copy helps then."""
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise MemoryError(f"could not read {self._path}: {error.strerror}") from error
+        super().__exit__(kind, error, where)
 
 
 class MappedFile(Buffer):

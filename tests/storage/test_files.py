@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from localckpt.state_dict.source import (
 )
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource, open_owned
+from tests.ranks import run_ranks
 from tests.storage.shards import identity
 
 WHO = identity(1)
@@ -282,3 +284,26 @@ def test_a_directory_is_no_file_and_its_descriptor_is_closed(tmp_path: Path) -> 
             open_owned(tmp_path, os.O_RDONLY)
 
     assert str(tmp_path) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in range(256)]
+
+
+def _read_without_memory(rank: int, world_size: int, path: Path) -> str:
+    make_cold(path)
+    source, view = FileSource(path), memoryview(bytearray(1 << 20))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize(), resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    try:
+        # As another copy of the file could not be read either.
+        with pytest.raises(MemoryError) as raised:
+            source.read_into(0, [view])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    return str(raised.value)
+
+
+def test_memory_that_runs_out_is_no_error_of_the_storage(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8 << 20))
+
+    (told,) = run_ranks(_read_without_memory, 1, tmp_path / "file", init_group=False)
+
+    assert told == f"could not read {tmp_path / 'file'}: Cannot allocate memory"

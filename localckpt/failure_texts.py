@@ -42,11 +42,10 @@ class Mismatches:
         if not self._found:
             return
         first = next((error for error in self._found if error.topic), self._found[0])
-        others = dict.fromkeys(str(error) for error in self._found if error is not first)
-        if not others:
-            raise first
-        texts = [first.text, *others]
-        raise MismatchError(". Besides, ".join(texts)).advised(first.topic, first.advice)
+        # One advice on its topic: the object that the program calls has another one for it.
+        texts = [e.text if e.topic == first.topic else str(e) for e in self._found]
+        text = ". Besides, ".join(dict.fromkeys([first.text, *texts]))
+        raise MismatchError(text).advised(first.topic, first.advice) from first
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:

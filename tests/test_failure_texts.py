@@ -6,7 +6,14 @@ import pytest
 
 from localckpt.availability.coverage import SaveOutcome, save_problems
 from localckpt.errors import CheckpointingException, MismatchError, StorageError
-from localckpt.failure_texts import described, ranks_named, said_by, short, with_short_texts
+from localckpt.failure_texts import (
+    Mismatches,
+    described,
+    ranks_named,
+    said_by,
+    short,
+    with_short_texts,
+)
 from localckpt.ids import Generation
 from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
@@ -32,6 +39,20 @@ def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
 
 def test_texts_that_ranks_share_are_given_once() -> None:
     assert said_by({0: "a.", 2: "b", 1: "a"}) == "ranks 0 and 1: a; rank 2: b"
+
+
+def test_errors_on_one_topic_are_one_error_with_its_advice_once() -> None:
+    found = Mismatches()
+    for text in ("a differs", "b differs", "b differs"):
+        found.note(MismatchError(text).advised("structure", "Give partial=True"))
+    found.note(MismatchError("c is old").advised("age", "Save it again"))
+
+    with pytest.raises(MismatchError) as raised:
+        found.raise_all()
+
+    texts = ["a differs", "b differs", "c is old. Save it again"]
+    assert raised.value.text == ". Besides, ".join(texts)
+    assert str(raised.value).endswith(". Give partial=True")
 
 
 def test_an_error_with_an_empty_text_is_described_by_its_class() -> None:

@@ -31,7 +31,7 @@ from tests.managers.jobs import (
 )
 from tests.ranks import node_store, run_ranks
 
-__all__ = ["Job"]
+__all__ = ["Begin", "Job"]
 
 Step = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -142,6 +142,10 @@ class Job:
     def repaired(self) -> Job:
         """The missing copies are made behind training, in time."""
         return self._then(_repaired)
+
+    def whole(self, *iterations: int) -> Job:
+        """These are all checkpoints, the newest first, and soon all are replicated."""
+        return self._then(_whole, iterations)
 
     def call(self, fn: Callable[..., None], *args: Any) -> Job:
         """Run ``fn(manager, *args)`` on every rank; for what has no verb, with its assertions."""
@@ -292,8 +296,21 @@ def _lacking(manager: Any, shards: int) -> None:
     assert manager.degraded == shards
 
 
+def _whole(manager: Any, iterations: Sequence[int]) -> None:
+    deadline = time.monotonic() + MAX_S
+    while any(s.lacking for s in manager.status()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    manager._saves.repairs.finish()
+    found = [(s.iteration, s.reached.partition(",")[0], s.lacking) for s in manager.status()]
+    assert found == [(iteration, "replicated", 0) for iteration in iterations]
+
+
 def _repaired(manager: Any) -> None:
     deadline = time.monotonic() + MAX_S
     while manager.degraded and time.monotonic() < deadline:
         time.sleep(0.01)
     assert manager.degraded == 0
+
+
+Begin = Callable[..., Job]
+"""Fixture ``job``, which begins a history."""

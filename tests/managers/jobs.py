@@ -23,10 +23,13 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.store import Store
+from tests.ranks import node_store
 
 __all__ = [
     "KINDS",
     "MAX_S",
+    "Breaking",
+    "Dirs",
     "assert_same",
     "before_commit",
     "cliques",
@@ -34,8 +37,10 @@ __all__ = [
     "damage",
     "error_of",
     "files",
+    "in_job",
     "iterations_on",
     "make_manager",
+    "on_node",
     "our_children",
     "our_threads",
     "put_back",
@@ -46,6 +51,8 @@ __all__ = [
     "take_away",
 ]
 
+Dirs = Callable[[int], list[Path]]
+"""Fixture that makes so many directories, each the disk or the shared memory of a node."""
 KINDS = ("disk", "memory")
 MAX_S = 20.0
 """Timeout of managers, strategies and queues where no timeout is to be seen."""
@@ -127,6 +134,40 @@ def cliques(jump: int, factor: int, timeout_s: float = MAX_S) -> Any:
     return localckpt.CliqueReplicationStrategy.from_replication_params(
         jump, factor, timeout_s=timeout_s
     )
+
+
+def on_node(session: str = "", repl: Any = None, **options: Any) -> Any:
+    """In a rank: its manager on disk, with time for ranks that import DTensors at once."""
+    return make_manager("disk", node_store(), session, repl, **{"timeout": 120.0, **options})
+
+
+@contextmanager
+def in_job(
+    repl: Any = None, kind: str = "disk", **options: Any
+) -> Iterator[tuple[Any, localckpt.AsyncCallsQueue]]:
+    """In a rank: its manager and a queue; ranks keep copies in pairs if no strategy is given."""
+    with (
+        repl or cliques(1, 2) as strategy,
+        make_manager(kind, node_store(), "job", strategy, **options) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        yield manager, queue
+
+
+class Breaking(localckpt.CliqueReplicationStrategy):
+    """Its connections break on rank 1 when these iterations are to be sent, or cannot be made."""
+
+    breaking: frozenset[int] = frozenset()
+    unreachable: frozenset[int] = frozenset()
+
+    def _host_transport(self, announced: Any, timeout_s: float) -> Any:
+        iteration = announced[0].id_.iteration if self._world().rank == 1 else None
+        if iteration in self.unreachable:
+            raise localckpt.PeerLostError("rank 1 has no network")
+        transport = super()._host_transport(announced, timeout_s)
+        if iteration in self.breaking:
+            transport.abort()
+        return transport
 
 
 def save(

@@ -1,10 +1,9 @@
-"""What only one side of a load has, or has in another dtype, is an error or is asked for."""
+"""States of modules and optimizers; what only one side of a load has, or in another dtype."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from localckpt import LocalCheckpointManager, MismatchError, replicated
-from tests.managers.jobs import cliques, error_of, make_manager
-from tests.ranks import node_store, run_ranks
-
-_S = 60.0
-
-Dirs = Callable[[int], list[Path]]
+from localckpt import LocalCheckpointManager, MismatchError
+from tests.managers.jobs import Dirs, error_of, in_job, make_manager, on_node
+from tests.ranks import run_ranks
 
 
 def _state(fill: float, **changed: Any) -> dict[str, Any]:
@@ -60,12 +55,12 @@ _OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def _save(rank: int, world_size: int) -> None:
-    with make_manager("disk", node_store(), timeout=_S) as manager:
+    with on_node() as manager:
         manager.save(_state(3.0), 1)
 
 
 def _load_others(rank: int, world_size: int) -> None:
-    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+    with on_node(elastic=True) as manager:
         for name, (state, told) in _OTHERS.items():
             weights = state["model"].weight.clone()
 
@@ -81,9 +76,9 @@ def _load_others(rank: int, world_size: int) -> None:
 def test_names_that_only_one_side_has_are_listed_and_nothing_is_changed(
     loaded_by: int, tmp_path: Path
 ) -> None:
-    run_ranks(_save, 2, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_save, 2, store_per_node=[tmp_path])
 
-    run_ranks(_load_others, loaded_by, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_load_others, loaded_by, store_per_node=[tmp_path])
 
 
 def test_an_empty_dict_gets_all_values_and_values_within_parts_are_returned(
@@ -96,32 +91,6 @@ def test_an_empty_dict_gets_all_values_and_values_within_parts_are_returned(
             loaded, _ = manager.load(into=_state(7.0) | {"run": run})
 
             assert loaded["run"] == {"best": {"loss": 3.0}, "names": ["a"]}
-
-
-class _MarkedGroups:
-    """An optimizer that says of its groups that other ranks have them equal."""
-
-    def __init__(self, groups: int, mark: Callable[[list[Any]], Any]) -> None:
-        self._groups, self._mark = [{"params": [n], "lr": 0.1} for n in range(groups)], mark
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": self._mark(self._groups)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._groups = state["param_groups"]
-
-
-@pytest.mark.parametrize(
-    "mark", [replicated, lambda groups: [replicated(group) for group in groups]]
-)
-def test_groups_of_an_optimizer_are_compared_below_markers(
-    mark: Callable[[list[Any]], Any], tmp_path: Path
-) -> None:
-    with LocalCheckpointManager(tmp_path) as manager:
-        manager.save({"optimizer": _MarkedGroups(1, mark)}, 1)
-
-        with pytest.raises(MismatchError, match=r"param_groups\[1\].*: given, not saved"):
-            manager.load(into={"optimizer": _MarkedGroups(2, mark)})
 
 
 def test_partial_lets_go_of_what_is_not_given_and_logs_its_names(
@@ -154,14 +123,14 @@ def _typed(dtype: torch.dtype, fill: float) -> dict[str, Any]:
 
 
 def _save_float32(rank: int, world_size: int) -> None:
-    with make_manager("disk", node_store(), timeout=_S) as manager:
+    with on_node() as manager:
         manager.save(_typed(torch.float32, 1.0009765625), 1)
 
 
 def _load_bfloat16(rank: int, world_size: int) -> None:
     state = _typed(torch.bfloat16, 7.0)
     weight, tied = state["model"].weight, state["tied"][0]
-    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+    with on_node(elastic=True) as manager:
         text = error_of(lambda: manager.load(into=state), MismatchError)
         assert re.search(r"model.weight: saved as float32 \[2, 2\], given as bfloat16", text)
         assert re.search(r"scalar: saved as float32 \[\], given as bfloat16", text)
@@ -179,58 +148,87 @@ def _load_bfloat16(rank: int, world_size: int) -> None:
 @pytest.mark.fault("world-size")
 @pytest.mark.parametrize("loaded_by", [1, 2])
 def test_another_dtype_is_an_error_unless_it_is_allowed(loaded_by: int, tmp_path: Path) -> None:
-    run_ranks(_save_float32, 2, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_save_float32, 2, store_per_node=[tmp_path])
 
-    run_ranks(_load_bfloat16, loaded_by, store_per_node=[tmp_path], timeout_s=_S)
-
-
-def test_states_of_an_optimizer_keep_their_dtypes_at_a_manager(tmp_path: Path) -> None:
-    def job() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
-        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        return parameter, torch.optim.AdamW([parameter])
-
-    parameter, optimizer = job()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.state[parameter]["exp_avg"] = torch.full((2,), 1.0009765625)
-    again, other = job()
-    with LocalCheckpointManager(tmp_path) as manager:
-        manager.save({"o": optimizer}, 1)
-
-        manager.load(into={"o": other})
-
-    assert torch.equal(other.state[again]["exp_avg"], torch.full((2,), 1.0009765625))
+    run_ranks(_load_bfloat16, loaded_by, store_per_node=[tmp_path])
 
 
-def _load_where_several_do_not_fit(
-    rank: int, world_size: int, roots: list[Path], misfits: list[int]
-) -> str:
+def _save_on_nodes(rank: int, world_size: int) -> None:
+    with in_job() as (manager, _):
+        manager.save({"w": torch.ones(4)}, 1)
+
+
+def _load_where_several_do_not_fit(rank: int, world_size: int) -> str:
     # The first node has lost its disk, so ranks send to each other what they compare.
-    with make_manager("disk", roots[rank], "run", cliques(1, 2), timeout=_S) as manager:
-        state = {"w": torch.zeros(5 if rank in misfits else 4)}
+    with in_job() as (manager, _):
+        state = {"w": torch.zeros(5 if rank in (0, 2) else 4)}
         text = error_of(lambda: manager.load(into=state), MismatchError)
         assert not state["w"].any()
     return text
 
 
-def _save_on_nodes(rank: int, world_size: int, roots: list[Path]) -> None:
-    with make_manager("disk", roots[rank], "run", cliques(1, 2), timeout=_S) as manager:
-        manager.save({"w": torch.ones(4)}, 1)
+def test_states_that_do_not_fit_on_several_ranks_are_one_mismatch_on_all(node_dirs: Dirs) -> None:
+    nodes = node_dirs(4)
+    run_ranks(_save_on_nodes, 4, store_per_node=nodes)
+    shutil.rmtree(nodes[0])
+    nodes[0].mkdir()
 
-
-@pytest.mark.parametrize("misfits", [[0], [1, 2], [0, 1, 2, 3]], ids=str)
-def test_states_that_do_not_fit_on_several_ranks_are_one_mismatch_on_all(
-    node_dirs: Dirs, misfits: list[int]
-) -> None:
-    roots = node_dirs(4)
-    run_ranks(_save_on_nodes, 4, roots, timeout_s=_S)
-    shutil.rmtree(roots[0])
-    roots[0].mkdir()
-
-    told = run_ranks(_load_where_several_do_not_fit, 4, roots, misfits, timeout_s=_S)
+    told = run_ranks(_load_where_several_do_not_fit, 4, store_per_node=nodes)
 
     for text in told:
         assert text.startswith("MismatchError: ")
         assert "saved as float32 [4], given as float32 [5]" in text
         # Nothing of torch's own, such as the frames of its C++ code.
         assert not re.search(r"\.cpp|frame #|Connection closed", text)
+
+
+def test_a_part_of_a_state_is_filled_in_place_and_the_rest_comes_back_new(tmp_path: Path) -> None:
+    whole = {
+        "model": torch.nn.Linear(2, 2).state_dict(),
+        "averages": {"a": torch.arange(3.0), "b": torch.arange(4.0)},
+    }
+    whole["tied"] = whole["model"]["weight"].view(4)
+    part = {"averages": {"b": torch.zeros(4)}}
+
+    with make_manager("disk", tmp_path, "run") as manager:
+        manager.save(whole, 1)
+        manager.find_latest()
+        with pytest.raises(MismatchError, match=r"averages\.a: saved, not given"):
+            manager.load(into=part)
+        loaded, _ = manager.load(into=part, partial=True)
+
+    assert loaded["averages"]["b"] is part["averages"]["b"]
+    assert part["averages"]["b"].tolist() == [0, 1, 2, 3]
+    assert loaded["averages"]["a"].tolist() == [0, 1, 2]
+    assert torch.equal(loaded["model"]["weight"], whole["model"]["weight"])
+    assert loaded["tied"].data_ptr() == loaded["model"]["weight"].data_ptr()
+
+
+def _compiled(module: torch.nn.Module) -> Any:
+    module[0] = torch.compile(module[0], backend="eager")  # type: ignore[operator]
+    return torch.compile(module, backend="eager")
+
+
+def _in_data_parallel(module: torch.nn.Module) -> Any:
+    module[0] = torch.nn.DataParallel(module[0])  # type: ignore[index, operator]
+    return torch.nn.DataParallel(module)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(lambda m: m, _compiled), (_compiled, _in_data_parallel), (_in_data_parallel, lambda m: m)],
+)
+def test_modules_take_states_that_were_saved_with_other_wrappers(
+    first: Any, second: Any, tmp_path: Path
+) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+
+    saved, other = first(model()), second(model())
+
+    with make_manager("disk", tmp_path) as manager:
+        manager.save({"model": saved}, 1)
+        manager.load(into={"model": other})
+
+    for one, same in zip(saved.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import localckpt
-from localckpt import DivergenceError, MismatchError, SaveFailedError
-from localckpt.errors import PeerLostError
-from localckpt.events.stream import EventStream
-from localckpt.managers.replica_check import divergence_error
-from tests.managers.jobs import MAX_S, assert_same, error_of, iterations_on, make_manager
-from tests.managers.own_managers import DictManager
+from localckpt import DivergenceError, MismatchError
+from tests.managers.jobs import MAX_S, Dirs, make_manager
 from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float8_e5m2)
 
@@ -130,47 +122,6 @@ def test_a_bit_that_is_flipped_in_one_replica_is_found_a_hundred_times_of_a_hund
     record_property("cases", 100)
 
 
-def _two_ranks(rank: int, world_size: int) -> tuple[str, Any]:
-    parts = {"model": _model()}
-    options = {"check_replicas": 1}
-    with (
-        make_manager("disk", node_store(), **options) as manager,
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-    ):
-        _save(manager, _state(rank, parts), 1, "queue", queue)
-        if rank == 1:
-            _flip(parts["model"]["layer3.weight"], 5)
-            _flip(parts["model"]["layer0.weight"], 0)
-        with pytest.raises(DivergenceError) as raised:
-            _save(manager, _state(rank, parts), 2, "queue", queue)
-        assert iterations_on(node_store()) == {1}
-        # A state that differs still is refused again, and one that does not is saved.
-        with pytest.raises(SaveFailedError):
-            _save(manager, _state(rank, parts), 2, "at once", queue)
-        if rank == 0:
-            _flip(parts["model"]["layer3.weight"], 5)
-            _flip(parts["model"]["layer0.weight"], 0)
-        _save(manager, _state(rank, parts), 2, "foreign", queue)
-        assert manager.find_latest() == 2
-        assert_same(manager.load()[0]["model"], parts["model"])
-    error = raised.value
-    assert not error.is_minority
-    assert [difference.groups for difference in error.differences] == [((0,), (1,))] * 2
-    return str(error), (error.keys, error.ranks)
-
-
-def test_of_two_ranks_both_are_named(node_dirs: Dirs) -> None:
-    told = run_ranks(_two_ranks, 2, store_per_node=node_dirs(2))
-
-    assert told[0] == told[1]
-    text, (keys, ranks) = told[0]
-    assert keys == ("model.layer0.weight", "model.layer3.weight")
-    assert ranks == (0, 1)
-    assert "'model.layer0.weight' differs between rank 0 and rank 1" in text
-    assert "It cannot be told which are right: rank 0 on " in text
-    assert "It was not kept, and older checkpoints are as they were" in text
-
-
 def _hybrid(rank: int, world_size: int) -> Any:
     """HSDP: two replicas of two parts each."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -269,56 +220,6 @@ def test_every_nth_save_compares_and_after_a_difference_every_one(shm_roots: Dir
     assert told == [["saved", "saved", "refused", "refused", *["saved"] * 5]] * 2
 
 
-class _Sink:
-    """Keeps events."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def write(self, event: Any) -> None:
-        self.events.append(event)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _warn(rank: int, world_size: int) -> Any:
-    parts, sink = {"model": _model()}, _Sink()
-    stream = EventStream([sink])
-    options = {"check_replicas": 1, "on_divergence": "warn", "events": stream, "keep_last": 3}
-    with make_manager("disk", node_store(), **options) as manager:
-        manager.save(_state(rank, parts), 1)
-        if rank == 2:
-            _flip(parts["model"]["layer1.weight"], 1)
-        manager.save(_state(rank, parts), 2)
-        assert manager.is_bad(2)
-        assert not manager.is_bad(1)
-        assert [state.iteration for state in manager.status()] == [2, 1]
-    stream.close()
-    with make_manager("disk", node_store()) as manager:
-        # What differs is taken only if there is nothing else.
-        assert manager.find_latest() == 1
-        assert manager.all_iterations() == [1, 2]
-        text = str(manager.explain())
-    (event,) = [event for event in sink.events if event.name == "diverged"]
-    return event.step, event.error_class, event.details, "of rank 2 is not that of" in text
-
-
-def test_with_a_warning_the_checkpoint_is_complete_and_marked_bad(node_dirs: Dirs) -> None:
-    told = run_ranks(_warn, 3, store_per_node=node_dirs(3))
-
-    for step, error_class, details, is_explained in told:
-        assert (step, error_class) == (2, "DivergenceError")
-        assert details["keys"] == ["model.layer1.weight"]
-        assert details["ranks"] == [2]
-        assert len(details["nodes"]) == 1
-        assert details["minority"]
-        assert is_explained
-
-
 def _save_doubtful(rank: int, world_size: int, *, differs: bool) -> None:
     weight = torch.arange(12.0)
     if differs and rank == 2:
@@ -354,58 +255,3 @@ def test_another_number_of_ranks_gets_a_checkpoint_marked_bad_if_its_replicas_ar
 
     expected = "model.w: differs between the shards of ranks 0 and 2" if differs else ""
     assert all(expected in text if differs else not text for text in told)
-
-
-def _own_hooks(rank: int, world_size: int) -> tuple[str, ...]:
-    parts = {"model": _model()}
-    with DictManager({}, timeout=MAX_S, check_replicas=1) as manager:
-        manager.save(_state(rank, parts), 1)
-        if rank == 0:
-            _flip(parts["model"]["layer4.weight"], 3)
-        with pytest.raises(DivergenceError) as raised:
-            manager.save(_state(rank, parts), 2)
-        assert manager.find_latest() == 1
-    return raised.value.keys
-
-
-def test_managers_with_hooks_of_their_own_compare_as_well(node_dirs: Dirs) -> None:
-    told = run_ranks(_own_hooks, 2, store_per_node=node_dirs(2))
-
-    assert told == [("model.layer4.weight",)] * 2
-
-
-class _LostRanks:
-    """Ranks of which one does not come any more."""
-
-    rank, world_size = 0, 2
-
-    def decide(self, *args: Any, **options: Any) -> Any:
-        raise PeerLostError("rank 1 did not come")
-
-
-def test_a_rank_that_is_lost_while_the_tensors_are_named_hides_no_difference() -> None:
-    from localckpt.availability.divergence import compare_replicas
-
-    ranks: Any = _LostRanks()
-    divergence = compare_replicas([[(7, 1)], [(7, 2)]])
-    assert divergence is not None
-
-    error = divergence_error(ranks, EventStream(), 5, divergence, [], is_kept=False)
-
-    assert (error.iteration, error.keys, error.ranks) == (5, (), (0, 1))
-    assert "what rank 0 and rank 1 have in common differs" in str(error)
-    assert "It cannot be told which are right: ranks 0 and 1." in str(error)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"check_replicas": 0}, "check_replicas is 0; it is a number of saves"),
-        ({"check_replicas": True}, "check_replicas is True"),
-        ({"on_divergence": "ignore"}, "on_divergence is 'ignore'; it can be 'error' or 'warn'"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    assert told in error_of(lambda: make_manager("disk", tmp_path, **options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import localckpt
-from tests.managers.jobs import KINDS, assert_same, cliques, error_of, make_manager, save
-from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
-_LONG_S = 120.0
+from tests.managers.jobs import Dirs, assert_same, cliques, error_of, make_manager, on_node, save
+from tests.ranks import run_ranks
 
 
 def _common(iteration: int) -> dict[str, Any]:
@@ -95,18 +89,18 @@ def _require_loads(manager: Any, rank: int, iteration: int) -> str:
     return source
 
 
-def _saves_once(rank: int, world_size: int, kind: str, root: Path) -> int:
-    options: dict[str, Any] = {"divide_replicated": True}
-    with (
-        make_manager(kind, root, "once", **options) as manager,
-        localckpt.AsyncCallsQueue() as queue,
-    ):
+def _divided(session: str = "once", repl: Any = None) -> Any:
+    return on_node(session, repl, divide_replicated=True)
+
+
+def _saves_once(rank: int, world_size: int) -> int:
+    with _divided() as manager, localckpt.AsyncCallsQueue() as queue:
         save(manager, _state(rank, 3), 3)
         _require_loads(manager, rank, 3)
         save(manager, _state(rank, 4), 4, queue)
         _require_loads(manager, rank, 4)
         nbytes = int(manager.last_save.nbytes)
-    with make_manager(kind, root, "once") as manager:
+    with on_node("once") as manager:
         # It need not divide what it saves itself.
         assert manager.find_latest() == 4
         assert _require_loads(manager, rank, 4) == "own node"
@@ -116,15 +110,28 @@ def _saves_once(rank: int, world_size: int, kind: str, root: Path) -> int:
     return nbytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_ranks_of_a_node_write_what_they_have_equal_once(node_dirs: Dirs, kind: str) -> None:
-    (root,) = node_dirs(1)
+def _loads_what_others_saved(rank: int, world_size: int) -> None:
+    model = _zeros(rank)["model"]
+    into = {"model": localckpt.replicated(model), "private": None, "rank": 0}
+    rules = {"private": "drop", "rank": "drop"}
+    with on_node("once", elastic=True, private=rules) as manager:
+        manager.load(into=into, iteration=4)
+    assert_same(model, _common(4))
 
-    nbytes = run_ranks(_saves_once, 4, kind, root, timeout_s=_LONG_S)
+
+def test_four_ranks_of_a_node_write_what_they_have_equal_once_and_others_put_it_together(
+    tmp_path: Path,
+) -> None:
+    nbytes = run_ranks(_saves_once, 4, store_per_node=[tmp_path])
 
     shared = _nbytes(_expected(0, 4))
     private = sum(_expected(rank, 4)["private"].nbytes for rank in range(4))
     assert shared + private < sum(nbytes) < 1.1 * (shared + private)
+    run_ranks(_loads_what_others_saved, 3, store_per_node=[tmp_path])
+
+
+def _protected(parity: bool) -> Any:
+    return _divided("once", localckpt.ParityReplicationStrategy(1, 3) if parity else cliques(2, 2))
 
 
 def _saves(rank: int, world_size: int, parity: bool) -> None:
@@ -142,43 +149,18 @@ def _loads(rank: int, world_size: int, parity: bool) -> str:
         return source
 
 
-def _protected(parity: bool) -> Any:
-    strategy = localckpt.ParityReplicationStrategy(1, 3) if parity else cliques(2, 2)
-    return make_manager("disk", node_store(), "once", strategy, divide_replicated=True)
-
-
 @pytest.mark.parametrize("parity", [False, True])
 def test_what_a_lost_node_held_comes_from_its_peers(node_dirs: Dirs, parity: bool) -> None:
     nodes = node_dirs(3 if parity else 2)
     ranks = 2 * len(nodes)
-    run_ranks(_saves, ranks, parity, store_per_node=nodes, timeout_s=_LONG_S)
+    run_ranks(_saves, ranks, parity, store_per_node=nodes)
     shutil.rmtree(nodes[-1])
     nodes[-1].mkdir()
 
-    sources = run_ranks(_loads, ranks, parity, store_per_node=nodes, timeout_s=_LONG_S)
+    sources = run_ranks(_loads, ranks, parity, store_per_node=nodes)
 
     assert sources[:-2] == ["own node"] * (ranks - 2)
     assert all(source == "parity" if parity else "peer" in source for source in sources[-2:])
-
-
-def _saves_for_others(rank: int, world_size: int, root: Path) -> None:
-    with make_manager("disk", root, "once", divide_replicated=True) as manager:
-        save(manager, _state(rank, 3), 3)
-
-
-def _loads_what_others_saved(rank: int, world_size: int, root: Path) -> None:
-    rules = {"private": "drop", "rank": "drop"}
-    with make_manager("disk", root, "once", elastic=True, private=rules) as manager:
-        model = _zeros(rank)["model"]
-        manager.load(into={"model": localckpt.replicated(model), "private": None, "rank": 0})
-        assert_same(model, _common(3))
-
-
-def test_another_number_of_ranks_puts_the_parts_together(node_dirs: Dirs) -> None:
-    (root,) = node_dirs(1)
-    run_ranks(_saves_for_others, 4, root, timeout_s=_LONG_S)
-
-    run_ranks(_loads_what_others_saved, 3, root, timeout_s=_LONG_S)
 
 
 def _of_groups(rank: int, odd: int) -> dict[str, Any]:
@@ -190,92 +172,42 @@ def _of_groups(rank: int, odd: int) -> dict[str, Any]:
     return {"model": localckpt.replicated({"weight": weight}, groups[min(rank, 1)])}
 
 
-def _saves_in_groups(rank: int, world_size: int, root: Path) -> None:
+def _saves_in_groups(rank: int, world_size: int) -> None:
     for odd in (0, 1):
-        with make_manager("disk", root, f"odd{odd}", divide_replicated=True) as manager:
+        with _divided(f"odd{odd}") as manager:
             save(manager, _of_groups(rank, odd), 3)
 
 
-def _loads_groups(rank: int, world_size: int, root: Path) -> None:
+def _loads_groups(rank: int, world_size: int) -> None:
     weight = torch.zeros(300, 200)
-    with make_manager("disk", root, "odd1", elastic=True) as manager:
+    with on_node("odd1", elastic=True) as manager:
         text = error_of(lambda: manager.load(into={"model": {"weight": weight}}))
         assert "model.weight: differs between the shards of ranks 0 and 1" in text
         assert not weight.any()
-    with make_manager("disk", root, "odd0", elastic=True) as manager:
+    with on_node("odd0", elastic=True) as manager:
         manager.load(into={"model": {"weight": weight}})
         assert_same(weight, torch.arange(60_000.0).reshape(300, 200))
 
 
 def test_another_number_of_ranks_compares_parts_of_groups_that_are_cut_differently(
-    node_dirs: Dirs,
+    tmp_path: Path,
 ) -> None:
-    (root,) = node_dirs(1)
-    run_ranks(_saves_in_groups, 3, root, timeout_s=_LONG_S)
+    run_ranks(_saves_in_groups, 3, store_per_node=[tmp_path])
 
-    run_ranks(_loads_groups, 2, root, timeout_s=_LONG_S)
-
-
-def _net(world_size: int) -> torch.nn.Module:
-    torch.manual_seed(7)
-    net = torch.nn.Sequential(torch.nn.Linear(256, 301), torch.nn.Linear(301, 130))
-    if world_size == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    else:
-        mesh = init_device_mesh("cpu", (world_size,))
-    fully_shard(net, mesh=mesh)
-    return net
+    run_ranks(_loads_groups, 2, store_per_node=[tmp_path])
 
 
-def _full(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.full_tensor() for key, value in net.state_dict().items()}
-
-
-def _saves_hsdp(rank: int, world_size: int, root: Path) -> int:
-    net = _net(world_size)
-    expected = _full(net)
-    with make_manager("disk", root, "hsdp", divide_replicated=True) as manager:
-        save(manager, {"model": net.state_dict()}, 3)
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.to_local().zero_()
-        manager.load(into={"model": net.state_dict()})
-        assert_same(_full(net), expected)
-        return int(manager.last_save.nbytes)
-
-
-def _loads_fsdp(rank: int, world_size: int, root: Path) -> None:
-    net = _net(world_size)
-    expected = _full(net)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.to_local().zero_()
-    with make_manager("disk", root, "hsdp", elastic=True) as manager:
-        manager.load(into={"model": net.state_dict()})
-    assert_same(_full(net), expected)
-
-
-def test_replicas_of_hsdp_are_saved_once_and_loaded_by_other_shards(node_dirs: Dirs) -> None:
-    (root,) = node_dirs(1)
-
-    nbytes = run_ranks(_saves_hsdp, 4, root, timeout_s=_LONG_S)
-
-    whole = 4 * (256 * 301 + 301 * 130)
-    assert whole < sum(nbytes) < 1.15 * whole
-    run_ranks(_loads_fsdp, 3, root, timeout_s=_LONG_S)
-
-
-def _disagrees(rank: int, world_size: int, root: Path) -> None:
+def _disagrees(rank: int, world_size: int) -> None:
     def state(width: int) -> dict[str, Any]:
         return {"model": localckpt.replicated({"weight": torch.ones(200 + width, 100)})}
 
     odd = int(rank == 1)
-    with make_manager("disk", root, "first", divide_replicated=True) as manager:
+    with _divided("first") as manager:
         # What does not fit together is seen before anything is saved: each rank saves it whole.
         save(manager, state(odd), 1)
         loaded, _ = manager.load()
         assert loaded["model"]["weight"].shape == (200 + odd, 100)
-    with make_manager("disk", root, "later", divide_replicated=True) as manager:
+    with _divided("later") as manager:
         save(manager, state(0), 1)
         with pytest.raises(localckpt.SaveFailedError, match=r"ranks 0 and 1 were to divide"):
             save(manager, state(odd), 2)
@@ -284,57 +216,8 @@ def _disagrees(rank: int, world_size: int, root: Path) -> None:
         assert loaded["model"]["weight"].shape == (200 + odd, 100)
 
 
-def test_parts_that_do_not_fit_together_are_never_a_checkpoint(node_dirs: Dirs) -> None:
-    (root,) = node_dirs(1)
-
-    run_ranks(_disagrees, 2, root, timeout_s=_LONG_S)
-
-
-def _compares(rank: int, world_size: int, root: Path) -> None:
-    options = {"check_replicas": 2, "divide_replicated": True}
-    with make_manager("disk", root, "checked", **options) as manager:
-        sizes = []
-        for iteration in range(1, 5):
-            save(manager, _state(0, iteration), iteration)
-            sizes.append(manager.last_save.nbytes)
-            state, _ = manager.load()
-            assert_same(state["model"], _common(iteration))
-        assert sorted(sizes)[2] > 1.5 * sorted(sizes)[1]
-        state = _state(0, 5)
-        state["model"].value["seven"][rank] += 1
-        # A difference is seen by the next save that compares.
-        if sizes[-1] > sizes[-2]:
-            save(manager, state, 5)
-        with pytest.raises(localckpt.DivergenceError, match=r"model\.seven"):
-            save(manager, state, 6)
-
-
-def test_a_save_that_compares_replicas_divides_nothing(node_dirs: Dirs) -> None:
-    (root,) = node_dirs(1)
-
-    run_ranks(_compares, 2, root, timeout_s=_LONG_S)
-
-
-def _loses_a_copy(rank: int, world_size: int) -> None:
-    with make_manager(
-        "disk", node_store(), "once", cliques(2, 2), divide_replicated=True
-    ) as manager:
-        save(manager, _state(rank, 3), 3)
-        dist.barrier()
-        if rank == 1:
-            path = manager.store.open(
-                manager._context.checkpoints.complete[0].shard(1, "once")
-            ).path
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-        dist.barrier()
-        # Rank 0 finds it as well, on whose node it is.
-        _require_loads(manager, rank, 3)
-
-
-def test_a_damaged_part_comes_from_another_node(node_dirs: Dirs) -> None:
-    run_ranks(_loses_a_copy, 4, store_per_node=node_dirs(2), timeout_s=_LONG_S)
+def test_parts_that_do_not_fit_together_are_never_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_disagrees, 2, store_per_node=[tmp_path])
 
 
 def _promotes(rank: int, world_size: int, root: Path) -> None:
@@ -352,4 +235,4 @@ def _promotes(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_a_divided_checkpoint_is_drained_whole(tmp_path: Path) -> None:
-    run_ranks(_promotes, 2, tmp_path, timeout_s=_LONG_S)
+    run_ranks(_promotes, 2, tmp_path)

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import StepLR
 
 import localckpt
-from tests.managers.jobs import make_manager
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import Dirs, on_node
+from tests.ranks import run_ranks
 
-Dirs = Callable[[int], list[Path]]
 # Ranks import FSDP at once, which takes long where the processor is busy.
 _LONG_S = 120.0
 # Over gloo torch 2.8 adds up the gradients of ranks, so each number of ranks trains otherwise.
@@ -86,7 +86,7 @@ def _manager(world_size: int, redundancy: str, **options: Any) -> Any:
         strategy = localckpt.CliqueReplicationStrategy.from_replication_params(
             replication_factor=2, timeout_s=_LONG_S
         )
-    return make_manager("disk", node_store(), "run", strategy, timeout=_LONG_S, **options)
+    return on_node("run", strategy, **options)
 
 
 def _save(
@@ -155,32 +155,37 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-@pytest.fixture
-def dirs(tmp_path: Path) -> Dirs:
-    def make(count: int) -> list[Path]:
-        found = [tmp_path / f"node{number}" for number in range(count)]
-        for path in found:
-            path.mkdir(exist_ok=True)
-        return found
-
-    return make
-
-
-def _restart(
+@pytest.mark.rows(4)
+@pytest.mark.parametrize(
+    ("before", "after", "kinds", "redundancy"),
+    [
+        ([4], [3], ("fsdp", "fsdp"), "copies"),
+        ([3], [4], ("fsdp", "fsdp"), "copies"),
+        ([2, 2], [3], ("tp", "fsdp"), "copies"),
+        ([2, 2], [2, 1], ("hsdp", "hsdp"), "copies"),
+        ([4], [1], ("fsdp", "plain"), "copies"),
+        ([1], [3], ("plain", "fsdp"), "copies"),
+        # Parity is of three ranks or more. A smaller job that goes on has copies, or nothing.
+        ([4], [3], ("fsdp", "fsdp"), "parity"),
+        ([3], [4], ("fsdp", "fsdp"), "parity"),
+        ([8], [5], ("fsdp", "fsdp"), "parity"),
+        ([4], [1], ("fsdp", "plain"), "parity"),
+    ],
+)
+def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     before: Sequence[int],
     after: Sequence[int],
     kinds: tuple[str, str],
-    dirs: Dirs,
+    redundancy: str,
+    node_dirs: Dirs,
     tmp_path: Path,
-    redundancy: str = "copies",
 ) -> None:
     """Save, delete the first node's store, and load on as many nodes as there are ranks."""
     saved_by, world_size = math.prod(before), math.prod(after)
     shared = tmp_path / "shared"
-    nodes = dirs(max(saved_by, world_size))
-    where = nodes[:saved_by]
+    nodes = node_dirs(max(saved_by, world_size))
     args = (before, kinds[0], shared, redundancy)
-    run_ranks(_save, saved_by, *args, store_per_node=where, timeout_s=_LONG_S)
+    run_ranks(_save, saved_by, *args, store_per_node=nodes[:saved_by], timeout_s=_LONG_S)
     if saved_by > 1:
         shutil.rmtree(nodes[0])
         nodes[0].mkdir()
@@ -192,45 +197,92 @@ def _restart(
         for node in nodes[1:]:
             if node not in where:
                 shutil.copytree(node, where[0], dirs_exist_ok=True)
-    run_ranks(
-        *(_load, world_size, after, kinds[1], shared, redundancy),
-        store_per_node=where,
-        timeout_s=_LONG_S,
-    )
+    args = (after, kinds[1], shared, redundancy)
+    run_ranks(_load, world_size, *args, store_per_node=where, timeout_s=_LONG_S)
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 3), (4, 2), (8, 5), (4, 1)])
-def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
-    before: int, after: int, dirs: Dirs, tmp_path: Path
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": lambda of: torch.optim.Adam(of, amsgrad=True, lr=torch.tensor(0.1), foreach=False),
+    "Adamax": torch.optim.Adamax,
+    "AdamW": torch.optim.AdamW,
+    "ASGD": torch.optim.ASGD,
+    "LBFGS": torch.optim.LBFGS,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda of: torch.optim.RMSprop(of, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
+}
+
+
+def _job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    state: dict[str, Any] = {}
+    for name, make in _OPTIMIZERS.items():
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(3, 3) for n in ("used", "late")})
+        optimizer = make(model.parameters())
+        # The schedule, which has the optimizer as an attribute, comes before it.
+        state |= {
+            f"model of {name}": model,
+            f"schedule of {name}": StepLR(optimizer, 2),
+            name: optimizer,
+        }
+    return state
+
+
+def _train_all(state: dict[str, Any], layers: tuple[str, ...]) -> None:
+    for name in _OPTIMIZERS:
+        model, optimizer = state[f"model of {name}"], state[name]
+
+        def loss(model: Any = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            value = sum(model[layer](torch.eye(3)).square().sum() for layer in layers)
+            value.backward()
+            return value
+
+        for _ in range(2):
+            optimizer.step(loss)
+
+
+def _save_all(rank: int, world_size: int) -> None:
+    state = _job(1)
+    _train_all(state, ("used",))
+    with on_node() as manager:
+        manager.save(state, 1)
+
+
+def _load_all(rank: int, world_size: int, seed: int, layers: tuple[str, ...]) -> None:
+    saved, state = _job(1), _job(2)
+    _train_all(saved, ("used",))
+    if layers:
+        _train_all(state, layers)
+    gradients = [p.grad for name in _OPTIMIZERS for p in state[f"model of {name}"].parameters()]
+    with on_node(elastic=True) as manager:
+        manager.load(into=state)
+
+    for name in _OPTIMIZERS:
+        torch.testing.assert_close(
+            state[name].state_dict(), saved[name].state_dict(), rtol=0, atol=0, msg=name
+        )
+    now = [p.grad for name in _OPTIMIZERS for p in state[f"model of {name}"].parameters()]
+    assert all(a is b for a, b in zip(gradients, now, strict=True))
+    _train_all(state, ("used", "late"))
+    _train_all(saved, ("used", "late"))
+    for name in _OPTIMIZERS:
+        for one, other in zip(
+            *(s[f"model of {name}"].parameters() for s in (state, saved)), strict=True
+        ):
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("trained", [(), ("used",), ("used", "late")])
+def test_another_number_of_ranks_has_the_states_that_were_saved_and_no_others(
+    trained: tuple[str, ...], tmp_path: Path
 ) -> None:
-    kinds = ("fsdp", "plain" if after == 1 else "fsdp")
+    run_ranks(_save_all, 2, store_per_node=[tmp_path])
 
-    _restart([before], [after], kinds, dirs, tmp_path)
-
-
-# Parity is of three ranks or more. A smaller job that goes on has copies, or nothing.
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (4, 2), (8, 5), (4, 1)])
-def test_the_same_holds_where_the_lost_shards_are_computed_from_parity(
-    before: int, after: int, dirs: Dirs, tmp_path: Path
-) -> None:
-    kinds = ("fsdp", "plain" if after == 1 else "fsdp")
-
-    _restart([before], [after], kinds, dirs, tmp_path, "parity")
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    ("before", "after", "kinds"),
-    [
-        ([2, 2], [3], ("tp", "fsdp")),
-        ([2, 2], [4], ("tp", "fsdp")),
-        ([2, 2], [2, 1], ("hsdp", "hsdp")),
-        ([1], [3], ("plain", "fsdp")),
-    ],
-)
-def test_another_sharding_gets_what_shared_storage_gives(
-    before: list[int], after: list[int], kinds: tuple[str, str], dirs: Dirs, tmp_path: Path
-) -> None:
-    _restart(before, after, kinds, dirs, tmp_path)
+    run_ranks(_load_all, 1, 2, trained, store_per_node=[tmp_path])

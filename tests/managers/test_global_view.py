@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,13 +20,9 @@ import localckpt
 from localckpt import CheckpointingException, MismatchError
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.header import Skeleton
-from tests.managers.jobs import error_of, make_manager
+from tests.managers.jobs import Dirs, error_of, make_manager, on_node
 from tests.ranks import node_store, run_ranks
-from tests.upstream.environment import import_upstream, needs
 
-Dirs = Callable[[int], list[Path]]
-# Four ranks import FSDP at once, which takes long where the processor is busy.
-_LONG_S = 120.0
 # Key to the box, and the tensor.
 Told = dict[str, tuple[Box, torch.Tensor]]
 
@@ -37,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 def _saved(state: Any, session: str, **options: Any) -> Told:
     """Save a state, and look at this rank's image."""
-    with make_manager("disk", node_store(), session, timeout=_LONG_S, **options) as manager:
+    with on_node(session, **options) as manager:
         manager.save(state, 1)
         manager.load()
         (path,) = node_store().rglob(f"session-{session}/{manager.rank}/*.safetensors")
@@ -138,7 +132,7 @@ def _tell_of_marks(rank: int, line: DeviceMesh) -> None:
     assert {tuple(sorted(box.ranks)) for box, _ in told.values()} == {(0, 1)}
 
     sharded = distribute_tensor(torch.rand(8), line, [Shard(0)], src_data_rank=None)
-    with make_manager("disk", node_store(), "refused", timeout=_LONG_S) as manager:
+    with on_node("refused") as manager:
         text = error_of(lambda: manager.save({"model": localckpt.replicated({"w": sharded})}, 1))
         assert "'model.w' is marked by replicated()" in text
         assert manager.find_latest() == -1
@@ -163,7 +157,7 @@ def _load_into_other_shardings(rank: int) -> None:
             torch.zeros(2 if rank < 3 else 1, 2), line, [Shard(0)], shape=(7, 2), stride=(2, 1)
         )},
     }  # fmt: skip
-    with make_manager("disk", node_store(), "loaded", timeout=_LONG_S) as manager:
+    with on_node("loaded") as manager:
         manager.save(state, 1)
         for difference, target in targets.items():
             text = error_of(lambda target=target: manager.load(into=target), MismatchError)
@@ -179,41 +173,6 @@ def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> Non
     run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=150.0, group_timeout_s=120.0)
 
 
-def _tell_of_megatron() -> None:
-    core = import_upstream("megatron.core.dist_checkpointing.mapping")
-    whole = torch.arange(48.0).reshape(4, 6, 2)
-    part = whole[2, 3:6]
-    state = {
-        "layers": core.ShardedTensor.from_rank_offsets(
-            "layers.weight", part.clone(), (0, 2, 4), (1, 1, 2), prepend_axis_num=1, replica_id=1
-        ),
-        "left to others": core.ShardedTensor.from_rank_offsets(
-            "bias", torch.ones(3)
-        ).without_data(),
-        "own": torch.ones(2),
-        # Beyond its own global tensor, which Megatron-Core does not mind.
-        "odd": core.ShardedTensor(
-            *("odd", torch.ones(4), torch.float32, (4,), (6,), (4,), None),
-            allow_shape_mismatch=True,
-        ),
-    }
-
-    told = _saved(state, "megatron")
-
-    assert told.keys() == {"layers.weight"}
-    _assert_part(told["layers.weight"], whole)
-    assert told["layers.weight"][0].ranks is None
-
-
-def _tell_of_megatron_on_a_rank(rank: int, world_size: int) -> None:
-    _tell_of_megatron()
-
-
-@needs("megatron.core")
-def test_the_sharded_tensors_of_megatron_core_tell_theirs(node_dirs: Dirs) -> None:
-    run_ranks(_tell_of_megatron_on_a_rank, 1, store_per_node=node_dirs(1))
-
-
 def _load_beside_meshes(rank: int, world_size: int) -> None:
     """Meshes are pickled with the tensors of their ranks, which have no path in the state."""
     line, turned = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
@@ -221,7 +180,7 @@ def _load_beside_meshes(rank: int, world_size: int) -> None:
     def rows(value: float) -> DTensor:
         return distribute_tensor(torch.full((4, 3), value), line, [Shard(0)], src_data_rank=None)
 
-    with make_manager("disk", node_store(), "meshes", timeout=_LONG_S) as manager:
+    with on_node("meshes") as manager:
         whole = {"optimizer": {"step": torch.ones(1), "m": rows(2.0)}, "model": {"w": rows(1.0)}}
         manager.save(whole, 1)
         # Where the mesh is the second tensor, and was the third.
@@ -285,7 +244,7 @@ def _load_onto_another_mesh(
     torch.manual_seed(1)
     network, optimizer = _network(saved, *"ab"[: len(saved)])
     _step(network, optimizer)
-    with make_manager("disk", node_store(), "mesh", timeout=_LONG_S, elastic=elastic) as manager:
+    with on_node("mesh", elastic=elastic) as manager:
         raw = {name: weight.clone() for name, weight in network.state_dict().items()}
         manager.save({"optimizer": optimizer, "model": network, "raw": raw}, 1)
         other, fresh = _network(now, *"ab"[: len(now)])
@@ -326,40 +285,11 @@ class Holder:
         self.tensor = tensor
 
 
-def _load_what_has_no_path(rank: int, world_size: int) -> None:
-    """Arrays and meshes, which are made anew, are numbered as tensors in what was saved."""
-    pair = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    every, half = init_device_mesh("cpu", (2,)), pair["b"]
-
-    def state(value: float, mesh: DeviceMesh) -> dict[str, Any]:
-        equal = DTensor.from_local(torch.full((3,), value), mesh, [Replicate()], run_check=False)
-        held = Holder(torch.full((5,), value))
-        return {"array": numpy.arange(2000), "equal": equal, "mesh": mesh, "held": held}
-
-    options = {"timeout": _LONG_S, "safe_globals": [Holder]}
-    with make_manager("disk", node_store(), "paths", **options) as manager:
-        manager.save(state(1.0, every), 1)
-        given = state(0.0, half)
-        loaded, _ = manager.load(into=given)
-
-    assert loaded["equal"] is given["equal"]
-    assert torch.equal(given["equal"].to_local(), torch.ones(3))
-    assert torch.equal(given["held"].tensor, torch.ones(5))
-    assert loaded["held"].tensor is given["held"].tensor
-    assert half.mesh.tolist() == [rank]
-    assert loaded["mesh"].shape == (2,)
-
-
-def test_tensors_without_a_path_are_filled_beside_arrays_and_meshes(node_dirs: Dirs) -> None:
-    run_ranks(_load_what_has_no_path, 2, store_per_node=node_dirs(1), timeout_s=150.0)
-
-
 def test_a_tensor_without_a_path_never_takes_another_ones_values(tmp_path: Path) -> None:
     def holder(value: float) -> Holder:
         return Holder(torch.full((5,), value))
 
-    options = {"timeout": _LONG_S, "safe_globals": [Holder]}
-    with make_manager("disk", tmp_path, "paths", **options) as manager:
+    with make_manager("disk", tmp_path, "paths", safe_globals=[Holder]) as manager:
         manager.save({"a": holder(1.0), "b": holder(2.0), "w": torch.ones(2), "x": "y"}, 1)
         one = holder(0.0)
         with pytest.raises(MismatchError, match="given, not saved"):
@@ -369,30 +299,3 @@ def test_a_tensor_without_a_path_never_takes_another_ones_values(tmp_path: Path)
 
     assert not one.tensor.any()
     assert [held.tensor[0].item() for held in both] == [1.0, 2.0]
-
-
-def _load_what_is_not_given(rank: int, world_size: int) -> None:
-    line = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-    on_line, on_square = (line, [Shard(0)]), (square, [Replicate(), Shard(0)])
-
-    def rows(value: float, mesh: DeviceMesh, placements: Any) -> DTensor:
-        return DTensor.from_local(torch.full((2, 3), value), mesh, placements, run_check=False)
-
-    with make_manager("disk", node_store(), "given", timeout=_LONG_S) as manager:
-        manager.save({key: rows(1.0, *on_line) for key in "abc"}, 1)
-        same, _ = manager.load(into={key: rows(0.0, *on_square) for key in "ab"}, partial=True)
-        into = {"a": rows(0.0, *on_square), "b": rows(0.0, *on_line)}
-        apart, _ = manager.load(into=into, partial=True)
-
-    assert same["c"].device_mesh == square
-    assert tuple(same["c"].placements) == (Replicate(), Shard(0))
-    assert apart["c"].device_mesh == line
-    for loaded in (same, apart):
-        assert torch.equal(loaded["c"].full_tensor(), torch.ones(4, 3))
-
-
-def test_a_dtensor_that_is_not_given_follows_the_given_ones_to_their_mesh_if_all_have_one(
-    node_dirs: Dirs,
-) -> None:
-    run_ranks(_load_what_is_not_given, 2, store_per_node=node_dirs(1), timeout_s=150.0)

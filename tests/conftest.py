@@ -50,7 +50,7 @@ _LONGEST = (
     *("storage/test_faults.py", "global_tier/test_saver_ranks.py"),
     "global_tier/test_manager_failures.py",
     *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
-    *("state_dict/test_large.py", "integrations/test_nvrx.py", "managers/test_worlds.py"),
+    *("state_dict/test_large.py", "integrations/test_nvrx.py"),
     *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
     *("checkpointer/test_kinds_of_loops.py", "checkpointer/test_epochs.py"),
     *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),

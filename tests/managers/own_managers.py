@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 
 from localckpt import BaseCheckpointManager, CkptID, TensorAwareStateDict
 
-__all__ = ["DictManager", "FileManager", "FsspecManager", "TroubledDictManager"]
+__all__ = ["DictManager", "FileManager", "TroubledDictManager"]
 
 
 class DictManager(BaseCheckpointManager):
@@ -57,45 +55,8 @@ class TroubledDictManager(DictManager):
             super()._save(state_dict, ckpt_id)
 
 
-class FsspecManager(BaseCheckpointManager):
-    """Writes objects with ``torch.save`` to a file system of fsspec's, as NVRx users do."""
-
-    def __init__(self, root: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.files = fsspec.filesystem("memory")
-        self.root = f"{root}/of rank {self.rank}"
-        self.files.makedirs(self.root, exist_ok=True)
-
-    def _path(self, ckpt_id: CkptID) -> str:
-        return f"{self.root}/{ckpt_id.iteration}_{ckpt_id.rank}_{ckpt_id.session_id}.pt"
-
-    def _my_ckpt_ids(self) -> Iterable[CkptID]:
-        for path in self.files.ls(self.root, detail=False):
-            iteration, rank, session_id = path.rpartition("/")[2].removesuffix(".pt").split("_")
-            yield CkptID(int(iteration), int(rank), session_id)
-
-    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
-        with self.files.open(self._path(ckpt_id), "rb") as file:
-            state: TensorAwareStateDict = torch.load(file, weights_only=False)
-        return state
-
-    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
-        with self.files.open(self._path(ckpt_id), "wb") as file:
-            torch.save(state_dict, file)
-
-    def _cleanup(self, iteration: int) -> None:
-        self._remove(lambda ckpt_id: ckpt_id.iteration < iteration)
-
-    def _cleanup_failed_save(self, iteration: int) -> None:
-        self._remove(lambda ckpt_id: ckpt_id.iteration == iteration)
-
-    def _remove(self, which: Any) -> None:
-        for ckpt_id in filter(which, list(self._my_ckpt_ids())):
-            self.files.rm(self._path(ckpt_id))
-
-
 class FileManager(BaseCheckpointManager):
-    """Writes files, and notes which process did."""
+    """Writes files."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(**options)
@@ -115,11 +76,7 @@ class FileManager(BaseCheckpointManager):
         return state
 
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
-        if "refuse" in getattr(state_dict, "state_dict", ()):
-            raise OSError("this folder refuses")
         torch.save(state_dict, self._path(ckpt_id))
-        command = Path("/proc/self/cmdline").read_text().replace("\0", " ")
-        (self.folder / "written by").write_text(f"{os.getpid()} {command}")
 
     def _cleanup(self, iteration: int) -> None:
         for ckpt_id in list(self._my_ckpt_ids()):

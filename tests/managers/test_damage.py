@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,21 @@ import torch
 
 from localckpt import MismatchError, NoReplicasAvailableError
 from tests.managers.jobs import (
-    KINDS,
+    Dirs,
     assert_same,
     cliques,
     damage,
     error_of,
     files,
+    in_job,
     iterations_on,
-    make_manager,
     reads_fail,
 )
 from tests.ranks import node_store, run_ranks
 
-Dirs = Callable[[int], list[Path]]
-
 # Several digest blocks, so that damage can lie where finding the shard does not look.
 _NBYTES = 3 << 20
-_BEGINNING, _MIDDLE, _END = 0.0001, 0.6, 1.0
+_MIDDLE = 0.6
 
 
 def _large(rank: int, iteration: int) -> dict[str, Any]:
@@ -37,19 +34,15 @@ def _large(rank: int, iteration: int) -> dict[str, Any]:
     return {"large": torch.randn(_NBYTES // 4, generator=random), "iteration": iteration}
 
 
-def _save_iterations(rank: int, world_size: int, kind: str, replicated: bool) -> None:
-    repl = cliques(1, 2) if replicated else None
-    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+def _save_iterations(rank: int, world_size: int, replicated: bool = True) -> None:
+    with in_job(None if replicated else nullcontext(), keep_last=2) as (manager, _):
         for iteration in (7, 8):
             manager.save(_large(rank, iteration), iteration)
-    if repl:
-        repl.close()
 
 
-def _load(rank: int, world_size: int, kind: str, replicated: bool) -> tuple[int, int, str]:
+def _load(rank: int, world_size: int) -> tuple[int, int, str]:
     """What find_latest said, what was loaded and was right, and where it came from."""
-    repl = cliques(1, 2) if replicated else None
-    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+    with in_job(keep_last=2) as (manager, _):
         found = manager.find_latest()
         state, ckpt_id = manager.load()
         assert manager.last_load.iteration == manager.latest_iteration == ckpt_id.iteration
@@ -59,17 +52,11 @@ def _load(rank: int, world_size: int, kind: str, replicated: bool) -> tuple[int,
         again, same_id = manager.load()
         assert same_id == ckpt_id
         assert_same(again, state)
-    if repl:
-        repl.close()
     return found, ckpt_id.iteration, source
 
 
 def _copy(node: Path, owner: int, iteration: int) -> Path:
-    (found,) = (
-        path
-        for path in node.rglob("*.safetensors")
-        if path.name.startswith(f"{iteration:012d}.{owner}.")
-    )
+    (found,) = node.rglob(f"{iteration:012d}.{owner}.*.safetensors")
     return found
 
 
@@ -79,27 +66,20 @@ def _set_aside(*nodes: Path) -> list[tuple[int, int]]:
     return [(int(iteration), int(owner)) for iteration, owner, *_ in names]
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
-    return (node_dirs if kind == "disk" else shm_roots)(2)
+def nodes(node_dirs: Dirs) -> list[Path]:
+    """Two nodes that keep iterations 7 and 8 of each other's rank."""
+    found = node_dirs(2)
+    run_ranks(_save_iterations, 2, store_per_node=found)
+    return found
 
 
-@pytest.mark.rows(2)
 @pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE, _END], ids=["start", "middle", "end"])
-def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(
-    kind: str, position: float, nodes: list[Path]
-) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
-    damage(_copy(nodes[1], 1, 8), position)
+def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(nodes: list[Path]) -> None:
+    damage(_copy(nodes[1], 1, 8), _MIDDLE)
     before = len(files(*nodes))
 
-    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+    told = run_ranks(_load, 2, store_per_node=nodes)
 
     assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
     assert _set_aside(nodes[1]) == [(8, 1)]
@@ -110,55 +90,28 @@ def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(
 
 
 @pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE], ids=["start", "middle"])
-def test_a_bad_replica_does_no_harm_while_the_own_copy_is_good(
-    kind: str, position: float, nodes: list[Path]
+@pytest.mark.parametrize("own", ["is gone", "is bad"])
+def test_when_no_copy_is_good_all_ranks_take_the_older_checkpoint(
+    own: str, nodes: list[Path]
 ) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
-    damage(_copy(nodes[0], 1, 8), position)
-
-    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
-
-    assert told == [(8, 8, "own node")] * 2
-
-
-@pytest.mark.fault("bad-copies")
-def test_a_replica_that_turns_out_bad_on_its_way_is_quarantined_where_it_is_kept(
-    kind: str, nodes: list[Path]
-) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
-    _copy(nodes[1], 1, 8).unlink()
     damage(_copy(nodes[0], 1, 8), _MIDDLE)
+    if own == "is bad":
+        damage(_copy(nodes[1], 1, 8), _MIDDLE)
+    else:
+        _copy(nodes[1], 1, 8).unlink()
 
-    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
-    found_again = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+    told = run_ranks(_load, 2, store_per_node=nodes)
+    found_again = run_ranks(_load, 2, store_per_node=nodes)
 
     assert told == [(8, 7, "own node")] * 2
     assert _set_aside(nodes[0]) == [(8, 1)]
+    assert _set_aside(nodes[1]) == ([(8, 1)] if own == "is bad" else [])
     assert found_again == [(7, 7, "own node")] * 2
 
 
-@pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "alone"])
-def test_when_no_copy_is_good_all_ranks_take_the_older_checkpoint(
-    kind: str, replicated: bool, nodes: list[Path]
-) -> None:
-    run_ranks(_save_iterations, 2, kind, replicated, store_per_node=nodes)
-    damage(_copy(nodes[1], 1, 8), _MIDDLE)
-    if replicated:
-        damage(_copy(nodes[0], 1, 8), _MIDDLE)
-
-    told = run_ranks(_load, 2, kind, replicated, store_per_node=nodes)
-
-    assert told == [(8, 7, "own node")] * 2
-    assert (8, 1) in _set_aside(nodes[1])
-    assert (8, 0) not in _set_aside(*nodes)
-
-
-def _all_is_bad(rank: int, world_size: int, kind: str) -> list[str]:
-    repl = cliques(1, 2)
+def _all_is_bad(rank: int, world_size: int) -> list[str]:
     told = []
-    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+    with in_job(keep_last=2) as (manager, _):
         assert manager.find_latest() == 8
         told.append(error_of(manager.load, NoReplicasAvailableError))
         assert manager.find_latest() == -1
@@ -167,20 +120,16 @@ def _all_is_bad(rank: int, world_size: int, kind: str) -> list[str]:
         manager.save(_large(rank, 1), 1)
         assert manager.find_latest() == 1
         assert_same(manager.load()[0], _large(rank, 1))
-    repl.close()
     return told
 
 
 @pytest.mark.fault("bad-copies")
-def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(
-    kind: str, nodes: list[Path]
-) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(nodes: list[Path]) -> None:
     for iteration in (7, 8):
         for node in nodes:
             damage(_copy(node, 1, iteration), _MIDDLE)
 
-    told = run_ranks(_all_is_bad, 2, kind, store_per_node=nodes)
+    told = run_ranks(_all_is_bad, 2, store_per_node=nodes)
 
     assert told[0] == told[1]
     for text in told[0]:
@@ -194,63 +143,38 @@ def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(
         assert text.count("is damaged: the 1048576 bytes from") == 4
 
 
-def _go_on_after_a_fall_back(rank: int, world_size: int, kind: str) -> None:
-    with make_manager(kind, node_store(), "job", keep_last=2) as manager:
+def _go_on_after_a_fall_back(rank: int, world_size: int) -> None:
+    with in_job(nullcontext(), keep_last=2) as (manager, _):
         assert manager.find_latest() == 8
         assert manager.load()[1].iteration == 7
         # 8 is no more than a name now, so 7 is one of the two that are kept.
         manager.save(_large(rank, 9), 9)
         assert {7, 9} <= iterations_on(node_store())
         manager.save(_large(rank, 10), 10)
-    with make_manager(kind, node_store(), "job", keep_last=2) as manager:
+    with in_job(nullcontext(), keep_last=2) as (manager, _):
         assert manager.find_latest() == 10
         assert_same(manager.load()[0], _large(rank, 10))
 
 
 def test_a_checkpoint_that_could_not_be_loaded_is_not_counted_among_those_that_are_kept(
-    kind: str, nodes: list[Path]
+    node_dirs: Dirs,
 ) -> None:
-    run_ranks(_save_iterations, 2, kind, False, store_per_node=nodes)
+    nodes = node_dirs(2)
+    run_ranks(_save_iterations, 2, False, store_per_node=nodes)
     damage(_copy(nodes[1], 1, 8), _MIDDLE)
 
-    run_ranks(_go_on_after_a_fall_back, 2, kind, store_per_node=nodes)
-
-
-@pytest.mark.fault("wrong-place")
-def test_a_good_file_in_the_place_of_another_is_refused(kind: str, nodes: list[Path]) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
-    # Rank 0's shard under the name of rank 1's, in both places; 7 under the name of 8.
-    for node in nodes:
-        _copy(node, 1, 8).write_bytes(_copy(node, 0, 8).read_bytes())
-
-    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
-
-    assert told == [(7, 7, "own node")] * 2
-
-
-@pytest.mark.fault("torn-file")
-@pytest.mark.parametrize("length", [0, 1, 4096, 1 << 20, (2 << 20) + 17])
-def test_a_file_that_was_cut_is_replaced_by_its_replica(length: int, node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save_iterations, 2, "disk", True, store_per_node=nodes)
-    with _copy(nodes[1], 1, 8).open("r+b") as file:
-        file.truncate(length)
-
-    told = run_ranks(_load, 2, "disk", True, store_per_node=nodes)
-
-    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+    run_ranks(_go_on_after_a_fall_back, 2, store_per_node=nodes)
 
 
 def _save_as_another_number_of_ranks(rank: int, world_size: int) -> None:
-    with make_manager("disk", node_store(), "job", keep_last=9) as manager:
+    with in_job(nullcontext(), keep_last=9) as (manager, _):
         manager.save(_large(rank, 5), 5)
 
 
 def _load_where_only_another_number_of_ranks_is_left(rank: int, world_size: int) -> list[str]:
-    told = []
-    with make_manager("disk", node_store(), "job", keep_last=9) as manager:
+    with in_job(nullcontext(), keep_last=9) as (manager, _):
         assert manager.find_latest() == 5
-        told.append(error_of(manager.load, MismatchError))
+        told = [error_of(manager.load, MismatchError)]
         manager.latest_iteration = -1
         told.append(error_of(manager.find_latest, MismatchError))
     return told
@@ -270,32 +194,27 @@ def test_a_job_never_falls_back_to_the_state_of_another_number_of_ranks(node_dir
         assert "saved by 2 ranks, and this job has 1" in text
 
 
-def _lose_a_file_before_loading(rank: int, world_size: int, kind: str) -> tuple[int, int, str]:
-    repl = cliques(1, 2)
-    with make_manager(kind, node_store(), "job", repl) as manager:
+def _lose_a_file_before_loading(rank: int, world_size: int) -> str:
+    with in_job() as (manager, _):
         assert manager.find_latest() == 8
         if rank == 1:
             _copy(node_store(), 1, 8).unlink()
-        state, ckpt_id = manager.load()
-        assert_same(state, _large(rank, 8))
-    repl.close()
-    return 8, ckpt_id.iteration, manager.last_load.source
+        assert_same(manager.load()[0], _large(rank, 8))
+        return str(manager.last_load.source)
 
 
 @pytest.mark.fault("lost-during-recovery")
 def test_a_copy_that_is_gone_when_it_is_to_be_loaded_is_replaced_by_its_replica(
-    kind: str, nodes: list[Path]
+    nodes: list[Path],
 ) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    told = run_ranks(_lose_a_file_before_loading, 2, store_per_node=nodes)
 
-    told = run_ranks(_lose_a_file_before_loading, 2, kind, store_per_node=nodes)
-
-    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+    assert told == ["own node", "peer rank 0"]
 
 
 def _receive_badly(rank: int, world_size: int) -> str:
     repl = cliques(1, 3)
-    with make_manager("disk", node_store(), "job", repl) as manager:
+    with in_job(repl) as (manager, _):
         manager.save(_large(rank, 3), 3)
         if rank == 2:
             _copy(node_store(), 2, 3).unlink()
@@ -320,8 +239,7 @@ def _receive_badly(rank: int, world_size: int) -> str:
         state, _ = manager.load()
         assert_same(state, _large(rank, 3))
         assert tries == [[0], [1]]
-    repl.close()
-    return str(manager.last_load.source)
+        return str(manager.last_load.source)
 
 
 @pytest.mark.fault("bad-copies")
@@ -336,20 +254,8 @@ def test_a_copy_that_was_spoiled_on_its_way_is_not_quarantined_where_it_is_good(
     assert _set_aside(*nodes) == []
 
 
-def test_damage_that_a_person_wants_to_see_is_kept(kind: str, nodes: list[Path]) -> None:
-    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
-    victim = _copy(nodes[1], 1, 8)
-    damage(victim, _MIDDLE)
-    content = victim.read_bytes()
-
-    run_ranks(_load, 2, kind, True, store_per_node=nodes)
-
-    assert Path(f"{victim}.corrupt").read_bytes() == content
-
-
-def _read_from_a_node_whose_disk_fails(rank: int, world_size: int, kind: str) -> str:
-    repl = cliques(1, 3)
-    with make_manager(kind, node_store(), "job", repl) as manager:
+def _read_from_a_node_whose_disk_fails(rank: int, world_size: int) -> str:
+    with in_job(cliques(1, 3)) as (manager, _):
         manager.save(_large(rank, 3), 3)
         if rank == 2:
             _copy(node_store(), 2, 3).unlink()
@@ -357,8 +263,7 @@ def _read_from_a_node_whose_disk_fails(rank: int, world_size: int, kind: str) ->
         with reads_fail(_copy(node_store(), 2, 3)) if rank == 0 else nullcontext():
             state, _ = manager.load()
         assert_same(state, _large(rank, 3))
-    repl.close()
-    return str(manager.last_load.source)
+        return str(manager.last_load.source)
 
 
 @pytest.mark.fault("refused-io")
@@ -368,7 +273,7 @@ def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load
 ) -> None:
     nodes = node_dirs(3)
 
-    told = run_ranks(_read_from_a_node_whose_disk_fails, 3, "disk", store_per_node=nodes)
+    told = run_ranks(_read_from_a_node_whose_disk_fails, 3, store_per_node=nodes)
 
     assert told == ["own node", "own node", "peer rank 1"]
     # What could not be read now may be read the next time.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,10 @@ import pytest
 import localckpt
 from localckpt import CheckpointingException, MismatchError, PeerLostError, SaveFailedError
 from tests.managers.jobs import (
-    MAX_S,
+    Dirs,
     cliques,
     error_of,
+    in_job,
     iterations_on,
     make_manager,
     resume,
@@ -24,52 +23,40 @@ from tests.ranks import node_store, run_ranks
 
 pytestmark = pytest.mark.fault("disagreement")
 
-Dirs = Callable[[int], list[Path]]
 
 _TIMEOUT_S = 2.0
 
 
-def _other_sessions(rank: int, world_size: int, replicated: bool) -> list[str]:
+def _other_sessions(rank: int, world_size: int) -> list[str]:
     session = "right" if rank != 1 else "wrong"
-    repl = cliques(1, world_size, _TIMEOUT_S) if replicated else None
 
-    def begin() -> Any:
+    def begin(repl: Any = None) -> Any:
         return make_manager("disk", node_store(), session, repl, timeout=_TIMEOUT_S)
 
-    if replicated:
+    with begin() as manager:
+        told = [error_of(manager.find_latest, MismatchError)]
+    with begin() as manager:
+        told.append(error_of(lambda: manager.save(state_of(rank, 1), 1), MismatchError))
+    with cliques(1, world_size, _TIMEOUT_S) as repl:
         # With a strategy that is there, making a manager is where ranks meet first.
-        told = [error_of(begin, MismatchError)]
-    else:
-        with begin() as manager:
-            told = [error_of(manager.find_latest, MismatchError)]
-        with begin() as manager:
-            told.append(error_of(lambda: manager.save(state_of(rank, 1), 1), MismatchError))
-    with make_manager("disk", node_store(), "right", repl) as manager:
-        assert manager.find_latest() == -1
-        manager.save(state_of(rank, 1), 1)
-        assert resume(manager, rank, 1) == "own node"
-    if repl:
-        repl.close()
+        told.append(error_of(lambda: begin(repl), MismatchError))
+        with make_manager("disk", node_store(), "right", repl) as manager:
+            assert manager.find_latest() == -1
+            manager.save(state_of(rank, 1), 1)
+            assert resume(manager, rank, 1) == "own node"
     return told
 
 
-@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
-def test_ranks_of_different_sessions_are_named_on_every_rank(
-    replicated: bool, node_dirs: Dirs
-) -> None:
-    told = run_ranks(_other_sessions, 3, replicated, store_per_node=node_dirs(3))
+def test_ranks_of_different_sessions_are_named_on_every_rank(node_dirs: Dirs) -> None:
+    told = run_ranks(_other_sessions, 3, store_per_node=node_dirs(3))
 
     for text in (text for rank in told for text in rank):
         assert "session_id: 'right' on ranks 0 and 2, 'wrong' on rank 1" in text
 
 
-def _other_iterations(rank: int, world_size: int, replicated: bool) -> list[str]:
-    repl = cliques(1, 2) if replicated else None
+def _other_iterations(rank: int, world_size: int) -> list[str]:
     told = []
-    with (
-        make_manager("disk", node_store(), "job", repl, keep_last=9) as manager,
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queues,
-    ):
+    with in_job(keep_last=9) as (manager, queues):
         for number, queue in enumerate((None, queues)):
             good = 10 * number
             save(manager, state_of(rank, good), good, queue)
@@ -83,16 +70,11 @@ def _other_iterations(rank: int, world_size: int, replicated: bool) -> list[str]
             assert resume(manager, rank, good) == "own node"
         save(manager, state_of(rank, 20), 20)
         assert resume(manager, rank, 20) == "own node"
-    if repl:
-        repl.close()
     return told
 
 
-@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
-def test_ranks_that_save_different_iterations_are_named_and_can_go_on(
-    replicated: bool, node_dirs: Dirs
-) -> None:
-    told = run_ranks(_other_iterations, 2, replicated, store_per_node=node_dirs(2))
+def test_ranks_that_save_different_iterations_are_named_and_can_go_on(node_dirs: Dirs) -> None:
+    told = run_ranks(_other_iterations, 2, store_per_node=node_dirs(2))
 
     for first, text in [*zip((5, 15), told[0], strict=True), *zip((5, 15), told[1], strict=True)]:
         assert "different iterations" in text
@@ -100,51 +82,21 @@ def test_ranks_that_save_different_iterations_are_named_and_can_go_on(
         assert f"'{first + 1}' on rank 1" in text
 
 
-def _one_refuses_its_iteration(rank: int, world_size: int) -> str:
-    with make_manager("disk", node_store(), "job", timeout=_TIMEOUT_S) as manager:
-        manager.save(state_of(rank, 5), 5)
-        # Below the last one on rank 1 only, which refuses before it has met the others.
-        iteration = 6 if rank == 0 else 5
-        return error_of(lambda: manager.save(state_of(rank, iteration), iteration))
-
-
-def test_a_rank_that_refuses_to_save_is_named_by_those_that_wait_for_it(node_dirs: Dirs) -> None:
-    told = run_ranks(_one_refuses_its_iteration, 2, store_per_node=node_dirs(2))
-
-    assert "PeerLostError" in told[0]
-    assert "rank 1" in told[0]
-    assert "iteration 5 cannot be saved" in told[1]
-
-
-def _one_more_save(rank: int, world_size: int, replicated: bool) -> str:
-    repl = cliques(1, 2, _TIMEOUT_S) if replicated else None
-    with make_manager("disk", node_store(), "job", repl, timeout=_TIMEOUT_S) as manager:
+def _one_more_save(rank: int, world_size: int) -> str:
+    with in_job(cliques(1, 2, _TIMEOUT_S), timeout=_TIMEOUT_S) as (manager, _):
         manager.save(state_of(rank, 1), 1)
         step = (lambda: manager.save(state_of(rank, 2), 2)) if rank == 0 else manager.find_latest
         told = error_of(step, CheckpointingException)
-        assert iterations_on(node_store()) == {1}
-    if repl:
-        repl.close()
+    assert iterations_on(node_store()) == {1}
     return told
 
 
-def _resume_from(rank: int, world_size: int, iteration: int) -> None:
-    with make_manager("disk", node_store(), "job") as manager:
-        assert resume(manager, rank, iteration) == "own node"
-
-
-@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
-def test_a_rank_that_saves_once_more_than_the_others_is_an_error_on_all(
-    replicated: bool, node_dirs: Dirs
-) -> None:
-    nodes = node_dirs(2)
-
-    told = run_ranks(_one_more_save, 2, replicated, store_per_node=nodes)
+def test_a_rank_that_saves_once_more_than_the_others_is_an_error_on_all(node_dirs: Dirs) -> None:
+    told = run_ranks(_one_more_save, 2, store_per_node=node_dirs(2))
 
     assert "rank 1" in told[0]
     assert "rank 0" in told[1]
     assert all(text.split(":")[0] in {"MismatchError", "PeerLostError"} for text in told)
-    run_ranks(_resume_from, 2, 1, store_per_node=nodes)
 
 
 def _one_more_async_save(rank: int, world_size: int) -> list[str]:
@@ -172,15 +124,3 @@ def test_a_rank_that_saves_once_more_behind_training_is_named_at_the_next_save(
     assert "rank 1" in told[0][0]
     assert told[0][1] == told[1][0]
     assert "the ranks saved different save numbers: '1.3' on rank 0, '1.2' on rank 1" in told[1][0]
-
-
-def _other_parameters(rank: int, world_size: int) -> str:
-    return error_of(lambda: cliques(1 + rank % 2, 2, _TIMEOUT_S), MismatchError)
-
-
-def test_ranks_that_want_to_replicate_differently_are_named() -> None:
-    told = run_ranks(_other_parameters, 4)
-
-    assert len(set(told)) == 1
-    assert "ranks 0 and 2" in told[0]
-    assert "ranks 1 and 3" in told[0]

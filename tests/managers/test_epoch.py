@@ -1,4 +1,4 @@
-"""The epoch of a job's saves: its generations, its lineage, and what it resumes from."""
+"""The epoch of a job's saves: generations, lineage, and what ranks that meet agree on."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch
 import localckpt
 from localckpt import CheckpointingException
 from localckpt.storage.buffers import Buffer
-from tests.managers.jobs import KINDS, damage, files, make_manager
+from tests.managers.jobs import damage, files, make_manager, save
 
 _MIB = 1 << 20
 
@@ -81,44 +81,32 @@ def _kept_after_error(call: Callable[[Any], object], argument: Callable[[], Any]
     return handle()() is not None
 
 
-@pytest.mark.rows(4)
-@pytest.mark.parametrize("state", [_larger, _not_to_be_pickled])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("state", "is_async"), [(_larger, True), (_not_to_be_pickled, False)])
 def test_a_failed_save_keeps_neither_the_state_nor_a_buffer(
-    kind: str,
-    is_async: bool,
     state: Callable[[], dict[str, Any]],
+    is_async: bool,
     small_disk: Callable[[str], Path],
     no_collector: None,
 ) -> None:
     root = small_disk("size=8m")
 
     def fail(state: dict[str, Any]) -> None:
-        with localckpt.AsyncCallsQueue() as queue, make_manager(kind, root) as manager:
+        with localckpt.AsyncCallsQueue() as queue, make_manager("disk", root) as manager:
             manager.save(_small(), 1)
             _fill_up(root)
-            queue.schedule_async_request(manager.save(state, 2, is_async=True))
-            queue.maybe_finalize_async_calls(blocking=True)
+            save(manager, state, 2, queue if is_async else None)
 
-    def fail_at_once(state: dict[str, Any]) -> None:
-        with make_manager(kind, root) as manager:
-            manager.save(_small(), 1)
-            _fill_up(root)
-            manager.save(state, 2)
-
-    assert not _kept_after_error(fail if is_async else fail_at_once, state)
+    assert not _kept_after_error(fail, state)
     assert sum(len(o.view) for o in gc.get_objects() if type(o).__mro__[1:2] == (Buffer,)) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_load_that_fails_keeps_nothing_of_the_state_that_it_was_to_fill(
-    kind: str, small_disk: Callable[[str], Path], no_collector: None
+    small_disk: Callable[[str], Path], no_collector: None
 ) -> None:
     root = small_disk("size=8m")
-    with make_manager(kind, root) as manager:
+    with make_manager("disk", root) as manager:
         manager.save(_small(), 1)
-    with make_manager(kind, root) as manager:
+    with make_manager("disk", root) as manager:
         assert manager.find_latest() == 1
         for path in files(root):
             damage(root / path)

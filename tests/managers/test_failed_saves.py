@@ -7,9 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -19,12 +17,13 @@ import localckpt
 from localckpt import PeerLostError, StorageError
 from localckpt.ranks.round import Round
 from tests.managers.jobs import (
-    KINDS,
     MAX_S,
+    Dirs,
     before_commit,
     cliques,
     error_of,
     files,
+    in_job,
     iterations_on,
     make_manager,
     our_threads,
@@ -40,14 +39,11 @@ from tests.ranks import (
     node_store,
     run_ranks,
 )
+from tests.scenarios import Begin
 
-Dirs = Callable[[int], list[Path]]
 
-
-def _troubled_manager(kind: str, repl: Any, **options: Any) -> Any:
-    """Make a manager whose commits fail when it is asked to, by its ``trouble``."""
-    options = {"keep_last": 2, "timeout": MAX_S} | options
-    manager = make_manager(kind, node_store(), "job", repl, **options)
+def _troubled(manager: Any) -> Any:
+    """Have a manager's commits fail when it is asked to, by its ``trouble``."""
     manager.trouble = manager.skipped_iteration = None
 
     def fail(ckpt_id: localckpt.CkptID) -> bool:
@@ -71,44 +67,14 @@ _SAID = {
 }
 
 
-def _finalize_without_asking(rank: int, world_size: int, kind: str) -> str:
-    with (
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-        _troubled_manager(kind, None, keep_last=1) as manager,
-    ):
-        save(manager, state_of(rank, 1), 1, queue)
-        manager.trouble = "does nothing" if rank == 1 else None
-        queue.schedule_async_request(manager.save(state_of(rank, 2), 2, is_async=True))
-
-        told = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True, no_dist=True))
-
-        manager.trouble = None
-        assert resume(manager, rank, 1) == "own node"
-        return told
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_queue_that_asks_no_other_rank_leaves_it_to_the_manager_to_ask(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    roots = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    told = run_ranks(_finalize_without_asking, 2, kind, store_per_node=roots)
-
-    assert told == [told[0]] * 2
-    assert "SaveFailedError: the save of iteration 2 failed: rank 1 was to keep" in told[0]
-
-
 def _fail_in_every_way(
-    rank: int, world_size: int, kind: str, is_async: bool, replicated: bool
+    rank: int, world_size: int, is_async: bool, replicated: bool
 ) -> dict[tuple[str, int], str]:
     told = {}
-    repl = cliques(1, 2) if replicated else None
-    with (
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queues,
-        _troubled_manager(kind, repl) as manager,
-    ):
-        queue = queues if is_async else None
+    repl = cliques(1, 2) if replicated else nullcontext()
+    with in_job(repl, keep_last=2) as (manager, calls):
+        _troubled(manager)
+        queue = calls if is_async else None
         save(manager, state_of(rank, 0), 0, queue)
         saved = [0]
         for how in _SAID:
@@ -136,10 +102,8 @@ def _fail_in_every_way(
                     saved.append(iteration)
                 assert iterations_on(node_store()) == set(saved[-2:])
                 assert resume(manager, rank, saved[-1]) == "own node"
-    if repl:
-        repl.close()
     # Nothing that failed counts for those who come after.
-    with make_manager(kind, node_store(), "job") as manager:
+    with make_manager("disk", node_store(), "job") as manager:
         assert resume(manager, rank, saved[-1]) == "own node"
     assert our_threads() == []
     return told
@@ -150,15 +114,13 @@ def _kept() -> list[str]:
 
 
 @pytest.mark.fault("refused-io")
-@pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("is_async", "replicated"), [(False, False), (True, True)])
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_good(
-    kind: str, is_async: bool, replicated: bool, node_dirs: Dirs, shm_roots: Dirs
+    is_async: bool, replicated: bool, node_dirs: Dirs
 ) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+    nodes = node_dirs(2)
 
-    told = run_ranks(_fail_in_every_way, 2, kind, is_async, replicated, store_per_node=nodes)
+    told = run_ranks(_fail_in_every_way, 2, is_async, replicated, store_per_node=nodes)
 
     for (how, bad_rank), text in told[0].items():
         assert f"rank {bad_rank}" in text
@@ -173,55 +135,23 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_go
         }.get(how, "SaveFailedError")
 
 
-def _count_decisions(rank: int, world_size: int, kind: str) -> int:
-    with make_manager(kind, node_store(), "job") as manager:
-        manager.save(state_of(rank, 1), 1)
-        before = manager._context.ranks.rounds
-        manager.save(state_of(rank, 2), 2)
-        decisions = manager._context.ranks.rounds - before
-        assert resume(manager, rank, 2) == "own node"
-    return int(decisions)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_save_that_waits_has_one_decision_of_all_ranks(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    assert run_ranks(_count_decisions, 2, kind, store_per_node=nodes) == [1, 1]
-
-
-def _save_the_second_on_rank_0_only(rank: int, world_size: int) -> set[int]:
-    with make_manager("disk", node_store(), "job") as manager:
-        manager.save(state_of(rank, 1), 1)
-        if rank == 0:
-            manager._context.ranks.timeout_s = 0.5
-            error_of(lambda: manager.save(state_of(0, 2), 2), PeerLostError)
-            announce("lost")
-        await_announced("lost")
-    return iterations_on(node_store())
-
-
-def _save_twice_more(rank: int, world_size: int) -> set[int]:
-    with make_manager("disk", node_store(), "job", keep_last=1) as manager:
-        assert resume(manager, rank, 1) == "own node"
-        for iteration in (3, 4):
-            save(manager, state_of(rank, iteration), iteration)
-        assert resume(manager, rank, 4) == "own node"
-    return iterations_on(node_store())
+def _save_on_rank_0_only(manager: Any) -> None:
+    if manager.rank == 0:
+        manager._context.ranks.timeout_s = 0.5
+        error_of(lambda: manager.save(state_of(0, 2), 2), PeerLostError)
+        announce("lost")
+    await_announced("lost")
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_save_whose_peer_was_lost_leaves_nothing_and_is_not_found(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-
-    left = run_ranks(_save_the_second_on_rank_0_only, 2, store_per_node=nodes)
-    kept = run_ranks(_save_twice_more, 2, store_per_node=nodes)
+def test_a_save_whose_peer_was_lost_leaves_nothing_and_is_not_found(job: Begin) -> None:
+    running = job(nodes=2, keep_last=1).save(1).call(_save_on_rank_0_only)
+    running.run()
 
     # The verdict is that the peer is lost, and it cannot get another one when it comes.
-    assert left == [{1}, {1}]
-    assert kept == [{4}, {4}]
+    assert [iterations_on(node) for node in running.nodes] == [{1}, {1}]
+    running.restart().expect(1).save(3, 4).expect(4).run()
+    assert [iterations_on(node) for node in running.nodes] == [{4}, {4}]
 
 
 def _cut_off_from_the_store(store: dist.TCPStore) -> None:
@@ -230,44 +160,6 @@ def _cut_off_from_the_store(store: dist.TCPStore) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.getpeername()[1] == store.port:
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _save_and_miss_the_verdict(rank: int, world_size: int) -> tuple[str, set[int]]:
-    store = init_group_with_store_on(0, rank, world_size)
-    manager, told = make_manager("disk", node_store(), "job", keep_last=1), ""
-    save(manager, state_of(rank, 1), 1)
-    if rank == 0:
-        save(manager, state_of(rank, 2), 2)
-        announce("completed")
-        await_announced("missed")
-    else:
-        report = Round.report
-
-        def report_and_be_cut_off(round_: Round, *args: Any, **options: Any) -> None:
-            report(round_, *args, **options)
-            _cut_off_from_the_store(store)
-
-        Round.report = report_and_be_cut_off  # type: ignore[method-assign]
-        error = error_of(lambda: manager.save(state_of(rank, 2), 2), PeerLostError)
-        told, Round.report = error, report  # type: ignore[method-assign]
-        announce("missed")
-    manager.close()
-    return told, iterations_on(node_store())
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_save_without_a_queue_stays_whole_on_a_rank_that_read_no_verdict(
-    node_dirs: Dirs,
-) -> None:
-    nodes = node_dirs(2)
-
-    (_, kept), (told, left) = run_ranks(
-        _save_and_miss_the_verdict, 2, init_group=False, store_per_node=nodes
-    )
-
-    assert "key-value store does not answer" in told
-    assert (kept, left) == ({2}, {1, 2})
-    assert run_ranks(_resume_newest, 2, store_per_node=nodes) == [2, 2]
 
 
 def _miss_the_verdict(rank: int, world_size: int, aborts: bool) -> tuple[str, set[int]]:
@@ -329,9 +221,9 @@ def _resume_newest(rank: int, world_size: int) -> int:
         return newest
 
 
-def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) -> None:
-    manager = _troubled_manager(kind, cliques(1, 2), keep_last=9)
-    with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue, manager:
+def _two_under_way_and_the_first_fails(rank: int, world_size: int) -> None:
+    with in_job(keep_last=9) as (manager, queue):
+        _troubled(manager)
         save(manager, state_of(rank, 0), 0, queue)
         manager.skipped_iteration = 1 if rank == 1 else None
         for iteration in (1, 2):
@@ -347,17 +239,13 @@ def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) ->
         own = [name.split(".") for name in _kept() if name.split(".")[1] == str(rank)]
         generations = [(epoch, sequence) for _, _, epoch, sequence, *_ in own]
         assert len(set(generations)) == len(generations) == 3
-        manager.repl_strategy.close()
 
 
 @pytest.mark.fault("refused-io")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_save_that_fails_takes_nothing_with_it_that_was_begun_after_it(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+def test_a_save_that_fails_takes_nothing_with_it_that_was_begun_after_it(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
 
-    run_ranks(_two_under_way_and_the_first_fails, 2, kind, store_per_node=nodes)
+    run_ranks(_two_under_way_and_the_first_fails, 2, store_per_node=nodes)
 
 
 @pytest.mark.fault("late-writer")
@@ -402,18 +290,13 @@ _TIMEOUT_S = 5.0
 _WORK_S = 15.0
 
 
-def _die_at(rank: int, world_size: int, kind: str, point: str, victim: int) -> tuple[str, float]:
+def _die_at(rank: int, world_size: int, point: str, victim: int) -> tuple[str, float]:
     repl = cliques(1, world_size, _TIMEOUT_S)
     # Not a context: whoever lives leaves with an error, as a trainer would.
-    manager = make_manager(kind, node_store(), "job", repl, timeout=_TIMEOUT_S)
+    manager = make_manager("disk", node_store(), "job", repl, timeout=_TIMEOUT_S)
     queue = localckpt.AsyncCallsQueue(timeout_s=_TIMEOUT_S)
     save(manager, state_of(rank, 0), 0, queue)
-    if point == "find_latest":
-        step = manager.find_latest
-    elif point == "load":
-        manager.find_latest()
-        step = manager.load
-    elif point == "save":
+    if point == "save":
         step = lambda: manager.save(state_of(rank, 1), 1)  # noqa: E731
     else:
         queue.schedule_async_request(manager.save(state_of(rank, 1), 1, is_async=True))
@@ -430,38 +313,24 @@ def _die_at(rank: int, world_size: int, kind: str, point: str, victim: int) -> t
     return lost, took_s
 
 
-def _resume_after_a_death(rank: int, world_size: int, kind: str, latest: list[int]) -> int:
-    with make_manager(kind, node_store(), "job", cliques(1, world_size)) as manager:
+def _resume_after_a_death(rank: int, world_size: int, latest: list[int]) -> int:
+    with in_job(cliques(1, world_size)) as (manager, _):
         found = manager.find_latest()
         assert found in latest
         assert resume(manager, rank, found) == "own node"
         manager.save(state_of(rank, 5), 5)
-        manager.repl_strategy.close()
-        left = [name for name in files(node_store()) if name.endswith(".dirty")]
-        assert left == []
-    return found
+    assert [name for name in files(node_store()) if name.endswith(".dirty")] == []
+    return int(found)
 
 
-@pytest.mark.rows(1)
 @pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize(
-    ("kind", "point", "victim"),
-    [
-        ("disk", "finalize", 0),
-        ("disk", "save", 1),
-        ("memory", "find_latest", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [("disk", "finalize", 2), ("memory", "finalize", 1), ("disk", "load", 1)]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("point", "victim"), [("finalize", 0), ("save", 2)])
 def test_a_rank_that_dies_is_named_by_the_others_in_time_and_the_next_start_is_good(
-    kind: str, point: str, victim: int, node_dirs: Dirs, shm_roots: Dirs
+    point: str, victim: int, node_dirs: Dirs
 ) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(3)
+    nodes = node_dirs(3)
 
-    told = run_ranks(_die_at, 3, kind, point, victim, expect_dead=[victim], store_per_node=nodes)
+    told = run_ranks(_die_at, 3, point, victim, expect_dead=[victim], store_per_node=nodes)
 
     assert told[victim] == DeadRank(victim, -signal.SIGKILL)
     for rank, outcome in enumerate(told):
@@ -472,6 +341,6 @@ def test_a_rank_that_dies_is_named_by_the_others_in_time_and_the_next_start_is_g
             assert took_s < (2 if point == "save" else 1) * _TIMEOUT_S + _WORK_S
 
     latest = [0, 1] if point == "finalize" else [0]
-    found = run_ranks(_resume_after_a_death, 3, kind, latest, store_per_node=nodes)
+    found = run_ranks(_resume_after_a_death, 3, latest, store_per_node=nodes)
 
     assert len(set(found)) == 1

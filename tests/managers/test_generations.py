@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch.distributed as dist
 
-from localckpt import StorageError
-from tests.managers.jobs import error_of, files, iterations_on, resume, state_of
-from tests.ranks import node_store
-from tests.scenarios import Job
-
-Begin = Callable[..., Job]
+from tests.managers.jobs import files, iterations_on
+from tests.scenarios import Begin, Job
 
 
 def _epochs_on(job: Job) -> list[list[str]]:
@@ -115,28 +107,3 @@ def test_an_attempt_that_kept_nothing_does_not_share_its_number_with_the_next(jo
     running.restart().save(1)
 
     assert _epochs_on(running) == [["4"]] * 2
-
-
-def _begin_where_nothing_can_be_noted(manager: Any) -> None:
-    rank = manager.rank
-    in_the_way = node_store() / "session-job" / "1" / ".notes.new"
-    if rank == 1:
-        in_the_way.mkdir()
-
-    told = error_of(lambda: manager.save(state_of(rank, 1), 1), StorageError)
-
-    assert files(node_store()) == []
-    of_each = [""] * 2
-    dist.all_gather_object(of_each, told)
-    assert of_each == [told] * 2
-    assert "rank 1: " in told
-    assert ".notes" in told
-    if rank == 1:
-        in_the_way.rmdir()
-    manager.save(state_of(rank, 1), 1)
-    assert resume(manager, rank, 1) == "own node"
-
-
-@pytest.mark.fault("unusable-store")
-def test_a_node_that_cannot_note_the_attempt_is_named_on_all_ranks(job: Begin) -> None:
-    job(nodes=2).call(_begin_where_nothing_can_be_noted).run()

@@ -1,22 +1,18 @@
-"""Checkpoints are ordered by lineage: only what a job went back from on purpose is overruled."""
+"""Only what a job went back from on purpose is overruled, and how it goes back."""
 
 from __future__ import annotations
 
-import logging
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import localckpt
+from localckpt import CheckpointingException, NoReplicasAvailableError
 from localckpt.errors import MismatchError
-from localckpt.lineage import Point
-from localckpt.storage.notes import Notes, read_notes
 from tests.managers.jobs import (
-    KINDS,
+    Dirs,
     assert_same,
-    cliques,
     damage,
     error_of,
     iterations_on,
@@ -25,81 +21,34 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import node_store, run_ranks
+from tests.scenarios import Begin
 
-Dirs = Callable[[int], list[Path]]
 
-
-def _go_on(
-    rank: int,
-    world_size: int,
-    kind: str,
-    attempts: list[tuple[int, list[int]]],
-    begins_at: int | None = None,
-) -> None:
-    """Attempts of a job: each finds and loads what is there, or begins elsewhere, and saves."""
-    repl = cliques(1, 2)
-    for resumes_at, saves in attempts:
-        with make_manager(kind, node_store(), "job", repl, keep_last=1) as manager:
-            if resumes_at >= 0:
-                resume(manager, rank, resumes_at)
-            elif begins_at is not None:
-                manager.begin(from_iteration=begins_at)
-            for iteration in saves:
-                manager.save(state_of(rank, iteration), iteration)
-    repl.close()
+def _begin(manager: Any, iteration: int) -> None:
+    manager.begin(from_iteration=iteration)
 
 
 @pytest.mark.fault("old-files")
-@pytest.mark.parametrize(("kind", "begins_at"), [("disk", None), ("memory", 5000)])
+@pytest.mark.parametrize("begins_at", [None, 5000])
 def test_a_repaired_node_does_not_bring_back_an_older_checkpoint_of_more_restarts(
-    kind: str, begins_at: int | None, node_dirs: Dirs, shm_roots: Dirs
+    begins_at: int | None, job: Begin
 ) -> None:
-    a, b, c, d = (node_dirs if kind == "disk" else shm_roots)(4)
-    # The job runs on A and B, and is restarted three times.
-    ab: list[tuple[int, list[int]]] = [(-1, [3]), (3, [8]), (8, [13]), (13, [18])]
-    run_ranks(_go_on, 2, kind, ab, store_per_node=[a, b])
-    # Both go to repair; it goes on from shared storage on C and D, and is restarted once.
-    cd: list[tuple[int, list[int]]] = [(-1, [5001, 5006]), (5006, [5011, 5012])]
-    run_ranks(_go_on, 2, kind, cd, begins_at, store_per_node=[c, d])
+    running = job(nodes=4, ranks=2, redundancy=(1, 2), keep_last=1)
+    # The job runs on nodes 0 and 1, and is restarted three times.
+    running.restart(on=[0, 1]).save(3)
+    for iteration in (3, 8, 13):
+        running.restart(on=[0, 1]).expect(iteration).save(iteration + 5)
+    # Both go to repair; it goes on from shared storage on two others, and is restarted once.
+    running.restart(on=[2, 3])
+    if begins_at is not None:
+        running.call(_begin, begins_at)
+    running.save(5001, 5006).restart(on=[2, 3]).expect(5006).save(5011, 5012)
 
-    # C dies; A is back, and takes its place.
-    run_ranks(_go_on, 2, kind, [(5012, []), (5012, [5013])], store_per_node=[a, d])
+    # Node 2 dies; node 0 is back, and takes its place.
+    running.restart(on=[0, 3]).expect(5012, {0: "peer rank 1"}).repaired()
+    running.restart(on=[0, 3]).expect(5012).save(5013).run()
 
-    assert iterations_on(a, d) == {5013}
-
-
-def _choose_between_two(rank: int, world_size: int, base: Path) -> tuple[str, list[int]]:
-    """Each of two lineages is complete on a node of its own; one is told of the other too late."""
-    for node, first, last in (("a", 3, 18), ("b", 5001, 5012)):
-        with make_manager("disk", base / node / str(rank), "job", keep_last=1) as manager:
-            manager.save(state_of(rank, first), first)
-            manager.save(state_of(rank, last), last)
-    shards = (base / "a" / str(rank)).rglob("*.safetensors")
-    for path in list(shards):
-        shutil.copy(path, base / "b" / str(rank) / path.relative_to(base / "a" / str(rank)))
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("localckpt").addHandler(handler)
-    with make_manager("disk", base / "b" / str(rank), "job", keep_last=1) as manager:
-        resume(manager, rank, 5012)
-        told = [row.checkpoint.iteration for row in manager.explain().checkpoints]
-        manager.save(state_of(rank, 5013), 5013)
-    assert iterations_on(base / "b" / str(rank)) == {5013}
-    (choice,) = [text for text in warnings if "is taken" in text]
-    return choice, told
-
-
-@pytest.mark.fault("old-files")
-def test_where_two_lineages_are_unrelated_the_choice_is_logged_with_both(
-    tmp_path: Path,
-) -> None:
-    told = run_ranks(_choose_between_two, 2, tmp_path)
-
-    choice, explained = told[0]
-    assert choice.startswith("iteration 5012 of epoch 1-")
-    assert " is taken, and iteration 18 of epoch 1-" in choice
-    assert explained == [5012, 18]
+    assert iterations_on(running.nodes[0], running.nodes[3]) == {5013}
 
 
 def _go_back_in_one_job(rank: int, world_size: int) -> None:
@@ -124,12 +73,6 @@ def test_a_job_that_says_it_goes_back_overrules_what_it_left_on_all_ranks(node_d
     run_ranks(_go_back_in_one_job, 2, store_per_node=node_dirs(2))
 
 
-@pytest.mark.parametrize("wrong", [-2, 1.0, True, None, "7"])
-def test_what_is_no_iteration_cannot_be_begun_from(wrong: Any, tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path, "job") as manager:
-        assert "the iteration to go on from is" in error_of(lambda: manager.begin(wrong))
-
-
 def test_a_job_that_asks_for_nothing_removes_what_is_ahead_of_it_only_when_it_has_passed_it(
     tmp_path: Path,
 ) -> None:
@@ -151,75 +94,79 @@ def test_a_job_that_asks_for_nothing_removes_what_is_ahead_of_it_only_when_it_ha
     assert iterations_on(tmp_path) == {5}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_after_an_older_one_was_loaded_is_newer_than_what_could_not_be_had(
-    kind: str, tmp_path: Path, shm_roots: Dirs
+    tmp_path: Path,
 ) -> None:
-    root = tmp_path if kind == "disk" else shm_roots(1)[0]
-    with make_manager(kind, root, "job", keep_last=3) as manager:
+    with make_manager("disk", tmp_path, "job", keep_last=3) as manager:
         for iteration in (10, 20):
             manager.save(state_of(0, iteration, 3 << 20), iteration)
-    (newest,) = root.rglob("*20.0.*.safetensors")
+    (newest,) = tmp_path.rglob("*20.0.*.safetensors")
     whole = newest.read_bytes()
     # Its header is good.
     damage(newest, 0.7)
-    with make_manager(kind, root, "job", keep_last=3) as manager:
+    with make_manager("disk", tmp_path, "job", keep_last=3) as manager:
         assert manager.find_latest() == 20
         assert manager.load()[1].iteration == 10
         manager.save(state_of(0, 11), 11)
     # A good copy of it comes back.
     newest.write_bytes(whole)
 
-    with make_manager(kind, root, "job", keep_last=3) as manager:
+    with make_manager("disk", tmp_path, "job", keep_last=3) as manager:
         assert resume(manager, 0, 11) == "own node"
 
 
-def test_a_job_that_loads_twice_goes_on_from_what_it_loaded_last(tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path, "job", keep_last=9) as manager:
-        for iteration in (10, 20):
+def test_a_job_goes_back_and_what_it_left_behind_does_not_overrule_it(
+    job: Begin,
+) -> None:
+    running = job(nodes=2, redundancy=(1, 2), keep_last=4).save(1, 2, 3, 4)
+
+    # Nobody asked what there is.
+    running.restart().expect(2, asked=True).expect_complete(4, 3, 2, 1)
+    running.save(3, value=30).expect(3, value=30).expect_complete(3, 2, 1, 4)
+    # And again, from what this manager itself has saved.
+    running.save(5, value=50).expect(3, value=30, asked=True).save(4, value=40)
+
+    running.restart().expect(4, value=40).run()
+
+
+def test_an_iteration_that_is_not_there_is_an_error_that_says_which_are(tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "job", keep_last=3) as manager:
+        for iteration in (1, 2, 3):
             manager.save(state_of(0, iteration), iteration)
-        manager.load(iteration=10)
-        manager.load(iteration=20)
-        manager.save(state_of(0, 30), 30)
-        epochs = [row.checkpoint.generation.epoch_id for row in manager.explain().checkpoints]
-        lineages = manager._context.checkpoints.lineages
 
-    second, *first = epochs
-    assert first[0] == first[1] != second
-    assert lineages[second].ancestors[0].epoch == first[0]
-    assert (lineages[second].resumed_at, lineages[second].given_up) == (20, ())
+        with pytest.raises(
+            NoReplicasAvailableError, match=r"iteration 7 .* Complete are: 3, 2, 1\."
+        ):
+            manager.load(iteration=7)
+
+        assert manager.find_latest() == 3
+        assert_same(manager.load()[0], state_of(0, 3))
 
 
-def test_the_lineage_of_the_last_attempt_stays_noted_until_the_next_one_saves(
-    tmp_path: Path,
-) -> None:
-    notes: list[Notes] = []
+def test_an_iteration_that_was_asked_for_is_not_replaced_by_an_older_one(tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "job", keep_last=3) as manager:
+        for iteration in (1, 2, 3):
+            manager.save(state_of(0, iteration), iteration)
+        (path,) = tmp_path.rglob("*2.0.*.safetensors")
+        damage(path, 0.5)
 
-    def note() -> None:
-        notes.append(read_notes(tmp_path / "session-job" / "0"))
+        with pytest.raises(NoReplicasAvailableError, match=r"iteration 2 is not complete"):
+            manager.load(iteration=2)
 
-    with make_manager("disk", tmp_path, "job") as manager:
-        manager.save(state_of(0, 10), 10)
-        note()
-    with make_manager("disk", tmp_path, "job") as manager:
-        assert resume(manager, 0, 10) == "own node"
-        note()
-        manager.save(state_of(0, 11), 11)
-        note()
-
-    first, between, second = (noted.lineage for noted in notes)
-    assert first is not None
-    assert second is not None
-    assert [noted.epoch for noted in notes] == [1, 2, 2]
-    assert (first.epoch.number, first.ancestors) == (1, ())
-    assert between == first
-    assert second.ancestors == (Point(first.epoch, 10),)
+        assert manager.all_iterations() == [3, 1]
 
 
-@pytest.mark.parametrize("lineage", ["null", "7", '"no lineage"', "[1, 2]", "{}", "[[[[]]]]"])
-def test_a_note_without_a_lineage_that_can_be_read_still_gives_its_number(
-    lineage: str, tmp_path: Path
-) -> None:
-    (tmp_path / ".notes").write_text(f'{{"epoch": 7, "lineage": {lineage}}}')
+def test_a_job_does_not_go_back_while_saves_are_in_flight(tmp_path: Path) -> None:
+    with (
+        make_manager("disk", tmp_path, "job", keep_last=3) as manager,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
+        manager.save(state_of(0, 1), 1)
+        queue.schedule_async_request(manager.save(state_of(0, 2), 2, is_async=True))
 
-    assert read_notes(tmp_path) == Notes(7)
+        for go_back in (lambda: manager.load(iteration=1), lambda: manager.begin(1)):
+            with pytest.raises(CheckpointingException, match=r"iterations \[2\] are in flight"):
+                go_back()
+
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_same(manager.load(iteration=1)[0], state_of(0, 1))

@@ -1,80 +1,48 @@
-"""Replicas are kept where they are not lost with their originals, or are refused."""
+"""Replicas are kept where they are not lost with their originals, or are refused or reported."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import logging
+import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import localckpt
-from localckpt import SameMachineReplicationException
+from localckpt import MismatchError, SameMachineReplicationException, parse_group_sequence
+from localckpt.errors import NoReplicasAvailableError
 from tests.managers.jobs import (
-    KINDS,
     MAX_S,
+    Dirs,
     cliques,
     error_of,
     files,
+    in_job,
     make_manager,
     our_threads,
     resume,
+    save,
     state_of,
 )
 from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
-
-
-def _share_a_strategy(rank: int, world_size: int, one_store: Path) -> str:
-    """Cliques that were formed for one manager's stores, with another's in one place."""
-    replicas = localckpt.CliqueReplicationStrategy.from_replication_params(
-        replication_factor=2, timeout_s=MAX_S
-    )
-    with replicas, make_manager("disk", node_store(), "job", replicas) as manager:
-        told = error_of(
-            lambda: make_manager("disk", one_store, "job", replicas),
-            SameMachineReplicationException,
-        )
-        manager.save(state_of(rank, 1), 1)
-        assert resume(manager, rank, 1) == "own node"
-    return told
+from tests.scenarios import Begin
 
 
-def test_cliques_are_checked_for_every_manager_that_uses_them(node_dirs: Dirs) -> None:
-    *stores, one_store = node_dirs(3)
-
-    told = run_ranks(_share_a_strategy, 2, one_store, store_per_node=stores)
-
-    assert told[0] == told[1]
-    assert "ranks [0, 1] of clique [0, 1]" in told[0]
-
-
-def _share_a_node(rank: int, world_size: int, kind: str) -> list[str]:
-    told = []
-    node_ranks = cliques(1, 2)
+def _share_a_node(rank: int, world_size: int) -> list[str]:
     # When the manager is made, not when the first checkpoint is lost.
-    told.append(
-        error_of(
-            lambda: make_manager(kind, node_store(), "job", node_ranks),
-            SameMachineReplicationException,
-        )
-    )
-    node_ranks.close()
-
+    with cliques(1, 2) as eager:
+        begin = lambda: make_manager("disk", node_store(), "job", eager)  # noqa: E731
+        told = [error_of(begin, SameMachineReplicationException)]
     # A strategy that is built later says so when it is used first.
-    lazy = localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)
-    with make_manager(kind, node_store(), "job", lazy) as manager:
-        told.append(error_of(manager.find_latest, SameMachineReplicationException))
-    lazy.close()
-    lazy = localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)
-    with make_manager(kind, node_store(), "job", lazy) as manager:
-        told.append(
-            error_of(lambda: manager.save(state_of(rank, 1), 1), SameMachineReplicationException)
-        )
-        assert manager.last_save is None
-    lazy.close()
+    for call in ("find_latest", "save"):
+        with in_job(localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)) as (manager, _):
+            args = (state_of(rank, 1), 1) if call == "save" else ()
+            use = partial(getattr(manager, call), *args)
+            told.append(error_of(use, SameMachineReplicationException))
+            assert manager.last_save is None
     assert files(node_store()) == []
 
     # What the message says does work, whichever kind of strategy it is told to.
@@ -84,24 +52,18 @@ def _share_a_node(rank: int, world_size: int, kind: str) -> list[str]:
         # By default as many as there are ranks on the node, as torchrun tells it.
         ("default", localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)),
     ):
-        with make_manager(kind, node_store(), session, across) as manager:
+        with across, make_manager("disk", node_store(), session, across) as manager:
             assert manager.find_latest() == -1
             manager.save(state_of(rank, 1), 1)
             assert resume(manager, rank, 1) == "own node"
-        across.close()
         owners = [n.split(".")[1] for n in files(node_store()) if f"-{session}/{rank}/" in n]
         assert sorted(owners) == [str(rank % 2), str(rank % 2 + 2)]
     assert our_threads() == []
     return told
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    told = run_ranks(_share_a_node, 4, kind, store_per_node=nodes)
+def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(node_dirs: Dirs) -> None:
+    told = run_ranks(_share_a_node, 4, store_per_node=node_dirs(2))
 
     for text in (text for texts in told for text in texts):
         assert "ranks [0, 1]" in text
@@ -109,52 +71,14 @@ def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(
         assert "replication_jump=2" in text
 
 
-def _one_store_for_all(rank: int, world_size: int) -> str:
-    strategy = cliques(1, 2)
-    told = error_of(
-        lambda: make_manager("disk", node_store(), "job", strategy), SameMachineReplicationException
-    )
-    strategy.close()
-    return told
-
-
-def test_one_store_for_all_ranks_is_refused_whatever_the_jump(node_dirs: Dirs) -> None:
-    told = run_ranks(_one_store_for_all, 2, store_per_node=node_dirs(1))
-
-    assert len(set(told)) == 1
-    assert "repl_strategy=None" in told[0]
-
-
-def _explicit_groups(rank: int, world_size: int) -> tuple[str, str]:
-    same = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
-    refused = localckpt.CliqueReplicationStrategy(same, timeout_s=MAX_S)
-    told = error_of(
-        lambda: make_manager("disk", node_store(), "job", refused), SameMachineReplicationException
-    )
-    refused.close()
-    strategy = localckpt.CliqueReplicationStrategy(across, timeout_s=MAX_S)
-    with make_manager("disk", node_store(), "job", strategy) as manager:
-        manager.save(state_of(rank, 1), 1)
-        assert resume(manager, rank, 1) == "own node"
-    strategy.close()
-    return told, " ".join(n.rpartition("/")[2] for n in files(node_store()) if f"/{rank}/" in n)
-
-
-def test_groups_of_ones_own_are_checked_and_used_as_they_are(node_dirs: Dirs) -> None:
-    told = run_ranks(_explicit_groups, 4, store_per_node=node_dirs(2))
-
-    for rank, (text, names) in enumerate(told):
-        assert "ranks [0, 1]" in text
-        assert sorted(name.split(".")[1] for name in names.split()) == sorted(
-            [str(rank), str(3 - rank)]
-        )
+def _in_racks(rank: int, racks: str | None) -> Any:
+    options = {"failure_domain": racks[rank]} if racks else {}
+    made = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S, **options)
+    return in_job(made)
 
 
 def _by_domains(rank: int, world_size: int, racks: str | None) -> list[str]:
-    options = {"failure_domain": racks[rank]} if racks else {}
-    made = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S, **options)
-    with made, make_manager("disk", node_store(), "job", made) as manager:
+    with _in_racks(rank, racks) as (manager, _):
         if manager.find_latest() == -1:
             manager.save(state_of(rank, 1), 1)
         else:
@@ -176,53 +100,135 @@ def test_uneven_nodes_form_cliques_by_themselves_and_any_one_may_be_lost(
     run_ranks(_by_domains, 5, None, store_per_node=nodes[1:] + nodes[:1])
 
 
-def _stands(rank: int, world_size: int, racks: str) -> tuple[str, str, int, list[str]]:
-    made = localckpt.CliqueReplicationStrategy.from_replication_params(
-        timeout_s=MAX_S, failure_domain=racks[rank]
-    )
-    with made, make_manager("disk", node_store(), "job", made) as manager:
-        manager.save(state_of(rank, 1), 1)
-        saved = str(manager.status()[0])
-        # The third keeps the copies of both others, and is lost with one or the other.
-        assert {len(lost) for lost in manager.explain().breaking} == {2}
-        assert len(manager.explain().breaking) == 2
-    again = localckpt.CliqueReplicationStrategy.from_replication_params(
-        timeout_s=MAX_S, failure_domain=racks[rank]
-    )
-    with again, make_manager("disk", node_store(), "job", again) as manager:
-        assert resume(manager, rank, 1) == "own node"
-        found = str(manager.status()[0])
-    return saved, found, manager.degraded, files(node_store())
-
-
-def test_what_is_found_after_a_restart_stands_where_the_save_left_it(node_dirs: Dirs) -> None:
-    # The first two share a rack, so neither keeps a copy for the other.
-    told = run_ranks(_stands, 3, "aab", store_per_node=node_dirs(3))
-
-    assert {t[:3] for t in told} == {
-        ("iteration 1 is replicated, 2 of 2", "iteration 1 is replicated, 2 of 2", 0)
-    }
-    owners = [sorted(name.rpartition("/")[2].split(".")[1] for name in t[3]) for t in told]
-    assert owners == [["0", "2"], ["1"], ["0", "1", "2"]]
-
-
 def test_copies_are_in_other_racks_where_racks_are_given(node_dirs: Dirs) -> None:
     kept = run_ranks(_by_domains, 4, "xxyy", store_per_node=node_dirs(4))
 
     assert kept == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
 
 
-def _named_rack(rank: int, world_size: int) -> str:
-    os.environ["LOCALCKPT_FAILURE_DOMAIN"] = "x"
-    lazy = localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)
-    with lazy, make_manager("disk", node_store(), "job", lazy) as manager:
-        told = error_of(manager.find_latest, SameMachineReplicationException)
-    return told.partition(",")[0]
+_CLIQUES = [[2], [0, 3], [1, 4]]
 
 
-def test_one_rack_for_all_is_refused(node_dirs: Dirs) -> None:
-    told = run_ranks(_named_rack, 2, store_per_node=node_dirs(2))
+def _strategy() -> Any:
+    groups = {rank: dist.new_group(ranks) for ranks in _CLIQUES for rank in ranks[:1]}
+    mine = next(ranks for ranks in _CLIQUES if dist.get_rank() in ranks)
+    return localckpt.CliqueReplicationStrategy(groups[mine[0]], timeout_s=MAX_S)
 
-    assert (
-        told == ["SameMachineReplicationException: all 2 ranks are in one outer failure domain"] * 2
+
+def _save_and_lose(rank: int, world_size: int, lost: tuple[int, ...]) -> dict[str, Any]:
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    with in_job(_strategy(), keep_last=1) as (manager, queue):
+        save(manager, state_of(rank, 1), 1)
+        save(manager, state_of(rank, 2), 2, queue)
+        told: dict[str, Any] = {
+            "status": str(manager.status()[0]),
+            "survives": manager.status()[0].survives_node_loss,
+            "degraded": (manager.degraded, manager.degraded_saves),
+            "breaking": manager.explain().breaking,
+            "warned": [text for text in warned if "has no other member" in text],
+        }
+    dist.barrier()
+    if rank in lost:
+        shutil.rmtree(node_store())
+        node_store().mkdir()
+    dist.barrier()
+    with in_job(_strategy()) as (manager, _):
+        if 2 in lost:
+            assert manager.find_latest() == -1
+            told["loaded"] = error_of(manager.load, NoReplicasAvailableError)
+        else:
+            told["loaded"] = resume(manager, rank, 2)
+            manager.save(state_of(rank, 3), 3)
+            assert manager.status()[0].lacking == 0
+    return told
+
+
+def test_a_rank_without_replicas_saves_and_all_that_is_said_of_losses_knows_it(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_save_and_lose, 5, (0, 4), store_per_node=node_dirs(5))
+
+    for rank, of_rank in enumerate(told):
+        assert of_rank["status"] == "iteration 2 is local"
+        assert not of_rank["survives"]
+        assert of_rank["degraded"] == (0, 0)
+        # One node of five is enough, and of pairs those with it and the two cliques.
+        assert ("the node of rank 2",) in of_rank["breaking"]
+        assert len(of_rank["breaking"]) == 3
+        assert len(of_rank["warned"]) == (rank == 2)
+        assert of_rank["loaded"] == {0: "peer rank 3", 4: "peer rank 1"}.get(rank, "own node")
+
+
+def test_the_loss_of_the_node_of_a_rank_without_replicas_loses_the_checkpoint(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_save_and_lose, 5, (2,), store_per_node=node_dirs(5))
+
+    for of_rank in told:
+        assert "rank 2" in of_rank["loaded"]
+
+
+def _assert_copies(
+    nodes: list[Path], world_size: int, params: tuple[int, int], iterations: set[int]
+) -> None:
+    """Every rank keeps, in its own folder, the shards of its clique and nothing else."""
+    expected = sorted(
+        (rank, owner, iteration)
+        for clique in parse_group_sequence(*params, world_size)
+        for rank in clique
+        for owner in clique
+        for iteration in iterations
     )
+    found = []
+    for number, node in enumerate(nodes):
+        for name in files(node):
+            _, rank, file = name.split("/")
+            iteration, owner, *_, suffix = file.split(".")
+            assert suffix == "safetensors"
+            assert int(rank) * len(nodes) // world_size == number
+            found.append((int(rank), int(owner), int(iteration)))
+    assert sorted(found) == expected
+
+
+@pytest.mark.fault("moved-ranks")
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "params"),
+    [(4, 1, (1, 3)), (8, 2, (2, 3))],
+)
+def test_every_rank_gets_its_own_shard_back_and_every_shard_has_its_copies(
+    world_size: int, ranks_per_node: int, params: tuple[int, int], job: Begin
+) -> None:
+    nodes = world_size // ranks_per_node
+    running = job(nodes, ranks=world_size, redundancy=params, keep_last=2).save(3, 4, 10)
+    running.run()
+    _assert_copies(running.nodes, world_size, params, {4, 10})
+
+    running.restart().expect(10).save(11).expect(11).run()
+    _assert_copies(running.nodes, world_size, params, {10, 11})
+
+
+def _work_in_half_of_the_job(rank: int, world_size: int) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    with (
+        localckpt.CliqueReplicationStrategy(mine, timeout_s=MAX_S, process_group=mine) as repl,
+        make_manager(
+            "disk", node_store(), f"half {rank // 2}", repl, process_group=mine
+        ) as manager,
+    ):
+        assert (manager.rank, manager.world_size) == (rank % 2, 2)
+        manager.save(state_of(manager.rank, 1), 1)
+        resume(manager, manager.rank, 1)
+    whole = cliques(1, 2)
+    with pytest.raises(MismatchError, match="same process_group"):
+        make_manager("disk", node_store(), "whole", whole, process_group=mine)
+    whole.close()
+
+
+def test_the_halves_of_a_job_can_save_each_for_itself(
+    node_dirs: Dirs,
+) -> None:
+    run_ranks(_work_in_half_of_the_job, 4, store_per_node=node_dirs(4))

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,21 +16,12 @@ from localckpt.ids import Checkpoint, Generation
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.placement import keepers_in
 from tests.managers.jobs import (
-    MAX_S,
     before_commit,
-    cliques,
-    damage,
     files,
-    make_manager,
     reads_fail,
-    resume,
-    state_of,
 )
-from tests.ranks import DeadRank, node_store, run_ranks
-from tests.scenarios import Job
-
-Begin = Callable[..., Job]
-Dirs = Callable[[int], list[Path]]
+from tests.ranks import node_store
+from tests.scenarios import Begin, Job
 
 
 @pytest.mark.fault("lost-nodes")
@@ -100,41 +85,6 @@ def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(job: 
 
     assert not [name for name in running.files() if name.endswith((".dirty", ".corrupt"))]
     assert not [name for name in files(running.nodes[0]) if "000003." in name]
-
-
-def _dying(repl: Any, timeout_s: float) -> Any:
-    """Make a manager that is killed on one rank when it is to write a copy."""
-    manager = make_manager("disk", node_store(), "job", repl, timeout=timeout_s)
-
-    def die(ckpt_id: localckpt.CkptID) -> None:
-        if manager.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return before_commit(manager, die)
-
-
-def _restart_and_die(rank: int, world_size: int) -> tuple[int, float]:
-    repl = cliques(1, 2, timeout_s=2.0)
-    manager = _dying(repl, 2.0)
-    resume(manager, rank, 3)
-    began = time.monotonic()
-    manager.close()
-    repl.close()
-    return manager.degraded, time.monotonic() - began
-
-
-@pytest.mark.fault("lost-during-recovery")
-def test_a_rank_that_dies_meanwhile_holds_nobody_up_past_the_deadline(job: Begin) -> None:
-    running = _saved_and_lost(job)
-
-    dead, (degraded, seconds) = run_ranks(
-        _restart_and_die, 2, store_per_node=running.nodes, expect_dead=[0]
-    )
-
-    assert isinstance(dead, DeadRank)
-    assert degraded == 2
-    assert seconds < MAX_S
-    running.expect(3, _FROM_PEER).repaired().run()
 
 
 _WORLDS = st.integers(1, 6).flatmap(
@@ -206,131 +156,3 @@ def test_a_good_copy_that_could_not_be_read_once_stays_when_making_it_again_fail
     running = job(nodes=2, redundancy=(1, 2)).save(3).restart().call(_read_fails_once)
 
     running.restart().expect(3).lacking(0).run()
-
-
-def _note_inodes(manager: Any, noted: str) -> None:
-    """Write down which files hold the shards; what was written down before must still hold."""
-    inodes = sorted(path.stat().st_ino for path in node_store().rglob("*.safetensors"))
-    assert len(inodes) == 2
-    note = node_store() / noted
-    if note.exists():
-        assert note.read_text() == str(inodes)
-    note.write_text(str(inodes))
-
-
-def test_a_second_load_makes_no_copy_that_is_there(job: Begin) -> None:
-    running = _saved_and_lost(job).expect(3, _FROM_PEER).repaired().call(_note_inodes, "inodes")
-
-    running.expect(3).repaired().call(_note_inodes, "inodes").run()
-
-
-def _damage_the_other_copy(manager: Any, folder: Path) -> None:
-    if manager.rank == 3:
-        (own,) = folder.rglob("000000000003.3.*")
-        damage(own)
-
-
-@pytest.mark.fault("bad-copies")
-def test_every_rank_of_a_node_can_send_a_copy_that_another_one_made(job: Begin) -> None:
-    running = job(nodes=2, ranks=4, redundancy=(2, 2)).save(3).lose(0)
-
-    running.expect(3, {0: "peer rank 2", 1: "peer rank 3"}).repaired()
-    # The only other copy was written on node 0 by rank 1, whatever rank 0 is asked for.
-    running.call(_damage_the_other_copy, running.nodes[1])
-    running.expect(3, {3: "peer rank 0"}).run()
-
-
-def _await_copies(manager: Any) -> None:
-    deadline = time.monotonic() + MAX_S
-    while manager.degraded and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _empty(node: Path) -> None:
-    shutil.rmtree(node)
-    node.mkdir()
-
-
-def _two_tiers(rank: int, world_size: int, memory: list[Path]) -> list[int]:
-    with (
-        cliques(1, 2) as repl,
-        make_manager("disk", node_store(), "job", repl) as on_disk,
-        make_manager("memory", memory[rank], "job", repl) as in_memory,
-    ):
-        for manager in (on_disk, in_memory):
-            if manager.find_latest() == -1:
-                manager.save(state_of(rank, 3), 3)
-            else:
-                manager.load()
-        for manager in (on_disk, in_memory):
-            _await_copies(manager)
-        return [on_disk.degraded, in_memory.degraded]
-
-
-def test_two_managers_that_share_a_strategy_make_their_copies_at_once(
-    node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes, memory = node_dirs(2), shm_roots(2)
-    run_ranks(_two_tiers, 2, memory, store_per_node=nodes)
-    _empty(nodes[0])
-    _empty(memory[0])
-
-    told = run_ranks(_two_tiers, 2, memory, store_per_node=nodes)
-
-    assert told == [[0, 0]] * 2
-    assert len(files(*nodes)) == len(files(*memory)) == 4
-
-
-def _leave_with_an_error(rank: int, world_size: int) -> float:
-    repl = cliques(1, 2, timeout_s=60.0)
-    manager = _dying(repl, 60.0)
-    resume(manager, rank, 3)
-    began = time.monotonic()
-    try:
-        with manager:
-            # The other rank is dead by then.
-            time.sleep(2.0)
-            raise ValueError("the training failed")
-    except ValueError:
-        repl.close()
-    return time.monotonic() - began
-
-
-@pytest.mark.fault("interrupted")
-def test_an_error_of_the_training_is_not_held_up_by_copies_that_wait_for_a_peer(
-    job: Begin,
-) -> None:
-    running = _saved_and_lost(job)
-    running.run()
-
-    _, seconds = run_ranks(_leave_with_an_error, 2, store_per_node=running.nodes, expect_dead=[0])
-
-    assert seconds < 20.0
-
-
-def _leave_without_close(rank: int, world_size: int) -> None:
-    repl = cliques(1, 2)
-    manager = make_manager("disk", node_store(), "job", repl)
-    assert manager.find_latest() == 3
-    manager.load()
-
-
-def _save_large(rank: int, world_size: int) -> None:
-    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
-        manager.save(state_of(rank, 3, 64 << 20), 3)
-
-
-@pytest.mark.fault("interrupted")
-def test_a_process_that_ends_meanwhile_ends_well_and_leaves_whole_copies_or_none(
-    node_dirs: Dirs,
-) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save_large, 2, store_per_node=nodes)
-    _empty(nodes[0])
-
-    # A rank that ends by a signal fails this.
-    run_ranks(_leave_without_close, 2, store_per_node=nodes)
-
-    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".corrupt"))]
-    for path in nodes[0].rglob("*.safetensors"):
-        assert path.read_bytes() == next(nodes[1].rglob(path.name)).read_bytes()

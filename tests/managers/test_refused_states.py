@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import localckpt
-from localckpt import CheckpointingException, SaveFailedError
-from tests.managers.jobs import cliques, error_of, files, make_manager, resume, save, state_of
+from tests.managers.jobs import Dirs, cliques, error_of, files, make_manager, resume, save, state_of
 from tests.ranks import run_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 
 class Unknown:
@@ -64,31 +59,3 @@ def test_a_first_state_that_is_refused_is_an_error_of_save_on_all_ranks(
         assert "the save of iteration 2 failed: " in told[1]
         assert seconds < 20
         assert left == []
-
-
-def test_a_manager_alone_refuses_a_state_in_save(tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path, "run") as manager:
-        with pytest.raises(CheckpointingException, match=r"at 'hook'"):
-            manager.save({"weight": torch.ones(2), "hook": lambda: 1}, 1, is_async=True)
-
-        manager.save({"weight": torch.ones(2)}, 1)
-
-        assert manager.find_latest() == 1
-
-
-def test_the_log_of_a_save_whose_state_dict_fails_says_where(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Mistaken:
-        def state_dict(self) -> dict[str, Any]:
-            raise ZeroDivisionError("a mistake of the user's")
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    with make_manager("disk", tmp_path, "run") as manager:
-        manager.save({"weight": torch.ones(2)}, 1)
-
-        with pytest.raises(SaveFailedError, match="a mistake of the user's"):
-            manager.save({"weight": torch.ones(2), "part": Mistaken()}, 2)
-
-    assert "in state_dict" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,13 @@ import pytest
 import torch
 
 import localckpt
-from tests.managers.jobs import KINDS, assert_same, make_manager
+from localckpt.managers import capture
+from localckpt.managers import save as save_module
+from localckpt.storage import write
+from tests.managers.jobs import KINDS, MAX_S, Dirs, assert_same, cliques, make_manager
+from tests.ranks import node_store, run_ranks
 
 pytestmark = pytest.mark.fault("changed-state")
-
-
-@pytest.fixture
-def training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    # An optimizer's first step makes torch's compiler cache, among the temporary files if not here.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-    torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().sum().backward()
-        optimizer.step()
-
-    step()
-    return model, optimizer, step
 
 
 def _spoil(value: Any) -> None:
@@ -52,17 +37,23 @@ def _spoil(value: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
-    kind: str,
-    node_dirs: Callable[[int], list[Path]],
-    shm_roots: Callable[[int], list[Path]],
-    training: tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]],
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer, step = training
-    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-    expected: dict[int, Any] = {}
+    # An optimizer's first step makes torch's compiler cache, among the temporary files if not here.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+
+    step()
     with (
-        localckpt.AsyncCallsQueue(timeout_s=20.0) as queue,
-        make_manager(kind, root, keep_last=9) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        make_manager(kind, tmp_path / "node", keep_last=9) as manager,
     ):
         # The second and later saves go into buffers and files that are used again.
         for iteration in range(4):
@@ -77,7 +68,7 @@ def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
             steps = [value["step"] for value in state["optimizer"]["state"].values()]
             assert len(steps) == 4
             assert all(one == iteration + 1 for one in steps)
-            expected[iteration] = copy.deepcopy(state)
+            expected = copy.deepcopy(state)
 
             request = manager.save(state, iteration, is_async=True)
 
@@ -94,43 +85,17 @@ def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
             manager.find_latest()
             found, _ = manager.load()
 
-            assert_same(found["optimizer"]["state"], expected[iteration]["optimizer"]["state"])
-            assert_same(found["model"], expected[iteration]["model"])
-            for key in ("random", "scalars", "history", "view"):
-                assert_same(found[key], expected[iteration][key])
-            assert (
-                found["optimizer"]["param_groups"]
-                == (expected[iteration]["optimizer"]["param_groups"])
-            )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_destroying_a_state_right_after_the_call_does_not_change_what_is_saved(
-    kind: str, node_dirs: Callable[[int], list[Path]], shm_roots: Callable[[int], list[Path]]
-) -> None:
-    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-    with (
-        localckpt.AsyncCallsQueue(timeout_s=20.0) as queue,
-        make_manager(kind, root, keep_last=1) as manager,
-    ):
-        for iteration in range(4):
-            state = {"a": [torch.full((300_000,), float(iteration)), {"b": torch.arange(7)}]}
-            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-            _spoil(state)
-            assert state == {}
-        queue.maybe_finalize_async_calls(blocking=True)
-        manager.find_latest()
-        found, _ = manager.load()
-
-    assert_same(found, {"a": [torch.full((300_000,), 3.0), {"b": torch.arange(7)}]})
+            assert_same(found["optimizer"]["state"], expected["optimizer"]["state"])
+            assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+            for key in ("model", "random", "scalars", "history", "view"):
+                assert_same(found[key], expected[key])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_state_can_be_changed_without_changing_the_checkpoint(
-    kind: str, node_dirs: Callable[[int], list[Path]], shm_roots: Callable[[int], list[Path]]
+    kind: str, tmp_path: Path
 ) -> None:
-    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-    with make_manager(kind, root) as manager:
+    with make_manager(kind, tmp_path) as manager:
         manager.save({"a": torch.arange(1000)}, 0)
         manager.find_latest()
         first, _ = manager.load()
@@ -138,3 +103,112 @@ def test_a_loaded_state_can_be_changed_without_changing_the_checkpoint(
         second, _ = manager.load()
 
     assert_same(second, {"a": torch.arange(1000)})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("kind", "guarded"), [("disk", True), ("memory", False)])
+def test_values_of_a_gpu_are_those_of_the_call_however_soon_training_changes_them(
+    kind: str, guarded: bool, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = torch.zeros(4096, 4096, device="cuda")
+    with (
+        make_manager(kind, tmp_path, guard=optimizer if guarded else ()) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        for iteration in range(4):
+            model(torch.randn(64, 4096, device="cuda")).square().mean().backward()
+            optimizer.step()
+            average.fill_(iteration)
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "average": average,
+            }
+            moments = [
+                {name: value.clone() for name, value in moment.items()}
+                for moment in optimizer.state.values()
+            ]
+            weight = model.weight.detach().clone()
+            request = manager.save(state, iteration, is_async=True)
+            # Nobody guards this one; the optimizer's are changed by its next step.
+            average.fill_(-1)
+            optimizer.step()
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+            assert manager.find_latest() == iteration
+            found, _ = manager.load()
+            assert_same(found["average"], torch.full_like(average, iteration))
+            assert_same(found["model"]["weight"], weight)
+            for number, moment in enumerate(moments):
+                assert_same(found["optimizer"]["state"][number], moment)
+
+
+_READERS: dict[str, tuple[Any, str]] = {
+    "comparison": (save_module, "replica_digests"),
+    "check": (save_module, "tensor_views"),
+    "writer's digests": (write, "_finish_digests"),
+    "replication": (capture._CapturedImage, "read"),
+}
+_LATE_S = 0.1
+
+
+def _read_late(rank: int, world_size: int, kind: str, readers: tuple[str, ...]) -> list[str]:
+    """Save more often than there are buffers, with one reader after another late on rank 1."""
+    failed = []
+    state = {"model": localckpt.replicated({"w": torch.zeros(1 << 16)})}
+    for reader in readers:
+        owner, name = _READERS[reader]
+        options = {"check_replicas": 1, "keep_last": 9}
+        checked = []
+
+        def check(tensors: Any, checked: list[float] = checked) -> None:
+            (weight,) = tensors.values()
+            checked.append(float(weight.unique()))
+
+        options["check"] = check
+        on_time = getattr(owner, name)
+
+        def late(*args: Any, on_time: Any = on_time) -> Any:
+            time.sleep(_LATE_S)
+            return on_time(*args)
+
+        if rank == 1:
+            setattr(owner, name, late)
+        with (
+            cliques(1, 2) as repl,
+            make_manager(kind, node_store(), reader, repl, **options) as manager,
+            localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        ):
+            for iteration in range(1, 5):
+                state["model"].value["w"].fill_(float(iteration))
+                try:
+                    queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+                    queue.maybe_finalize_async_calls()
+                except localckpt.CheckpointingException as error:
+                    failed.append(f"{reader}: {error}")
+            queue.maybe_finalize_async_calls(blocking=True)
+            for iteration in range(1, 5):
+                loaded, _ = manager.load(iteration=iteration)
+                if not (loaded["model"]["w"] == iteration).all():
+                    failed.append(f"{reader}: iteration {iteration} has other values")
+        setattr(owner, name, on_time)
+        if checked != [1.0, 2.0, 3.0, 4.0]:
+            failed.append(f"{reader}: the check saw {checked}")
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("kind", "readers"),
+    [
+        ("disk", tuple(_READERS)),
+        ("memory", ("comparison", "replication")),
+    ],
+)
+def test_saves_wait_for_readers_of_older_images(
+    kind: str, readers: tuple[str, ...], node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    stores = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    assert run_ranks(_read_late, 2, kind, readers, store_per_node=stores) == [[], []]

@@ -17,11 +17,10 @@ from localckpt.errors import (
 )
 from localckpt.replication.groups import (
     GroupWrapper,
-    _devices_of,
     check_failure_domains,
-    default_replication_jump,
     parse_group_sequence,
 )
+from localckpt.replication.strategies import CliqueReplicationStrategy
 from tests.ranks import run_ranks
 
 
@@ -48,50 +47,13 @@ def test_every_rank_is_in_one_clique_of_enough_ranks_a_jump_apart(
     assert all(sizes[-1] - sizes[0] <= 1 for sizes in sizes_in_lane)
 
 
-def test_nodes_of_eight_ranks_pair_up() -> None:
-    cliques = parse_group_sequence(replication_jump=8, replication_factor=2, world_size=32)
-
-    assert cliques[:2] == [[0, 8], [1, 9]]
-    assert cliques[7:9] == [[7, 15], [16, 24]]
-    assert cliques[-1] == [23, 31]
-
-
-def test_the_last_cliques_of_a_lane_that_does_not_divide_are_larger() -> None:
-    assert parse_group_sequence(1, 2, 5) == [[0, 1], [2, 3, 4]]
-    assert parse_group_sequence(2, 3, 16) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]  # fmt: skip # noqa: E501
-
-
-@given(st.integers(1, 9), st.integers(2, 9), st.integers(2, 40))
-def test_what_an_error_proposes_does_fit(jump: int, factor: int, world_size: int) -> None:
-    try:
-        parse_group_sequence(jump, factor, world_size)
-    except MismatchError as error:
-        said = str(error).split("What fits: ")[1]
-    else:
-        return
-
-    jumps = re.search(r"replication_jump up to (\d+)", said)
-    factors = re.search(r"replication_factor up to (\d+) \(", said)
-    both = re.search(r"replication_jump=1 with replication_factor up to (\d+)", said)
-    assert jumps or factors or both
-    if jumps:
-        parse_group_sequence(int(jumps[1]), factor, world_size)
-    if factors:
-        parse_group_sequence(jump, int(factors[1]), world_size)
-    if both:
-        parse_group_sequence(1, int(both[1]), world_size)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ((0, 2, 4), "replication_jump"),
         ((1, 0, 4), "replication_factor"),
-        ((1, 1, 4), "repl_strategy=None"),
         ((1, 2, 1), "repl_strategy=None"),
-        ((1.0, 2, 4), "replication_jump must be an integer"),
         ((1, True, 4), "replication_factor must be an integer"),
-        ((1, "2", 4), "replication_factor must be an integer"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
@@ -99,26 +61,6 @@ def test_arguments_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(CheckpointingException, match=told):
         parse_group_sequence(*arguments)
-
-
-def test_the_default_jump_is_the_number_of_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert default_replication_jump() == 8
-
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert default_replication_jump() >= 1
-
-
-def test_cliques_across_domains_are_accepted() -> None:
-    check_failure_domains([[0, 2], [1, 3]], ["a", "a", "b", "b"])
-
-
-def test_ranks_that_share_a_domain_are_named_with_a_jump_that_works() -> None:
-    with pytest.raises(SameMachineReplicationException) as raised:
-        check_failure_domains([[0, 1], [2, 3]], ["a", "a", "b", "b"])
-
-    assert "ranks [0, 1] of clique [0, 1]; ranks [2, 3] of clique [2, 3]" in str(raised.value)
-    assert "replication_jump=2 with replication_factor=2 works" in str(raised.value)
 
 
 @given(st.integers(2, 3), st.lists(st.sampled_from("abcd"), min_size=2, max_size=24))
@@ -147,37 +89,6 @@ def test_a_jump_is_proposed_when_and_only_when_one_works(factor: int, domains: l
     proposed = re.search(r"replication_jump=(\d+) with", told)
     assert [int(proposed[1])] == working[:1] if proposed else not working
     assert ("repl_strategy=None" in told) == (len(set(domains)) == 1)
-
-
-def test_many_clashes_are_counted_not_all_listed() -> None:
-    domains = [str(rank // 2) for rank in range(64)]
-
-    with pytest.raises(SameMachineReplicationException, match="and 24 more"):
-        check_failure_domains(parse_group_sequence(1, 2, 64), domains)
-
-
-@pytest.mark.parametrize(
-    ("config", "devices"),
-    [
-        ("", {"cpu"}),
-        ("cpu:gloo,cuda:gloo", {"cpu"}),
-        ("cuda:nccl", {"cuda"}),
-        ("cpu:gloo,cuda:nccl", {"cpu", "cuda"}),
-    ],
-)
-def test_devices_are_those_whose_memory_can_be_sent(config: str, devices: set[str]) -> None:
-    assert _devices_of(config) == devices
-
-
-def test_without_torch_distributed_there_is_a_world_of_one() -> None:
-    group = GroupWrapper.wrap(None)
-
-    assert (group.group, group.ranks, group.world_size) == (None, [0], 1)
-    assert (group.my_group_rank, group.my_global_rank) == (0, 0)
-    assert "cpu" in group.supported_devices
-    assert "cuda" not in group.supported_devices
-    with pytest.raises(CheckpointingException, match="init_process_group"):
-        GroupWrapper.from_list_of_groups([[0]])
 
 
 def _facts_of_groups(rank: int, world_size: int) -> None:
@@ -210,3 +121,16 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
 
 def test_a_group_has_ranks_and_backend_and_refuses_wrong_lists() -> None:
     run_ranks(_facts_of_groups, 4)
+
+
+def test_without_torch_distributed_there_is_a_world_of_one() -> None:
+    group = GroupWrapper.wrap(None)
+
+    assert (group.group, group.ranks, group.world_size) == (None, [0], 1)
+    assert (group.my_group_rank, group.my_global_rank) == (0, 0)
+    assert "cpu" in group.supported_devices
+    assert "cuda" not in group.supported_devices
+    with pytest.raises(CheckpointingException, match="init_process_group"):
+        GroupWrapper.from_list_of_groups([[0]])
+    with pytest.raises(CheckpointingException, match="init_process_group"):
+        CliqueReplicationStrategy.from_replication_params()

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import localckpt
 from localckpt.ranks.job_store import default_store
@@ -115,31 +114,3 @@ def test_what_is_lost_comes_back_over_another_transport(parity: int, node_dirs: 
     assert [lacking for _, lacking in told] == [0, 0, 0]
     assert told[1][0] == ("parity" if parity else told[1][0])
     assert told[1][0] != "own node"
-
-
-def _rows(world_size: int, fill: float | None = None) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = torch.arange(600_000.0).reshape(12, -1)
-    given = whole if fill is None else torch.full_like(whole, fill)
-    return {"w": distribute_tensor(given, mesh, [Shard(0)], src_data_rank=None)}
-
-
-def _save_or_load_rows(rank: int, world_size: int, is_first: bool) -> int:
-    transport.HostConnections = _StoreConnections  # type: ignore[assignment, misc]
-    with make_manager("disk", node_store(), "job", elastic=True) as manager:
-        if is_first:
-            save(manager, _rows(world_size), 3)
-        else:
-            loaded, _ = manager.load(into=_rows(world_size, fill=-1.0))
-            assert torch.equal(loaded["w"].to_local(), _rows(world_size)["w"].to_local())
-    return _StoreConnections.sent_nbytes
-
-
-def test_another_number_of_ranks_takes_its_parts_over_another_transport(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save_or_load_rows, 2, True, store_per_node=nodes)
-
-    sent = run_ranks(_save_or_load_rows, 4, False, store_per_node=nodes[::-1])
-
-    # All rows are on the other node.
-    assert sum(sent) >= 2_400_000

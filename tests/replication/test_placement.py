@@ -88,18 +88,6 @@ def test_nodes_of_equally_many_ranks_are_put_together_whole(
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(_jobs(), st.permutations(range(9)))
-def test_names_of_nodes_do_not_matter_so_a_spare_node_takes_the_place_of_a_lost_one(
-    job: tuple[list[str], int], spares: list[int]
-) -> None:
-    nodes, factor = job
-    new_names = {f"node {number}": f"spare {spare}" for number, spare in enumerate(spares)}
-
-    renamed = place_cliques([new_names[node] for node in nodes], factor)
-
-    assert renamed == place_cliques(nodes, factor)
-
-
 @given(st.integers(2, 4), st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 3))
 def test_with_racks_no_copy_is_in_the_rack_of_its_shard(
     factor: int, nodes_in: list[int], ranks: int
@@ -120,27 +108,6 @@ def test_with_racks_no_copy_is_in_the_rack_of_its_shard(
             assert len(set(kept_in)) == len(kept_in) >= factor
     if max(nodes_in) <= len(where) // factor:
         check_failure_domains(cliques, racks)
-
-
-def test_an_odd_number_of_nodes_makes_one_larger_group() -> None:
-    nodes = [f"node {rank // 2}" for rank in range(10)]
-
-    assert place_cliques(nodes, 2) == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
-
-
-def test_a_node_with_fewer_ranks_shares_those_of_others() -> None:
-    nodes = list("aaabbbcccddde")
-
-    cliques = place_cliques(nodes, 2)
-
-    # Three of its own size could not be made; the ranks of one pair of nodes make room.
-    assert sorted(map(len, cliques)) == [2, 2, 2, 2, 2, 3]
-    assert cliques[:3] == [[0, 6], [1, 7], [2, 8]]
-
-
-def test_members_of_one_domain_take_turns_in_keeping_what_is_elsewhere() -> None:
-    assert place_cliques(list("aaaabb"), 2) == [[0, 2, 4], [1, 3, 5]]
-    assert keepers_in([0, 2, 4], list("aaaabb")) == {0: [4], 2: [4], 4: [0]}
 
 
 def test_one_node_is_refused_with_what_to_do() -> None:

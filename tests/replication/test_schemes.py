@@ -75,12 +75,6 @@ def test_pieces_of_another_packages_scheme_make_a_checkpoint_complete(tmp_path: 
     ], found.stderr
 
 
-def test_pieces_of_a_kind_that_no_package_knows_do_not_count(tmp_path: Path) -> None:
-    found = _run(tmp_path)
-
-    assert found.stdout.splitlines() == ["False ['parity'] False", "{} 0"], found.stderr
-
-
 def test_a_scheme_that_cannot_be_imported_is_an_error_that_names_it(tmp_path: Path) -> None:
     _install(tmp_path, "mirrors_of_another_version")
 

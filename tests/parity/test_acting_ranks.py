@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import localckpt
 from localckpt.availability.coverage import complete_checkpoints
-from localckpt.availability.inventory import Inventory, node_report
+from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import groups_to_compute
 from localckpt.errors import NoReplicasAvailableError
-from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
+from localckpt.ids import Checkpoint, Generation, Group, Piece
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.parity.gf import Bytes
 from localckpt.parity.image import ParityOf
@@ -32,16 +26,9 @@ from localckpt.parity.planning import (
     take_together,
 )
 from localckpt.parity.stripes import PARITY_KIND, Kind, ParityLayout
-from localckpt.ranks.ranks import Ranks
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES
-from localckpt.storage.directory import DirectoryStore, ReadOnlyStore
-from localckpt.storage.names import session_name
-from tests.managers.jobs import make_manager
 from tests.parity.groups import Kept, carry_out, group
-from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 _SHAPES = [(3, 1), (4, 1), (4, 2), (5, 2)]
 
@@ -147,106 +134,3 @@ def test_any_ranks_compute_what_is_lost_of_groups_of_any_other_ranks(
             nodes = inventory.groups(checkpoint)[repair.group][member]
             assert inventory.node_of(reader) in nodes
         _compute(repair)
-
-
-def _state(rank: int) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(rank)
-    return {"weight": torch.randn(900_000 + 1000 * rank, generator=random)}
-
-
-def _save(rank: int, world_size: int, parity: int) -> None:
-    strategy = localckpt.ParityReplicationStrategy(parity, world_size)
-    with strategy, make_manager("disk", node_store(), "run", strategy) as manager:
-        manager.save(_state(rank), 3)
-
-
-def _records(root: Path, rank: int) -> list[ShardRecord]:
-    store = ReadOnlyStore(root, "run", rank, 20.0)
-    try:
-        return [stored.record for stored in store.list_stored() if stored.record is not None]
-    finally:
-        store.close()
-
-
-def _recover(
-    rank: int,
-    world_size: int,
-    nodes: Sequence[Path],
-    damaged: Mapping[int, str],
-    computed_by: Mapping[int, int],
-) -> tuple[dict[int, bytes], dict[int, int], list[int]]:
-    """The images that this rank has computed, the sizes of all, and what is left reserved."""
-    root = nodes[rank]
-    inventory = Inventory({str(node): [number] for number, node in enumerate(nodes)}, SCHEMES)
-    for number, node in enumerate(nodes):
-        report = node_report(_records(node, number))
-        inventory.merge(str(node), json.loads(json.dumps(report)))
-    (checkpoint,) = inventory.checkpoints
-    assert complete_checkpoints(inventory) == [checkpoint]
-    assert checkpoint.world_size == 4
-    for member, node in damaged.items():
-        inventory.remove(checkpoint, Piece(member), node)
-    wanted = groups_to_compute(checkpoint, inventory, ())
-    store = DirectoryStore(root, "run", rank, 20.0)
-    try:
-        recovered = SCHEMES[PARITY_KIND].recover(
-            Lost(checkpoint, "run", inventory, wanted, computed_by),
-            store,
-            Ranks("recover", None, timeout_s=20.0),
-            20.0,
-        )
-        assert recovered.is_done
-        images = {shard: bytes(slot.image) for shard, slot in recovered.slots.items()}
-        store.release(list(recovered.slots.values()))
-        left = [slot.nbytes for slot in store.slots]
-    finally:
-        store.close()
-    return images, recovered.nbytes, left
-
-
-@pytest.mark.fault("lost-nodes", "flipped-bit")
-@pytest.mark.parametrize("ranks", [3, 2, 1])
-@pytest.mark.parametrize(
-    ("parity", "lost", "damaged"), [(1, (1,), ()), (2, (0, 3), ()), (2, (2,), (3,))]
-)
-def test_fewer_ranks_compute_the_shards_of_a_group_of_four(
-    parity: int, lost: tuple[int, ...], damaged: tuple[int, ...], ranks: int, node_dirs: Dirs
-) -> None:
-    nodes = node_dirs(4)
-    run_ranks(_save, 4, parity, store_per_node=nodes)
-    saved = {}
-    for number, node in enumerate(nodes):
-        (path,) = (p for p in node.rglob("*.safetensors") if ".parity." not in p.name)
-        saved[number] = path.read_bytes()
-        if number in damaged:
-            content = bytearray(saved[number])
-            content[BLOCK_NBYTES + 77] ^= 4
-            path.write_bytes(content)
-    for number in lost:
-        shutil.rmtree(nodes[number])
-    left = [number for number in range(4) if number not in lost]
-    today = [nodes[number] for number in left[:ranks]]
-    at = {}
-    for place, number in enumerate(left):
-        # The disks of nodes that are not part of the job are attached to those that are.
-        at[number] = today[place % len(today)]
-        if nodes[number] != at[number]:
-            folder = Path(session_name("run"), str(number))
-            shutil.move(nodes[number] / folder, at[number] / folder)
-    wanted = (*lost, *damaged)
-    computed_by = {shard: (shard + place) % len(today) for place, shard in enumerate(wanted)}
-
-    told = run_ranks(
-        _recover,
-        len(today),
-        today,
-        {number: str(at[number]) for number in damaged},
-        computed_by,
-        init_group=len(today) > 1,
-    )
-
-    for rank, (images, sizes, left_over) in enumerate(told):
-        assert images.keys() == {shard for shard, by in computed_by.items() if by == rank}
-        assert all(image == saved[shard] for shard, image in images.items())
-        assert sizes == {shard: len(saved[shard]) for shard in wanted}
-        assert left_over == []

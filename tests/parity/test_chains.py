@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.parity import chains as chaining
 from localckpt.parity.chains import (
     BUFFERS_NBYTES,
@@ -20,8 +18,7 @@ from localckpt.parity.chains import (
     schedule,
     tasks_of,
 )
-from localckpt.parity.encode import encoding_chains
-from localckpt.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.parity.stripes import Kind, Strip
 
 _RANKS = 5
 _MESSAGE = 10
@@ -86,11 +83,3 @@ def test_no_chains_lock_up_ranks_or_outgrow_the_room(
             handled = [place for task in tasks for place in range(task.start, task.stop)]
             assert handled == list(range(chain.nbytes))
             assert all(task.stop - task.start <= _MESSAGE for task in tasks)
-
-
-@pytest.mark.parametrize("m", [1, 2])
-def test_encoding_in_which_every_rank_does_the_same_does_not_lock_up(m: int) -> None:
-    layout = ParityLayout((50 * BLOCK_NBYTES,) * _RANKS, m)
-    chains = encoding_chains(layout, range(_RANKS))
-
-    _run(chains, _schedule(chains, BLOCK_NBYTES))

@@ -12,8 +12,7 @@ import pytest
 from localckpt.errors import PeerLostError, StorageError
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.parity import chains as chaining
-from localckpt.parity.chains import BUFFERS_NBYTES, schedule
-from localckpt.parity.encode import encode, encoding_chains
+from localckpt.parity.encode import encode
 from localckpt.parity.pipeline import Pipeline
 from localckpt.parity.planning import Left, plan_rebuild
 from localckpt.parity.stripes import Kind, ParityLayout
@@ -94,36 +93,12 @@ def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int)
     ("sizes", "m"),
     [
         ((3_200_001, 2_000_003, 999), 1),
-        ((1, 1, 1, 0), 2),
         ((0, 0, 0), 1),
-        ((5 * BLOCK_NBYTES, 4_000_000, 5 * BLOCK_NBYTES - 8, 1), 1),
         ((2_500_000, 7, 2_500_001, BLOCK_NBYTES), 2),
     ],
 )
 def test_ranks_encode_and_bring_back_what_is_lost(sizes: tuple[int, ...], m: int) -> None:
     run_ranks(_encode_and_lose, len(sizes), sizes, m)
-
-
-def _encode_slowly(rank: int, world_size: int) -> float:
-    layout = ParityLayout((600_000,) * world_size, 1)
-    kept = group(layout)
-    transport = connect("slowly", range(world_size), rank, 20.0, rate_limit=400_000)
-    pipeline = Pipeline(transport)
-    parity = memoryview(bytearray(layout.parity_nbytes))
-    source = _source(rank, kept[Kind.IMAGE, rank])
-    began = time.monotonic()
-
-    chaining._LARGEST_MESSAGE_NBYTES = 100_000
-    # The deadline alone would be over before.
-    encode(layout, pipeline, source, parity, 1.0)
-
-    assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
-    return time.monotonic() - began
-
-
-def test_no_more_is_sent_in_a_second_than_the_limit_says_and_the_deadline_allows_for_it() -> None:
-    # Each sends as much as its image has; the first message goes at once.
-    assert min(run_ranks(_encode_slowly, 3)) > (600_000 - 100_000) / 400_000
 
 
 def _lose_a_peer(
@@ -159,17 +134,6 @@ def _lose_a_peer(
 
 
 @pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize(("world_size", "m"), [(3, 1), (5, 2)])
-def test_a_member_that_dies_is_named_by_every_other(world_size: int, m: int) -> None:
-    results = run_ranks(_lose_a_peer, world_size, m, "SIGKILL", 5.0, expect_dead=[1])
-
-    for rank in {*range(world_size)} - {1}:
-        told, took = results[rank]
-        assert "and rank 1 (last seen: begin) did not come" in told
-        assert took < 20.0
-
-
-@pytest.mark.fault("silent-peer")
 def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> None:
     with start_ranks(_lose_a_peer, 4, 1, "SIGSTOP", 2.0) as ranks:
         for rank in (0, 2, 3):
@@ -182,21 +146,3 @@ def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> Non
         told, took = results[rank]
         assert "and rank 1 (last seen: begin) did not come" in told
         assert 1.5 < took < 20.0
-
-
-def test_a_source_that_fails_raises_there_and_its_reason_on_all() -> None:
-    results = run_ranks(_lose_a_peer, 4, 2, "fail", 60.0)
-
-    for told, took in results:
-        assert told == "could not encode parity: rank 1: disk gone"
-        assert took < 20.0
-
-
-@pytest.mark.parametrize("members", range(4, 40, 5))
-@pytest.mark.parametrize("m", [1, 2])
-def test_memory_for_messages_does_not_grow_with_images_or_members(members: int, m: int) -> None:
-    layout = ParityLayout((1 << 40,) * members, m)
-
-    when = schedule(encoding_chains(layout, range(members)))
-
-    assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES

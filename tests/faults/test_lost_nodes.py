@@ -1,6 +1,6 @@
 """Every set of nodes is lost.
 
-tests/managers/test_node_loss.py has what becomes of a job on other nodes and in other shapes.
+tests/managers/test_redundancy.py has what becomes of a job on other nodes and in other shapes.
 """
 
 from __future__ import annotations

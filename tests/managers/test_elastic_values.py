@@ -366,10 +366,7 @@ def _load_forged(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for iteration, what in enumerate(_FORGED):
         given = distribute_tensor(torch.full((10, 4), -1.0), mesh, [Shard(0)])
-        with on_node(
-            str(iteration),
-            elastic=True,
-        ) as manager:
+        with on_node(str(iteration), elastic=True) as manager:
             text = error_of(
                 lambda m=manager, g=given: m.load(into={"w": g}),  # type: ignore[misc]
                 localckpt.CheckpointingException,

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from localckpt.availability.inventory import Inventory, node_report
 from localckpt.errors import MismatchError
-from localckpt.ids import (
-    MOST_RANKS,
-    Checkpoint,
-    Generation,
-    Piece,
-    ShardRecord,
-)
+from localckpt.ids import MOST_RANKS, Checkpoint, Generation, Piece, ShardRecord
 
 _NUMBERS = st.integers(0, 10**19 - 1)
 _ANY_CHECKPOINT = st.builds(

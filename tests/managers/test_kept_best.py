@@ -11,12 +11,7 @@ import torch
 from localckpt import Best, Retention
 from localckpt.storage.notes import read_notes
 from tests.cli.commands import call
-from tests.managers.jobs import (
-    assert_same,
-    error_of,
-    make_manager,
-    state_of,
-)
+from tests.managers.jobs import assert_same, error_of, make_manager, state_of
 from tests.ranks import node_store, run_ranks
 
 _LEAST = Retention(last=2, best=Best("loss"))

@@ -22,10 +22,7 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.managers.own_managers import (
-    FileManager,
-    TroubledDictManager,
-)
+from tests.managers.own_managers import FileManager, TroubledDictManager
 from tests.ranks import run_ranks
 
 

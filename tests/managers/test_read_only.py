@@ -16,15 +16,7 @@ from localckpt import GlobalCheckpointManager, NoReplicasAvailableError
 from localckpt.managers.load import Load
 from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import (
-    KINDS,
-    Dirs,
-    assert_same,
-    damage,
-    error_of,
-    make_manager,
-    state_of,
-)
+from tests.managers.jobs import KINDS, Dirs, assert_same, damage, error_of, make_manager, state_of
 from tests.ranks import node_store, run_ranks
 from tests.scenarios import Begin
 

@@ -18,13 +18,7 @@ from localckpt.ids import Checkpoint, Generation, Group, Piece
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.parity.gf import Bytes
 from localckpt.parity.image import ParityOf
-from localckpt.parity.planning import (
-    Repair,
-    Seen,
-    plan_rebuild,
-    plan_repairs,
-    take_together,
-)
+from localckpt.parity.planning import Repair, Seen, plan_rebuild, plan_repairs, take_together
 from localckpt.parity.stripes import PARITY_KIND, Kind, ParityLayout
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import CkptID
-from localckpt.replication.exchange import (
-    ExchangePlan,
-    plan_among_nodes,
-)
+from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from tests.replication.plans import plan_exchange
 
 _RANKS = st.integers(0, 7)

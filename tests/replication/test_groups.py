@@ -10,16 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.errors import (
-    CheckpointingException,
-    MismatchError,
-    SameMachineReplicationException,
-)
-from localckpt.replication.groups import (
-    GroupWrapper,
-    check_failure_domains,
-    parse_group_sequence,
-)
+from localckpt.errors import CheckpointingException, MismatchError, SameMachineReplicationException
+from localckpt.replication.groups import GroupWrapper, check_failure_domains, parse_group_sequence
 from localckpt.replication.strategies import CliqueReplicationStrategy
 from tests.ranks import run_ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say
     told = run_ranks(_save_more_than_there_is_room_for, 2, replicated, store_per_node=node_dirs(2))
 
     assert told == [[(False, 1), (False, 2), (True, 3), (True, 4), 2]] * 2
+
+
+def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(tmp_path: Path) -> None:
+    written = threading.Event()
+    with (
+        make_manager("disk", tmp_path, num_buffers=1) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=0.5) as queue,
+    ):
+        manager.store.commit = lambda *_: written.wait(MAX_S)
+        queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
+
+        told = error_of(lambda: manager.save(state_of(0, 2), 2, is_async=True))
+
+        written.set()
+    assert "call 0" in told
+    assert "was not over after a wait of 0.35 s" in told
 
 
 @pytest.mark.parametrize("policy", ["wait", "skip"])

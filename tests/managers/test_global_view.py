@@ -22,6 +22,7 @@ from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.header import Skeleton
 from tests.managers.jobs import Dirs, error_of, make_manager, on_node
 from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
 
 # Key to the box, and the tensor.
 Told = dict[str, tuple[Box, torch.Tensor]]
@@ -173,6 +174,36 @@ def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> Non
     run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=150.0, group_timeout_s=120.0)
 
 
+def _tell_of_megatron(rank: int, world_size: int) -> None:
+    core = import_upstream("megatron.core.dist_checkpointing.mapping")
+    sharded = core.ShardedTensor.from_rank_offsets
+    whole = torch.arange(48.0).reshape(4, 6, 2)
+    part = whole[2, 3:6].clone()
+    state = {
+        "layers": sharded(
+            "layers.weight", part, (0, 2, 4), (1, 1, 2), prepend_axis_num=1, replica_id=1
+        ),
+        "left to others": sharded("bias", torch.ones(3)).without_data(),
+        "own": torch.ones(2),
+        # Beyond its own global tensor, which Megatron-Core does not mind.
+        "odd": core.ShardedTensor(
+            *("odd", torch.ones(4), torch.float32, (4,), (6,), (4,), None),
+            allow_shape_mismatch=True,
+        ),
+    }
+
+    told = _saved(state, "megatron")
+
+    assert told.keys() == {"layers.weight"}
+    _assert_part(told["layers.weight"], whole)
+    assert told["layers.weight"][0].ranks is None
+
+
+@needs("megatron.core")
+def test_the_sharded_tensors_of_megatron_core_tell_theirs(node_dirs: Dirs) -> None:
+    run_ranks(_tell_of_megatron, 1, store_per_node=node_dirs(1))
+
+
 def _load_beside_meshes(rank: int, world_size: int) -> None:
     """Meshes are pickled with the tensors of their ranks, which have no path in the state."""
     line, turned = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
@@ -211,6 +242,18 @@ def _load_beside_meshes(rank: int, world_size: int) -> None:
             assert torch.equal(mine.to_local(), its.to_local())  # type: ignore[attr-defined]
             moments = [o.state[p]["exp_avg"] for o, p in ((optimizer, mine), (fresh, its))]
             assert torch.equal(*(moment.to_local() for moment in moments))
+
+        # What is not given follows those that are to their mesh, if all have one.
+        square = init_device_mesh("cpu", (1, 2))
+        manager.save({key: rows(1.0) for key in "abc"}, 4)
+        for both_on_square in (True, False):
+            on_square = DTensor.from_local(
+                torch.zeros(2, 3), square, [Replicate(), Shard(0)], run_check=False
+            )
+            into = {"a": on_square, "b": on_square.clone() if both_on_square else rows(0.0)}
+            loaded, _ = manager.load(into=into, partial=True)
+            assert loaded["c"].device_mesh == (square if both_on_square else line)
+            assert torch.equal(loaded["c"].full_tensor(), torch.ones(4, 3))
 
 
 def test_a_load_into_dtensors_fills_parts_of_a_state_and_leaves_meshes_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def _go_back_in_one_job(rank: int, world_size: int) -> None:
             manager.save(state_of(rank, iteration), iteration)
         told = error_of(lambda: manager.begin(from_iteration=20 + rank), MismatchError)
         assert "20 on rank 0, 21 on rank 1" in told
+        for wrong in (-2, 1.0):
+            assert "the iteration to go on from is" in error_of(partial(manager.begin, wrong))
         manager.begin(from_iteration=20)
         assert "must be above it" in error_of(lambda: manager.save({}, 20))
         manager.save({"second": rank}, 25)

@@ -498,19 +498,28 @@ def test_what_cannot_be_replaced_is_said_on_all_ranks_and_nothing_is_changed(
     assert "is a URL" in url
 
 
-def test_a_training_loop_goes_on_with_another_disk(tmp_path: Path) -> None:
+def _replace_in_a_loop(rank: int, world_size: int, fresh: Path) -> tuple[int, list[str], str]:
     weight = torch.zeros(9)
     state = {"weight": (lambda: weight, weight.copy_)}
     options: dict[str, Any] = {"every": 1, "timeout_s": MAX_S, "keep_last": 3}
-    with localckpt.Checkpointer(state, local=tmp_path / "old", **options) as checkpointer:
-        for step in range(checkpointer.resume(), 4):
+    with localckpt.Checkpointer(state, local=node_store(), **options) as checkpointer:
+        first = checkpointer.resume()
+        loaded = int(weight[0])
+        for step in range(first, first + 4):
             weight.fill_(step)
             checkpointer.step(step)
             if step == 2:
-                checkpointer.replace_store(tmp_path / "new")
-    weight.zero_()
+                checkpointer.replace_store(fresh if rank == 1 else None)
+        checkpointer.wait_until_finished()
+        return loaded, _await_whole(checkpointer.manager), str(checkpointer.manager.store.root)
 
-    with localckpt.Checkpointer(state, local=tmp_path / "new", **options) as checkpointer:
-        assert checkpointer.resume() == 4
 
-    assert weight.unique().tolist() == [3.0]
+def test_a_training_loop_goes_on_with_another_disk_and_resumes_from_it(node_dirs: Dirs) -> None:
+    first, second, fresh = node_dirs(3)
+
+    told = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, second])
+
+    assert told == [(0, _whole(3, 2, 1), str(first)), (0, _whole(3, 2, 1), str(fresh))]
+    shutil.rmtree(second)
+    again = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, fresh])
+    assert [loaded for loaded, *_ in again] == [3, 3]

@@ -12,9 +12,14 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_f
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 import localckpt
+from localckpt import RestoreError
+from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.reader import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
 from tests.managers.jobs import make_manager
 from tests.ranks import node_store, run_ranks
-from tests.state_dict.states import assert_same
+from tests.state_dict.states import IDENTITY, assert_same
 
 pytestmark = [
     pytest.mark.fault("hard-state"),
@@ -98,6 +103,43 @@ def _divided_by_rows(rank: int, world_size: int, values: torch.Tensor) -> Sharde
     if len(rows):
         shards = [Shard.from_tensor_and_offsets(rows, [rank * count, 0], rank)]
     return init_from_local_shards(shards, *values.shape)
+
+
+def _save_several_shards(rank: int, world_size: int) -> None:
+    """Rank 0 has the first and the last row of three, rank 1 the one between."""
+
+    def sharded(values: torch.Tensor) -> ShardedTensor:
+        rows = ([0, 2], [1])[rank]
+        parts = [values[row : row + 1].clone() for row in rows]
+        shards = [
+            Shard.from_tensor_and_offsets(part, [row, 0], rank)
+            for part, row in zip(parts, rows, strict=True)
+        ]
+        return init_from_local_shards(shards, 3, 4)
+
+    values = torch.arange(12.0).view(3, 4)
+    state = {"sharded": sharded(values), "half": sharded(values.to(torch.bfloat16))}
+    state["again"] = state["sharded"]
+
+    image = pack(state, IDENTITY)
+    loaded = unpack(image)
+
+    _assert_same(loaded, state)
+    assert loaded["again"] is loaded["sharded"]
+    given = {"sharded": sharded(values * 0), "half": sharded(values.to(torch.bfloat16) * 0)}
+    given["again"] = given["sharded"]
+    ImageReader(image, SafeGlobals()).restore(find_targets(given))
+    _assert_same(given, state)
+    for shard in unpack(image, map_location="meta")["sharded"].local_shards():
+        assert shard.tensor.is_meta
+        assert str(shard.metadata.placement) == f"rank:{rank}/meta"
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RestoreError, match="at 'sharded' raised"):
+        unpack(image)
+
+
+def test_a_rank_may_have_several_shards_of_a_tensor() -> None:
+    run_ranks(_save_several_shards, 2)
 
 
 def _save_rows(rank: int, world_size: int, root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,8 @@ from localckpt.parity.chains import (
     schedule,
     tasks_of,
 )
-from localckpt.parity.stripes import Kind, Strip
+from localckpt.parity.encode import encoding_chains
+from localckpt.parity.stripes import Kind, ParityLayout, Strip
 
 _RANKS = 5
 _MESSAGE = 10
@@ -83,3 +85,12 @@ def test_no_chains_lock_up_ranks_or_outgrow_the_room(
             handled = [place for task in tasks for place in range(task.start, task.stop)]
             assert handled == list(range(chain.nbytes))
             assert all(task.stop - task.start <= _MESSAGE for task in tasks)
+
+
+@pytest.mark.parametrize(("members", "m"), [(4, 1), (39, 2)])
+def test_memory_for_messages_does_not_grow_with_images_or_members(members: int, m: int) -> None:
+    layout = ParityLayout((1 << 40,) * members, m)
+
+    when = schedule(encoding_chains(layout, range(members)))
+
+    assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.availability.coverage import complete_checkpoints
+from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
+from localckpt.availability.durability import durability_found, durability_saved
 from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
 from localckpt.availability.recoverable import minimal
 from localckpt.errors import MismatchError
-from localckpt.ids import Checkpoint, Generation, Group, ShardRecord
+from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
 from localckpt.parity.code import ParityCode
 from localckpt.parity.gf import inverse, multiply, power
 from localckpt.parity.planning import Repair, longest_wait
@@ -189,6 +190,29 @@ def test_repairs_wait_for_each_other_only_where_they_share_ranks(
     repairs = [Repair(group, {rank: rank for rank in ranks}, {}, {}) for ranks in readers]
 
     assert longest_wait(repairs) == expected
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_every_parity_that_is_there_counts_as_a_copy(m: int) -> None:
+    group = Group(tuple(range(8)), m, PARITY_KIND)
+    outcomes = [SaveOutcome(3, Generation(1, 2), None, (), (), 1 + m, group) for _ in range(8)]
+    found = {
+        str(rank): [
+            ShardRecord(_CHECKPOINT.shard(rank, "run"), 5),
+            ShardRecord(_CHECKPOINT.shard(rank, "run").of_kind(PARITY_KIND), 5, group),
+        ]
+        for rank in range(8)
+    }
+    inventory = Inventory.found(found, codes=SCHEMES)
+    protection = dict.fromkeys(range(8), group)
+
+    assert durability_saved(3, outcomes).copies == 1 + m
+    assert durability_found(_CHECKPOINT, inventory, protection).copies == 1 + m
+
+    one_less = [*outcomes[1:], SaveOutcome(3, Generation(1, 2), None, (), (), 1 + m)]
+    assert durability_saved(3, one_less).copies == m
+    inventory.remove(_CHECKPOINT, Piece(4, PARITY_KIND), "4")
+    assert durability_found(_CHECKPOINT, inventory, protection).copies == m
 
 
 @pytest.mark.parametrize(

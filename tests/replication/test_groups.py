@@ -83,6 +83,13 @@ def test_a_jump_is_proposed_when_and_only_when_one_works(factor: int, domains: l
     assert ("repl_strategy=None" in told) == (len(set(domains)) == 1)
 
 
+def test_many_clashes_are_counted_not_all_listed() -> None:
+    domains = [str(rank // 2) for rank in range(64)]
+
+    with pytest.raises(SameMachineReplicationException, match="and 24 more"):
+        check_failure_domains(parse_group_sequence(1, 2, 64), domains)
+
+
 def _facts_of_groups(rank: int, world_size: int) -> None:
     world = GroupWrapper()
     assert GroupWrapper.wrap(world) is world

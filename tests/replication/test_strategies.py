@@ -228,6 +228,11 @@ _NOT_RETRIEVED = {
 def _fail_to_retrieve(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     told = {}
     strategy = NoReplication(20.0)
+    if rank == 0:
+        # A plan that moves nothing needs no other rank.
+        never: Any = _refuse(AssertionError("must not be called"))
+        plan = plan_exchange({0: ["a"], 1: ["b"]}, {0: ["a"], 1: ["b"]})
+        assert NoReplication(1.0).retrieve_image(plan, never, never) == []
     held: dict[int, list[CkptID]] = {0: [], 1: [CkptID(3, 0, "s")], 2: []}
     plan = plan_exchange(held, {0: [CkptID(3, 0, "s")]})
     content = _image_of((3, 0, "s"))

@@ -15,6 +15,7 @@ from localckpt.parity.image import ParityFrame, ParityOf, ParityPart
 from localckpt.parity.stripes import PARITY_KIND
 from localckpt.state_dict.image import unpack
 from localckpt.state_dict.source import ImageBytes, MemorySource, read_header, read_verified_record
+from tests.cli.commands import call
 
 _SHARD = ShardIdentity("run", Generation(1, 2), 3, 2, 4)
 _OF = ParityOf(Group((0, 1, 2, 3), 2, PARITY_KIND), (5_000_000,) * 4)
@@ -45,6 +46,7 @@ def test_a_parity_is_read_back_from_its_file(tmp_path: Path) -> None:
     assert part.of == _OF
     assert bytes(part.read(0, part.nbytes)) == b"\xab" * _NBYTES
     assert unpack(MemorySource(image)) is None
+    assert "parity      2 of ranks 0-3" in call("inspect", path).out.splitlines()
     with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["parity_of"])[:2] == [[0, 1, 2, 3], 2]
         assert file.get_tensor("parity").numel() == _NBYTES

@@ -149,6 +149,20 @@ def test_a_rank_that_dies_while_it_computes_changes_nothing_on_any_node(job: Beg
     running.expect(3, {0: "parity"}).run()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((3, 8), "it can be 1 to 2"),
+        ((True, 8), "it can be 1 to 2"),
+        ((2, 3), "it must be at least 4"),
+        ((1, 8.0), "it must be at least 3"),
+    ],
+)
+def test_parities_that_cannot_be_are_refused(arguments: tuple[Any, Any], told: str) -> None:
+    with pytest.raises(localckpt.CheckpointingException, match=told):
+        localckpt.ParityReplicationStrategy(*arguments)
+
+
 def _place_badly(rank: int, world_size: int) -> list[str]:
     told = []
     for parity, group_size in ((1, 4), (2, 5)):

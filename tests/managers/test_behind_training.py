@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -336,6 +337,35 @@ def test_where_copies_are_asked_for_strictly_a_lost_peer_is_an_error_on_all(
         assert text.startswith("SaveFailedError: ")
         assert f"the save of iteration {iteration} failed" in text
         assert "was lost" in text or "connections broke" in text
+
+
+def _come_too_late(rank: int, world_size: int) -> tuple[list[str], int]:
+    given_up, handler = threading.Event(), logging.Handler()
+    handler.emit = lambda _: given_up.set()  # type: ignore[method-assign]
+    logging.getLogger("localckpt.managers.copies").addHandler(handler)
+    with cliques(1, 2) as repl, in_job(repl) as (manager, queue):
+        save(manager, state_of(rank, 0), 0)
+        repl.timeout_s = 0.5
+        if rank == 1:
+            await_announced("zero has given up")
+        _begin(manager, queue, rank, 1)
+        if rank == 0:
+            assert given_up.wait(MAX_S)
+            announce("zero has given up")
+        queue.maybe_finalize_async_calls(blocking=True)
+        told = _standing(manager)[:1]
+        repl.timeout_s = MAX_S
+        _begin(manager, queue, rank, 2)
+        queue.maybe_finalize_async_calls(blocking=True)
+        return told + _standing(manager)[:1], manager.degraded_saves
+
+
+def test_a_peer_that_comes_after_the_deadline_costs_the_copies_of_that_save(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_come_too_late, 2, store_per_node=node_dirs(2))
+
+    assert told == [([*_lacking(1), *_whole(2)], 1)] * 2
 
 
 def _fail_without_collecting(rank: int, world_size: int, strict: bool) -> list[bool]:

@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import localckpt
-from localckpt import DivergenceError, MismatchError
+from localckpt import DivergenceError, MismatchError, PeerLostError
+from localckpt.availability.divergence import compare_replicas
+from localckpt.events.stream import EventStream
+from localckpt.managers.replica_check import divergence_error
 from tests.managers.jobs import MAX_S, Dirs, make_manager
 from tests.ranks import node_store, run_ranks
 
@@ -120,6 +123,27 @@ def test_a_bit_that_is_flipped_in_one_replica_is_found_a_hundred_times_of_a_hund
     assert len(told[0]) == 100
     assert told[0] == told[1] == told[2] == told[3], "the same on all ranks"
     record_property("cases", 100)
+
+
+class _LostRanks:
+    """Ranks of which one does not come any more."""
+
+    rank, world_size = 0, 2
+
+    def decide(self, *args: Any, **options: Any) -> Any:
+        raise PeerLostError("rank 1 did not come")
+
+
+def test_a_rank_that_is_lost_while_the_tensors_are_named_hides_no_difference() -> None:
+    ranks: Any = _LostRanks()
+    divergence = compare_replicas([[(7, 1)], [(7, 2)]])
+    assert divergence is not None
+
+    error = divergence_error(ranks, EventStream(), 5, divergence, [], is_kept=False)
+
+    assert (error.iteration, error.keys, error.ranks) == (5, (), (0, 1))
+    assert "what rank 0 and rank 1 have in common differs" in str(error)
+    assert "It cannot be told which are right: ranks 0 and 1." in str(error)
 
 
 def _hybrid(rank: int, world_size: int) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import localckpt
-from localckpt import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt import (
+    CheckpointingException,
+    MismatchError,
+    NoReplicasAvailableError,
+    PeerLostError,
+)
+from localckpt.managers import elastic
+from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.faults.damage import flip
@@ -22,6 +33,7 @@ from tests.ranks import run_ranks
 from tests.upstream.environment import import_upstream, needs
 
 _S = 60.0
+_DROPPED = {"rng": "drop", "data": "drop"}
 
 
 def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str, Any]:
@@ -42,6 +54,8 @@ def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str
         "columns": sharded(wide, 1),
         "bytes": sharded(wide.to(torch.int8), 1),
         "long": sharded(long, 0),
+        # Larger than what is read of a file when it is found.
+        "large": sharded(torch.arange(1_500_000.0).reshape(1500, 1000), 0),
         "whole": whole,
         "turned": turned,
         "marked": localckpt.replicated({"a": given(torch.arange(7.0))}),
@@ -56,7 +70,7 @@ def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str
 
 def _assert_filled(loaded: dict[str, Any], rank: int, world_size: int) -> None:
     wanted = _state(rank, world_size)
-    for key in ("rows", "columns", "bytes", "long", "whole", "turned"):
+    for key in ("rows", "columns", "bytes", "long", "large", "whole", "turned"):
         assert torch.equal(loaded[key].to_local(), wanted[key].to_local()), key
     assert torch.equal(loaded["marked"]["a"], torch.arange(7.0))
     for key in ("plain", "scalar"):
@@ -137,7 +151,6 @@ def _go_back(rank: int, world_size: int) -> None:
 def _load_misfits(rank: int, world_size: int) -> None:
     state = _state(rank, world_size, fill=-1.0)
     scalar = torch.tensor(0.0, dtype=torch.float64) if rank == 1 else state["scalar"]
-    private = {"rng": "drop", "data": "drop"}
     for changed, why in (
         ({"plain": torch.zeros(4, dtype=torch.int64)}, "plain: saved as int64 [3], given as int64"),
         ({"scalar": scalar}, "scalar: saved as float32 [], given as float64 []"),
@@ -145,7 +158,7 @@ def _load_misfits(rank: int, world_size: int) -> None:
         ({"extra": torch.zeros(2)}, "extra: given, not saved"),
     ):
         into = {key: value for key, value in (state | changed).items() if value is not None}
-        with on_node(elastic=True, private=private) as manager:
+        with on_node(elastic=True, private=_DROPPED) as manager:
             assert why in error_of(lambda m=manager, i=into: m.load(into=i), MismatchError)  # type: ignore[misc]
     for key, tensor in _state(rank, world_size, fill=-1.0).items():
         if isinstance(tensor, torch.Tensor):
@@ -158,6 +171,7 @@ def _load_misfits(rank: int, world_size: int) -> None:
     for wrong, why in (
         ({"rng": "loose"}, "'rng' in private= is 'loose'"),
         ({"": "drop"}, "none for"),
+        ({7: "drop"}, "none for"),
     ):
         with pytest.raises(CheckpointingException, match=why):
             on_node(elastic=True, private=wrong)
@@ -169,6 +183,67 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_left_as_it_is(
     run_ranks(_save, 3, store_per_node=[tmp_path])
 
     run_ranks(_load_misfits, 2, store_per_node=[tmp_path])
+
+
+def _load_undisturbed(rank: int, world_size: int) -> int:
+    with on_node(elastic=True, private=_DROPPED) as manager:
+        loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
+        _assert_filled(loaded, rank, world_size)
+        return int(ckpt_id.iteration)
+
+
+def _load_beside_one_that_dies(rank: int, world_size: int) -> None:
+    if rank == 2:
+        HostTransport.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    manager = on_node(timeout=8.0, elastic=True, private=_DROPPED)
+    began = time.monotonic()
+    into = _state(rank, world_size, fill=-1.0)
+    assert "rank 2" in error_of(lambda: manager.load(into=into), PeerLostError)
+    assert time.monotonic() - began < 40.0
+    with pytest.raises(PeerLostError), manager:
+        raise PeerLostError
+
+
+@pytest.mark.fault("world-size")
+def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    run_ranks(_save, 4, store_per_node=nodes)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
+
+    run_ranks(_load_beside_one_that_dies, 3, store_per_node=nodes, expect_dead=[2])
+
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
+    assert run_ranks(_load_undisturbed, 3, store_per_node=nodes) == [3] * 3
+
+
+def _overlapping(fill: float | None = None) -> dict[str, torch.Tensor]:
+    base = torch.arange(4 * 2_300_000, dtype=torch.float32).view(1, 4, -1)
+    base = base if fill is None else torch.full_like(base, fill)
+    # Its one row has gaps between its items, and is larger than a message.
+    return {"base": base, "every second": base[:, ::2]}
+
+
+def _save_overlapping(rank: int, world_size: int) -> None:
+    with on_node() as manager:
+        manager.save(_overlapping(), 3)
+
+
+def _load_overlapping(rank: int, world_size: int) -> None:
+    with on_node(elastic=True) as manager:
+        loaded, _ = manager.load(into=_overlapping(fill=-1.0))
+
+    for name, wanted in _overlapping().items():
+        assert torch.equal(loaded[name], wanted), name
+
+
+def test_a_row_that_is_larger_than_a_message_goes_in_parts(tmp_path: Path) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+
+    run_ranks(_save_overlapping, 1, store_per_node=nodes[:1])
+
+    run_ranks(_load_overlapping, 2, store_per_node=nodes)
 
 
 def _save_twice(rank: int, world_size: int) -> None:
@@ -184,26 +259,33 @@ def _load_damaged(rank: int, world_size: int, nodes: list[Path]) -> None:
             p for node in nodes for p in node.rglob(f"{iteration:012d}.{shard}.*.safetensors")
         )
 
-    def damage(path: Path, at: int | None = None) -> None:
+    def damage(path: Path, before_end: int | None = None) -> None:
         dist.barrier()
         if rank == 0:
             content = path.read_bytes()
-            # In the tensors: nothing sees it before they are read.
-            in_tensors = 8 + int.from_bytes(content[:8], "little") + 3
-            path.write_bytes(flip(content, in_tensors if at is None else len(content) + at, 3))
+            # By default in the tensors: nothing sees it before they are read.
+            path.write_bytes(flip(content, -(before_end or len(content) // 2), 3))
         dist.barrier()
 
-    def load() -> int:
-        with on_node(elastic=True, private={"rng": "drop", "data": "drop"}) as manager:
-            loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
-            _assert_filled(loaded, rank, world_size)
-            return int(ckpt_id.iteration)
+    sent: list[int] = []
+    move = elastic.move_tensors
 
+    def move_and_count(*args: Any) -> None:
+        sent.append(sum(one.nbytes for one in args[3] if one.receiver != rank))
+        move(*args)
+
+    elastic.move_tensors = move_and_count
+    load = partial(_load_undisturbed, rank, world_size)
+
+    # Each node has all shards: every rank reads what it wants.
+    assert load() == 3
+    assert sent == [0]
     # What describes the tensors is at the end, before the digests.
-    described = copies(3, 2)[0]
-    damage(described, at=-200)
+    described = copies(3, 2)[1]
+    damage(described, before_end=200)
     assert load() == 3
     assert not described.exists()
+    assert (sent[-1] > 0) == (rank == 1)
 
     here, there = copies(3, 1)
     damage(here)

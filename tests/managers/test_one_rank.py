@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import localckpt
 from tests.managers.jobs import (
@@ -85,6 +88,25 @@ def test_files_of_retired_checkpoints_are_written_into_again(kind: str, tmp_path
     assert all(len(inodes) <= 2 for inodes in seen)
 
 
+def test_a_long_load_logs_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    state = {"w": torch.zeros(3 << 20)}
+    with make_manager("disk", tmp_path) as manager:
+        manager.save(state, 1)
+        assert manager.find_latest() == 1
+        manager.load()
+        assert not [text for text in caplog.messages if text.startswith("reading")]
+        # No load of a test takes ten seconds.
+        monkeypatch.setattr("localckpt.state_dict.source._EVERY_S", 0.0)
+        manager.load(into=state)
+
+    lines = [text for text in caplog.messages if text.startswith("reading")]
+    assert lines
+    assert all(" of 0.0 GB after " in text and "iteration 1" in text for text in lines)
+
+
 def test_what_was_found_while_a_save_was_under_way_is_looked_for_again(tmp_path: Path) -> None:
     with (
         make_manager("disk", tmp_path, keep_last=2) as manager,
@@ -123,6 +145,7 @@ def test_any_text_can_name_a_session_and_stays_inside_the_directory(
     [
         *(("keep_last", 0), ("timeout", -1.0), ("on_busy", "drop"), ("num_buffers", 0)),
         *(("staging_threads", 0), ("check_replicas", True), ("on_divergence", "ignore")),
+        ("iteration_file", 3),
     ],
 )
 def test_options_that_make_no_sense_are_named(option: str, value: Any, tmp_path: Path) -> None:
@@ -200,6 +223,38 @@ def test_a_signal_handler_cannot_save_in_the_middle_of_a_save(tmp_path: Path) ->
         assert len(told) == 1
         assert "save() was called while save() of the same manager is under way:" in told[0]
         assert resume(manager, 0, 1) == "own node"
+
+
+def test_two_threads_that_save_at_random_moments_mix_no_values(tmp_path: Path) -> None:
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    refused: list[int] = []
+
+    def save_some(manager: Any, thread: int) -> None:
+        for iteration in range(thread, 40, 2):
+            state = {f"w{n}": torch.full((20_000,), 100.0 * iteration + n) for n in range(20)}
+            try:
+                manager.save(state, iteration)
+                saved[iteration] = state
+            except localckpt.CheckpointingException:
+                refused.append(iteration)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with make_manager("disk", tmp_path) as manager:
+            threads = [threading.Thread(target=save_some, args=(manager, n)) for n in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(MAX_S)
+            newest = manager.find_latest()
+            found, _ = manager.load()
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert newest == max(saved)
+    assert_same(found, saved[newest])
+    assert len(saved) + len(refused) == 40
 
 
 @pytest.mark.parametrize("iteration", [True, np.bool_(True), 3.0, "3", -1, np.int64(-1)], ids=repr)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
@@ -16,8 +19,17 @@ from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint, Generation
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.placement import keepers_in
-from tests.managers.jobs import before_commit, files, reads_fail
-from tests.ranks import node_store
+from tests.managers.jobs import (
+    KINDS,
+    MAX_S,
+    before_commit,
+    cliques,
+    files,
+    make_manager,
+    reads_fail,
+    resume,
+)
+from tests.ranks import DeadRank, node_store, run_ranks
 from tests.scenarios import Begin, Job
 
 
@@ -32,13 +44,17 @@ def test_nodes_can_be_lost_one_after_the_other_without_a_save_between(job: Begin
 
 
 @pytest.mark.fault("moved-ranks")
-def test_ranks_that_came_back_on_other_nodes_need_no_more_copies(job: Begin) -> None:
-    running = job(nodes=2, redundancy=(1, 2)).save(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_came_back_on_other_nodes_need_no_more_copies_and_save(
+    kind: str, job: Begin
+) -> None:
+    running = job(nodes=2, kind=kind, redundancy=(1, 2)).save(3)
     before = running.files()
 
     running.restart(on=[1, 0]).expect(3).lacking(0)
 
     assert running.files() == before
+    running.expect(3).save(4).expect(4).run()
 
 
 def _saved_and_lost(job: Begin) -> Job:
@@ -82,6 +98,35 @@ def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(job: 
 
     assert not [name for name in running.files() if name.endswith((".dirty", ".corrupt"))]
     assert not [name for name in files(running.nodes[0]) if "000003." in name]
+
+
+def _die_while_copies_are_made(rank: int, world_size: int) -> tuple[int, float]:
+    """Load, and kill rank 0 when it is to write a copy; the seconds that closing takes."""
+
+    def die(_: localckpt.CkptID) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with cliques(1, 2, timeout_s=2.0) as repl:
+        manager = before_commit(make_manager("disk", node_store(), "job", repl, timeout=2.0), die)
+        resume(manager, rank, 3)
+        began = time.monotonic()
+        manager.close()
+    return manager.degraded, time.monotonic() - began
+
+
+@pytest.mark.fault("lost-during-recovery")
+def test_a_rank_that_dies_meanwhile_holds_nobody_up_past_the_deadline(job: Begin) -> None:
+    running = _saved_and_lost(job)
+
+    dead, (degraded, seconds) = run_ranks(
+        _die_while_copies_are_made, 2, store_per_node=running.nodes, expect_dead=[0]
+    )
+
+    assert isinstance(dead, DeadRank)
+    assert degraded == 2
+    assert seconds < MAX_S
+    running.expect(3, _FROM_PEER).repaired().run()
 
 
 _WORLDS = st.integers(1, 6).flatmap(

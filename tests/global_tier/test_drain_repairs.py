@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +15,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from localckpt import (
-    AsyncCallsQueue,
     CliqueReplicationStrategy,
-    GlobalCheckpointManager,
-    LocalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
     ParityReplicationStrategy,
     RestoreError,
     replicated,
 )
-from localckpt.global_tier import staging
 from localckpt.global_tier.drain_items import choose_readers
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
+from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
 from tests.global_tier.models import (
     MISDESCRIBED,
     checkpoints_in,
@@ -45,43 +39,11 @@ from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
-_WAIT_S = 60.0
 
-
-class _Job:
-    """Managers of both tiers of one rank, each on a node of its own; copies on two nodes."""
-
-    def __init__(
-        self, root: Path, strategy: Any = None, node: str | None = None, **options: Any
-    ) -> None:
-        self._open = ExitStack()
-        strategy = strategy or CliqueReplicationStrategy.from_replication_params(
-            1, 2, timeout_s=MAX_S
-        )
-        self._open.enter_context(strategy)
-        self.nodes: LocalCheckpointManager = self._open.enter_context(
-            LocalCheckpointManager(
-                *(root / (node or f"node{dist.get_rank()}"), "", strategy),
-                timeout=MAX_S,
-                keep_last=3,
-                **options,
-            )
-        )
-        self.shared: GlobalCheckpointManager = self._open.enter_context(
-            GlobalCheckpointManager(root / "shared", timeout=_WAIT_S, local=self.nodes)
-        )
-        self.queue = self._open.enter_context(AsyncCallsQueue(timeout_s=_WAIT_S))
-
-    def __enter__(self) -> _Job:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
-
-    def promote(self, iteration: int, **options: Any) -> None:
-        request = self.nodes.promote(iteration, to=self.shared, **options)
-        self.queue.schedule_async_request(request)
-        self.queue.wait_until_finished()
+def _job(root: Path, strategy: Any = None) -> Job:
+    """Managers of a rank on a node of its own, whose shards have copies on two nodes."""
+    strategy = strategy or CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=MAX_S)
+    return Job(root, {"timeout": WAIT_S}, repl_strategy=strategy, keep_last=3)
 
 
 def _state_of(rank: int, iteration: int, numel: int = 300_000) -> dict[str, Any]:
@@ -112,14 +74,14 @@ def _assert_drained(root: Path, iteration: int, world_size: int, numel: int = 30
 
 
 def _save(rank: int, world_size: int, root: Path, numel: int = 300_000) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         for iteration in (5, 6):
             job.nodes.save(_state_of(rank, iteration, numel), iteration)
 
 
 def _drain_older(rank: int, world_size: int, root: Path, lost: int) -> None:
     """A rank that came back on an empty node has the newest one from a peer, and no older one."""
-    with _Job(root) as job:
+    with _job(root) as job:
         state, ckpt_id = job.nodes.load()
         assert ckpt_id.iteration == 6
         assert_same(state, _state_of(rank, 6))
@@ -149,7 +111,7 @@ def test_a_checkpoint_is_drained_though_a_node_was_replaced_by_an_empty_one(
 
 
 def _drain_with_nothing_loaded(rank: int, world_size: int, root: Path) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         job.promote(6)
         assert not _shards(root / "node1", 6, 1)
 
@@ -166,34 +128,24 @@ def test_what_nobody_has_loaded_is_drained_and_the_empty_node_stays_empty(tmp_pa
 # Killed, and gone on with.
 
 
-@contextmanager
-def _small_files() -> Iterator[None]:
-    before = staging.FILE_NBYTES
-    staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        staging.FILE_NBYTES = before  # type: ignore[misc]
-
-
 def _large_state(rank: int, count: int = 6) -> dict[str, Any]:
     return {f"{n} of {rank}": torch.full((250_000,), 10.0 * n + rank) for n in range(count)}
 
 
 def _save_large(rank: int, world_size: int, root: Path) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         job.nodes.save(_large_state(rank), 5)
 
 
 def _drain_until_killed(rank: int, world_size: int, root: Path) -> None:
-    with _small_files(), _Job(root) as job:
-        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
+    with small_files(), _job(root) as job:
+        job.begin(5, rate_limit=1e6)
         announce(f"begun {rank}")
-        await_announced("never", _WAIT_S)
+        await_announced("never", WAIT_S)
 
 
 def _drain_again(rank: int, world_size: int, root: Path) -> None:
-    with _small_files(), _Job(root) as job:
+    with small_files(), _job(root) as job:
         job.promote(5)
         found = {key: torch.zeros(250_000) for r in range(world_size) for key in _large_state(r)}
         job.shared.load(into=found)
@@ -206,14 +158,11 @@ def test_a_killed_drain_of_copies_goes_on_whichever_nodes_have_them_then(tmp_pat
     lost = tmp_path / "lost"
     (tmp_path / "node1").rename(lost)
     with start_ranks(_drain_until_killed, 3, tmp_path) as group:
-        deadline = time.monotonic() + _WAIT_S
         # Of the shard that its own node lacks, too.
-        while len(list((tmp_path / "shared").glob(".iteration*/__1_*.distcp"))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        await_files(tmp_path / "shared", 2, of_rank="1_")
         for rank in range(3):
             group.kill(rank)
-        group.join(_WAIT_S, expect_dead=range(3))
+        group.join(WAIT_S, expect_dead=range(3))
     (half,) = leftovers_in(tmp_path / "shared")
     first = tmp_path / "shared" / half / "__1_0.distcp"
     stamp = first.stat().st_ino
@@ -231,7 +180,7 @@ def test_a_killed_drain_of_copies_goes_on_whichever_nodes_have_them_then(tmp_pat
 
 
 def _damage_own(rank: int, world_size: int, root: Path, at: float) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         job.nodes.save(_state_of(rank, 5), 5)
         if rank == 1:
             (path,) = _shards(root / "node1", 5, 1)
@@ -252,10 +201,10 @@ def test_a_damaged_image_is_drained_from_a_copy_on_another_node(at: float, tmp_p
 
 
 def _damage_while_drained(rank: int, world_size: int, root: Path) -> None:
-    with _small_files(), _Job(root) as job:
+    with small_files(), _job(root) as job:
         job.nodes.save({k: replicated(v) for k, v in _large_state(0, 12).items()}, 5)
-        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
-        await_announced("written", _WAIT_S)
+        job.begin(5, rate_limit=1e6)
+        await_announced("written", WAIT_S)
         if rank == 1:
             for path in _shards(root / "node1", 5, 1):
                 for tenth in range(2, 9):
@@ -270,12 +219,9 @@ def test_damage_that_is_found_while_a_drain_writes_makes_it_go_on_with_another_c
     tmp_path: Path,
 ) -> None:
     with start_ranks(_damage_while_drained, 3, tmp_path) as group:
-        deadline = time.monotonic() + _WAIT_S
-        while not list((tmp_path / "shared").glob(".iteration*/__1_*.distcp")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        await_files(tmp_path / "shared", 1, of_rank="1_")
         group.announce("written")
-        group.join(2 * _WAIT_S)
+        group.join(2 * WAIT_S)
 
     assert len(list(tmp_path.rglob("*.corrupt"))) == 1
     assert leftovers_in(tmp_path / "shared") == []
@@ -285,7 +231,7 @@ def test_damage_that_is_found_while_a_drain_writes_makes_it_go_on_with_another_c
 
 
 def _save_sharded(rank: int, world_size: int, root: Path) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         job.nodes.save(_sharded(), 5)
 
 
@@ -305,7 +251,7 @@ def _sharded() -> dict[str, Any]:
 
 
 def _drain_sharded(rank: int, world_size: int, root: Path) -> None:
-    with _Job(root) as job:
+    with _job(root) as job:
         job.promote(5)
 
 
@@ -338,7 +284,7 @@ def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_t
 
 def _save_misdescribed(rank: int, world_size: int, root: Path, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    with _Job(root) as job:
+    with _job(root) as job:
         job.nodes.save({"model": {"w": misdescribed(kind, mesh)}}, 5)
 
 
@@ -351,7 +297,7 @@ def _save_forged(rank: int, world_size: int, root: Path) -> None:
 
 
 def _drain_forged(rank: int, world_size: int, root: Path) -> str:
-    with _Job(root) as job:
+    with _job(root) as job:
         return error_of(lambda: job.promote(5), RestoreError)
 
 
@@ -366,7 +312,7 @@ def test_a_table_that_contradicts_the_state_is_refused_by_a_drain(tmp_path: Path
 
 
 def _refused(rank: int, world_size: int, root: Path) -> list[str]:
-    with _Job(root) as job:
+    with _job(root) as job:
         texts = [error_of(lambda: job.promote(5), MismatchError)]
         # Once it is on its own node.
         job.nodes.load()
@@ -393,7 +339,7 @@ def test_a_dtensor_that_torch_would_describe_as_another_part_is_refused_whoever_
 
 
 def _drain_of_parity(rank: int, world_size: int, root: Path) -> str:
-    with _Job(root, ParityReplicationStrategy(1, 3)) as job:
+    with _job(root, ParityReplicationStrategy(1, 3)) as job:
         job.nodes.save(_state_of(rank, 5), 5)
         if rank == 1:
             for path in _shards(root / "node1", 5, 1):

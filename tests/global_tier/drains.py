@@ -30,9 +30,7 @@ class Job:
         options: Options of the manager of the node.
     """
 
-    def __init__(
-        self, root: Path, on_shared: dict[str, Any] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, root: Path, on_shared: dict[str, Any] | None = None, **options: Any) -> None:
         self._open = ExitStack()
         if "repl_strategy" in options:
             self._open.enter_context(options["repl_strategy"])

@@ -84,14 +84,8 @@ def test_torch_reads_a_framed_tensor_bit_for_bit(
     assert_same(found, tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_dtype_has_a_frame_of_its_own(dtype: torch.dtype) -> None:
-    others = [other for other in DTYPES if other is not dtype]
-
-    heads = {frame_of(other, (3,)).head for other in others}
-
-    assert len(heads) == len(others)
-    assert frame_of(dtype, (3,)).head not in heads
+def test_each_dtype_has_a_frame_of_its_own() -> None:
+    assert len({frame_of(dtype, (3,)).head for dtype in DTYPES}) == len(DTYPES)
 
 
 @given(SHAPES, SHAPES)

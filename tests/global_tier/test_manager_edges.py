@@ -16,7 +16,6 @@ from localckpt import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    UnsafeGlobalError,
 )
 from tests.global_tier.models import Unpicklable, checkpoints_in, manager_on
 from tests.ranks import run_ranks
@@ -81,22 +80,6 @@ def test_what_the_job_went_on_from_outlives_what_it_left_behind(tmp_path: Path) 
     assert checkpoints_in(tmp_path) == [
         *("iteration_00000100.0001", "iteration_00000160.0002", "iteration_00000170.0002")
     ]
-
-
-class _Forbidden:
-    pass
-
-
-def test_an_object_that_could_not_be_loaded_is_refused_whatever_was_there_before(
-    tmp_path: Path,
-) -> None:
-    with manager_on(tmp_path) as manager:
-        manager.save({"o": [1, 2]}, 1, is_async=False)
-
-        with pytest.raises(UnsafeGlobalError, match="_Forbidden"):
-            manager.save({"o": [_Forbidden()]}, 2, is_async=False)
-
-        assert manager.find_latest() == 1
 
 
 def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
@@ -227,22 +210,6 @@ def test_views_of_one_buffer_are_loaded_as_they_were_saved(tmp_path: Path) -> No
 
     for name, tensor in saved.items():
         assert torch.equal(given[name], tensor), name
-
-
-def _save_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:
-    state: dict[str, Any] = {f"w{rank}": torch.ones(3)}
-    if rank == 1:
-        state["o1"] = [_Forbidden()]
-    with manager_on(root) as manager:
-        with pytest.raises(CheckpointingException, match="rank 1"):
-            manager.save(state, 1, is_async=True)
-        state.pop("o1", None)
-        manager.save(state, 1, is_async=False)
-        return manager.find_latest()
-
-
-def test_a_state_that_cannot_be_saved_is_refused_at_once_on_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(_save_what_cannot_be_saved, 2, tmp_path) == [1, 1]
 
 
 def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> list[str]:

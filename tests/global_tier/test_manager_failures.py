@@ -302,8 +302,6 @@ def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path
 # What the first rank does last in a save, where it dies, and which iteration is there then.
 _LAST_WORDS = {
     "before the metadata": (".metadata", 1),
-    "before the record": ("localckpt.json", 1),
-    "before the directory's name": ("iteration_00000002", 1),
     "after the commit": ("", 2),
 }
 
@@ -329,14 +327,7 @@ def _die_at_the_commit(rank: int, world_size: int, root: Path, last: str) -> str
 
 
 @pytest.mark.fault("kill-save")
-@pytest.mark.parametrize(
-    "when",
-    [
-        *("before the metadata", "after the commit"),
-        pytest.param("before the record", marks=pytest.mark.long),
-        pytest.param("before the directory's name", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("when", _LAST_WORDS)
 def test_a_first_rank_that_dies_as_it_commits_leaves_the_old_checkpoint_or_the_new(
     when: str, tmp_path: Path
 ) -> None:

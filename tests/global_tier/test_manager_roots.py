@@ -276,8 +276,7 @@ def _lose_the_root(rank: int, world_size: int, root: Path, session: str, emptied
     return {text.rpartition("rank 0: ")[2] for text in told}
 
 
-@pytest.mark.parametrize("emptied", [False, True])
-@pytest.mark.parametrize("session", ["", "job"])
+@pytest.mark.parametrize(("session", "emptied"), [("", True), ("job", False)])
 def test_a_root_that_is_gone_while_a_job_runs_is_an_error_until_it_is_there_again(
     tmp_path: Path, session: str, emptied: bool
 ) -> None:

@@ -168,11 +168,10 @@ def test_metadata_that_is_missing_or_damaged_is_the_same_error_on_all_ranks(
         if content is not None:
             (tmp_path / name / ".metadata").write_bytes(content)
 
-    first, *others = run_ranks(_read_metadata_of_each, 4, [tmp_path / name for name in contents])
+    first, other = run_ranks(_read_metadata_of_each, 2, [tmp_path / name for name in contents])
 
     by_name = dict(zip(contents, first, strict=True))
-    for other in others:
-        assert other == first
+    assert other == first
     assert by_name["missing"].startswith(f"StorageError: rank 0: could not read {tmp_path}")
     for name in ("empty", "cut", "noise", "no metadata"):
         assert by_name[name].startswith("CorruptShardError"), by_name[name]
@@ -182,12 +181,6 @@ def test_metadata_that_is_missing_or_damaged_is_the_same_error_on_all_ranks(
         assert "mkdir" in by_name[name]
     assert not (tmp_path / "exploded").exists()
     assert by_name["good"] == "nothing was raised"
-
-
-def test_the_bomb_of_these_tests_explodes(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
-
-    assert (tmp_path / "exploded").is_dir()
 
 
 @pytest.mark.skipif(
@@ -278,9 +271,7 @@ class Held:
         return True
 
 
-@pytest.mark.parametrize(
-    ("limit", "together"), [(8 * MIB, 8), (4 * MIB, 4), (2 * MIB, 2), (MIB, 1), (1, 1)]
-)
+@pytest.mark.parametrize(("limit", "together"), [(4 * MIB, 4), (1, 1)])
 def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
     tmp_path: Path, limit: int, together: int
 ) -> None:
@@ -297,7 +288,7 @@ def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
     assert reader.nbytes_read == 16 * MIB
 
 
-@pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB, 1 << 40])
+@pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB])
 def test_any_budget_is_enough_for_any_state(tmp_path: Path, concurrent_bytes: int) -> None:
     # An object, which cannot be read in pieces, is larger than two of the budgets.
     state = {**state_of(1), "text": "x" * (6 * MIB), "large": tensor_of(torch.int8, (9 * MIB,))}
@@ -306,11 +297,6 @@ def test_any_budget_is_enough_for_any_state(tmp_path: Path, concurrent_bytes: in
     found = load_with_ours(tmp_path, state, concurrent_bytes=concurrent_bytes)
 
     assert_same(found, state)
-
-
-def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="concurrent_bytes"):
-        CachedMetadataFileSystemReader(tmp_path, concurrent_bytes=0)
 
 
 def test_each_byte_is_read_once_and_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:

@@ -99,12 +99,10 @@ def _save_on_each_and_load_on_each(
     return done
 
 
-@pytest.mark.parametrize(
-    "counts", [(1, 2, 4), pytest.param((1, 2, 4, 8), marks=pytest.mark.long)], ids=str
-)
 def test_fsdp_models_and_optimizers_go_from_any_number_of_ranks_to_any_other(
-    counts: tuple[int, ...], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    counts = (1, 2, 4)
     told = run_sharded(_save_on_each_and_load_on_each, counts[-1], tmp_path, counts)
 
     assert sorted(told[0]) == sorted(product(counts, counts))
@@ -266,18 +264,7 @@ def test_tensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
     run_sharded(_load_into_meta, 2, tmp_path)
 
 
-def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path: Path) -> None:
-    full = values_of("full", (5, 3))
-    wanted: dict[str, Any] = {"nested": {"weight": torch.empty(5, 3, device="meta")}}
-
-    with manager_on(tmp_path) as manager:
-        manager.save({"nested": {"weight": full}}, 1, is_async=True)
-        manager.load(into=wanted)
-
-    assert_same(wanted["nested"]["weight"], full)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (5,), (5, 3, 1), ()])
+@pytest.mark.parametrize("shape", [(3, 5), (5,), ()])
 def test_another_shape_is_refused_and_nothing_is_read(
     shape: tuple[int, ...], tmp_path: Path
 ) -> None:

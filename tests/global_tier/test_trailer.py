@@ -245,17 +245,15 @@ def test_a_file_that_is_cut_short_is_found(saved: Saved, data: st.DataObject) ->
     saved.require_found_or_right(number)
 
 
-@pytest.mark.parametrize("cut", [1 << 12, 1 << 20])
-def test_a_file_whose_values_are_cut_off_is_found_by_whoever_loads(saved: Saved, cut: int) -> None:
-    saved.put(0, saved.contents[0][: saved.covered[0] - cut])
+def test_a_file_whose_values_are_cut_off_is_found_by_whoever_loads(saved: Saved) -> None:
+    saved.put(0, saved.contents[0][: saved.covered[0] - (1 << 12)])
 
     with pytest.raises(CorruptShardError, match=saved.files[0].name):
         load_with_ours(saved.path, saved.state)
 
 
-@pytest.mark.parametrize("more", [1, 4096])
-def test_a_file_that_goes_on_after_its_end_is_found(saved: Saved, more: int) -> None:
-    saved.put(1, saved.contents[1] + bytes(more))
+def test_a_file_that_goes_on_after_its_end_is_found(saved: Saved) -> None:
+    saved.put(1, saved.contents[1] + bytes(1))
 
     saved.require_found(1)
     saved.require_found_or_right(1)

@@ -75,21 +75,12 @@ def test_goes_on_from_shared_storage_if_the_nodes_have_lost_their_disks(
     assert_same(_end_of(folder), _end_of(undisturbed))
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        pytest.param((8,), id="the newest"),
-        pytest.param((5, 8), id="all", marks=pytest.mark.long),
-    ],
-)
 def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
     folder: Path,
     undisturbed: Path,
-    damaged: tuple[int, ...],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for iteration in damaged:
-        _damage(_shards(folder, iteration)[1])
+    _damage(_shards(folder, 8)[1])
 
     _run(RANKS, folder)
 

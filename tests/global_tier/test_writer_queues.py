@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
-from localckpt.async_save.callers import ThreadAsyncCaller
 from localckpt.global_tier.storage_writer import (
     FileSystemWriterAsync,
     save_state_dict_async_finalize,
@@ -89,7 +87,7 @@ def test_a_worker_that_preloads_itself_outlives_a_failure_which_finalizing_raise
 
     _write_as_a_foreign_worker_does(writer)
 
-    with pytest.raises(CheckpointingException, match="No such file or directory"):
+    with pytest.raises(CheckpointingException, match=r"was the directory removed|No such file"):
         save_state_dict_async_finalize(*planned)
     writer.close()
 
@@ -130,41 +128,7 @@ def test_three_saves_in_a_row_use_one_layout_and_one_plan(tmp_path: Path, persis
         assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
 
 
-def _save_in(writer: FileSystemWriterAsync, root: Path, call: Callable[..., None]) -> None:
-    for number in range(3):
-        writer.reset(root / str(number))
-        state = state_of(0, number)
-        call(request_of(writer, state))
-        assert_same(load_with_ours(root / str(number), state), state)
-
-
-def test_three_saves_run_in_a_thread_that_shares_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = Counts(monkeypatch.setattr)
-    writer = FileSystemWriterAsync(tmp_path / "0", timeout_s=PATIENCE_S)
-    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
-
-    def call(request: AsyncRequest) -> None:
-        assert caller.schedule_async_call(request).wait(PATIENCE_S)
-        for finalize in request.finalize_fns:
-            finalize()
-
-    _save_in(writer, tmp_path, call)
-
-    assert counts.layouts == 1
-    caller.close()
-    writer.close()
-
-
-def _in_a_thread(request: AsyncRequest) -> None:
-    assert request.async_fn is not None
-    thread = threading.Thread(target=request.async_fn, args=request.async_fn_args)
-    thread.start()
-    thread.join()
-
-
-def _in_a_forked_process(request: AsyncRequest) -> None:
+def _run_in_a_fork(request: AsyncRequest) -> None:
     assert request.async_fn is not None
     pid = os.fork()
     if pid == 0:
@@ -177,9 +141,7 @@ def _in_a_forked_process(request: AsyncRequest) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def _with_a_foreign_queue(
-    rank: int, world_size: int, root: Path, run: Callable[[AsyncRequest], None]
-) -> None:
+def _with_a_foreign_queue(rank: int, world_size: int, root: Path) -> None:
     writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
     for number in range(3):
         writer.reset(root / str(number))
@@ -188,17 +150,14 @@ def _with_a_foreign_queue(
         assert request.preload_fn is not None
         args = list(request.async_fn_args)
         args[1] = request.preload_fn()
-        run(request._replace(async_fn_args=tuple(args)))
+        _run_in_a_fork(request._replace(async_fn_args=tuple(args)))
         for finalize in request.finalize_fns:
             finalize()
     writer.close()
 
 
-@pytest.mark.parametrize("run", [_in_a_thread, _in_a_forked_process])
-def test_requests_work_in_a_queue_that_is_not_ours(
-    tmp_path: Path, run: Callable[[AsyncRequest], None]
-) -> None:
-    run_ranks(_with_a_foreign_queue, 2, tmp_path, run)
+def test_requests_work_in_a_queue_that_is_not_ours(tmp_path: Path) -> None:
+    run_ranks(_with_a_foreign_queue, 2, tmp_path)
 
     for number in range(3):
         wanted = state_of_all(2, number)

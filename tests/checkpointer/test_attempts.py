@@ -279,21 +279,6 @@ def test_a_later_checkpoint_that_is_complete_ends_the_count(tmp_path: Path) -> N
     assert [_fail(tmp_path), _fail(tmp_path), _fail(tmp_path)] == [9, 9, 6]
 
 
-def test_a_checkpoint_up_to_which_the_job_has_been_before_is_no_progress(tmp_path: Path) -> None:
-    # Else a job whose data crash it after the next checkpoint would go round in a circle.
-    _start(tmp_path, 12)
-    firsts = [_fail(tmp_path) for _ in range(2)]
-
-    # From 8 the job reaches 11 again, and fails there as before.
-    firsts += [_fail(tmp_path, 3)]
-    firsts += [_fail(tmp_path) for _ in range(2)]
-    firsts += [_fail(tmp_path, 3)]
-    firsts += [_fail(tmp_path) for _ in range(2)]
-
-    assert firsts == [12, 12, 9, 12, 12, 9, 12, 12]
-    assert "iteration 8: the job was resumed from it 2 times" in _refusal(tmp_path)
-
-
 def _refusal(local: Path, **options: Any) -> str:
     with _checkpointer(local, _Poison(), **options) as checkpointer:
         return error_of(checkpointer.resume, localckpt.NoReplicasAvailableError)
@@ -331,23 +316,6 @@ def test_what_was_given_up_is_put_back_on_request_and_by_nothing_else(tmp_path: 
     assert "left" in kept.out
     assert "put back 1" in put_back.out
     assert _fail(tmp_path) == 6
-
-
-def test_explain_shows_starts_in_vain_and_what_was_passed_over(tmp_path: Path) -> None:
-    _start(tmp_path, 6)
-    _fail(tmp_path)
-
-    once = call("explain", tmp_path).out
-    _fail(tmp_path)
-    twice = call("explain", tmp_path).out
-    _fail(tmp_path)
-    after = call("explain", tmp_path).out
-
-    assert "A restart loads iteration 5 " in once
-    assert "Of iteration 5: the job was resumed from it 1 time and made no progress" in once
-    assert "A restart loads iteration 2 " in twice
-    for shown in (twice, after):
-        assert "is passed over: the job was resumed from it 2 times and made no progress." in shown
 
 
 def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_path: Path) -> None:
@@ -413,12 +381,3 @@ def test_a_good_checkpoint_ends_the_count(tmp_path: Path) -> None:
 
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
     assert _noted(tmp_path, 0) == []
-
-
-def test_there_must_be_a_checkpoint_to_mark(tmp_path: Path) -> None:
-    with _checkpointer(tmp_path, _Poison()) as checkpointer:
-        checkpointer.resume()
-
-        told = error_of(checkpointer.mark_good)
-
-    assert "no checkpoint to mark" in told

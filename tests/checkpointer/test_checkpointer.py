@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from localckpt import Checkpointer, CheckpointingException, Every, SameMachineReplicationException
 from tests.checkpointer.loops import stores
@@ -51,25 +48,6 @@ def _state() -> dict[str, Any]:
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointingException, match=told):
         Checkpointer(_state(), **options)
-
-
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
-        (torch.nn.Linear(1, 1), "the training state is a Linear: give a dict of parts by name"),
-        (None, "the training state is a NoneType"),
-        ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
-        ({"m": None}, "'m' of the training state is None: leave it out"),
-        ({"m": 3}, "'m' of the training state is a int"),
-        ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
-    ],
-)
-def test_a_state_that_is_none_is_refused_with_what_to_give(
-    state: Any, told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        Checkpointer(state, local=tmp_path)
 
 
 @pytest.mark.parametrize("below", ["", "shared"])
@@ -171,16 +149,6 @@ def test_a_program_that_changes_its_working_directory_finds_its_checkpoints_on_b
     assert [first, from_nodes, from_shared] == [(0, False), (3, False), (3, False)]
     assert not any((tmp_path / folder / "shared").exists() for folder in ("first", "third"))
     assert all(not any((tmp_path / folder).iterdir()) for folder in ("first", "second", "third"))
-
-
-def test_a_step_is_saved_when_asked_and_once(tmp_path: Path) -> None:
-    with Checkpointer(_state(), local=tmp_path, every=Every(steps=100)) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0)
-        checkpointer.save(0)
-        checkpointer.wait_until_finished()
-        assert iterations_on(tmp_path) == {0}
 
 
 def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path) -> None:
@@ -285,26 +253,6 @@ def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
     assert [failed for _, failed, _ in ended] == [2, 2]
 
 
-def test_a_measured_cadence_saves_first_to_know_what_a_save_costs_then_seldom(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        caplog.at_level(logging.INFO, "localckpt"),
-        Checkpointer(
-            _state(), local=tmp_path, every=Every(overhead=0.001), save_last=False
-        ) as checkpointer,
-    ):
-        checkpointer.resume()
-        for step in range(60):
-            time.sleep(0.002)
-            checkpointer.step(step)
-            if checkpointer.manager.last_save is not None and step > 20:
-                break
-
-    saved = [text for text in caplog.messages if text.startswith("saved iteration")]
-    assert len(saved) == 1
-
-
 def _stop_while_the_store_is_away(rank: int, world_size: int) -> tuple[int, int]:
     """The step after which the job was stopped, and the saves that failed before."""
     root = node_store()
@@ -375,44 +323,6 @@ def test_all_ranks_leave_off_when_the_time_of_one_of_them_is_over(
 
     assert first == second
     assert first[1]
-
-
-def _train_in_parallel(root: Path, steps: int, *, seed: int) -> list[str]:
-    """Losses and scales of a tensor parallel loop, up to a number of steps."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
-    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    losses = []
-    with Checkpointer(state, local=root, every=Every(steps=10**6)) as checkpointer:
-        for step in range(checkpointer.resume(), steps):
-            data = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-            loss = model(data).square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            losses.append(f"{loss.item().hex()} {scaler.get_scale()}")
-            checkpointer.step(step)
-        checkpointer.save(steps - 1)
-    return losses
-
-
-def _train_in_parallel_and_resume(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    root = node_store()
-    whole = _train_in_parallel(root / "whole", 8, seed=1)
-    assert _train_in_parallel(root / "parts", 5, seed=1) == whole[:5]
-    return whole[5:], _train_in_parallel(root / "parts", 8, seed=2)
-
-
-def test_a_tensor_parallel_loop_with_a_gradient_scaler_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    found = run_ranks(_train_in_parallel_and_resume, 2, store_per_node=stores(tmp_path, 1))
-
-    for whole, resumed in found:
-        assert resumed == whole
 
 
 def test_a_save_that_is_complete_is_the_newest_while_the_next_one_is_under_way(

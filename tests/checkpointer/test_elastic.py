@@ -52,73 +52,6 @@ def test_as_many_ranks_go_on_with_another_sharding_and_one_node_lost(tmp_path: P
     assert found[0].startswith("10 ")
 
 
-def _norm() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-
-
-def _save_ddp(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    model = torch.nn.parallel.DistributedDataParallel(_norm())
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(10 + rank)
-    with Checkpointer(
-        {"model": model, "optimizer": optimizer, "own": (lambda: 7 * rank, lambda _: None)},
-        local=node_store(),
-        timeout_s=_S,
-    ) as checkpointer:
-        checkpointer.resume()
-        model(torch.randn(4, 3)).square().mean().backward()
-        optimizer.step()
-        checkpointer.step(0)
-        checkpointer.save(0)
-        dist.barrier()
-
-
-def _load_same(rank: int, world_size: int) -> tuple[Any, ...]:
-    return _load(rank, world_size, [7 * rank])
-
-
-def _load_ddp(rank: int, world_size: int, saved_by: int) -> tuple[Any, ...]:
-    return _load(rank, world_size, [[7 * sum(range(saved_by)), rank, world_size]])
-
-
-def _load(rank: int, world_size: int, expected: list[Any]) -> tuple[Any, ...]:
-    torch.manual_seed(2)
-    model = _norm()
-    optimizer = torch.optim.AdamW(model.parameters())
-    taken: list[Any] = []
-    own = (lambda: -1, taken.append)
-    rule = {"own": lambda values, rank, world_size: [sum(values), rank, world_size]}
-    with Checkpointer(
-        {"model": model, "optimizer": optimizer, "own": own},
-        local=node_store(),
-        timeout_s=_S,
-        private=rule,
-    ) as checkpointer:
-        assert checkpointer.resume() == 1
-    assert taken == expected
-    moments = [state["exp_avg"].tolist() for state in optimizer.state.values()]
-    own_mean = model[1].running_mean.tolist()
-    return model[0].weight.tolist(), moments, own_mean
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_a_plain_model_and_values_of_single_ranks_come_as_their_rules_say(
-    before: int, after: int, tmp_path: Path
-) -> None:
-    run_ranks(_save_ddp, before, store_per_node=[tmp_path], timeout_s=_S)
-
-    as_saved = run_ranks(_load_same, before, store_per_node=[tmp_path], timeout_s=_S)
-    found = run_ranks(_load_ddp, after, before, store_per_node=[tmp_path], timeout_s=_S)
-
-    weights, moments, _ = as_saved[0]
-    for rank, outcome in enumerate(found):
-        assert outcome[:2] == (weights, moments)
-        # Each rank's statistics are those of one of the ranks that saved.
-        assert outcome[2] == as_saved[rank % before][2]
-    assert as_saved[0][2] != as_saved[1][2]
-
-
 class _Position:
     """A loader without a tensor when it is made, which takes a whole state only."""
 
@@ -156,14 +89,15 @@ def _save_positions(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def _load_positions(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Any, ...]:
+def _load_positions(rank: int, world_size: int) -> tuple[Any, ...]:
     parts, values = _dropping({"number": 0})
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("localckpt.managers.elastic").addHandler(handler)
     marked = parts | {"schedule": localckpt.replicated(parts["schedule"])}
-    with Checkpointer(marked, local=node_store(), timeout_s=_S, **options) as checkpointer:
+    options: dict[str, Any] = {"timeout_s": _S, "on_resize": "drop"}
+    with Checkpointer(marked, local=node_store(), **options) as checkpointer:
         assert checkpointer.resume() == 1
     assert parts["schedule"].get_last_lr() == [0.5]
     assert (parts["alike"].at, parts["alike"].calls, values["number"]) == (3, 1, 5)
@@ -171,29 +105,19 @@ def _load_positions(rank: int, world_size: int, options: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("options", "dropped"),
-    [
-        ({"on_resize": "drop"}, ["own"]),
-        ({"private": {"own.parts.epoch": "drop", "own.at": "drop"}}, ["own.at", "own.parts.epoch"]),
-    ],
+    ("saved_by", "at", "dropped"),
+    [(2, 0, ["which differ in 'own': dropped"]), (1, 3, [])],
+    ids=["differs", "of a single rank"],
 )
 def test_only_what_differs_is_dropped_by_name_and_its_part_is_not_called(
-    options: dict[str, Any], dropped: list[str], tmp_path: Path
+    saved_by: int, at: int, dropped: list[str], tmp_path: Path
 ) -> None:
-    run_ranks(_save_positions, 2, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_save_positions, saved_by, store_per_node=[tmp_path], timeout_s=_S)
 
-    found = run_ranks(_load_positions, 3, options, store_per_node=[tmp_path], timeout_s=_S)
+    found = run_ranks(_load_positions, 3, store_per_node=[tmp_path], timeout_s=_S)
 
-    assert [outcome[:2] for outcome in found] == [(0, 0)] * 3
-    (line,) = found[0][2]
-    assert f"which differ in {', '.join(map(repr, dropped))}: dropped" in line
-    assert "alike" not in line
-
-
-def test_nothing_of_a_single_rank_is_dropped(tmp_path: Path) -> None:
-    run_ranks(_save_positions, 1, store_per_node=[tmp_path], timeout_s=_S)
-
-    options = {"on_resize": "drop"}
-    found = run_ranks(_load_positions, 2, options, store_per_node=[tmp_path], timeout_s=_S)
-
-    assert found == [(3, 1, [])] * 2
+    assert [outcome[:2] for outcome in found] == [(at, int(at > 0))] * 3
+    lines = found[0][2]
+    assert len(lines) == len(dropped)
+    assert all(text in line for text, line in zip(dropped, lines, strict=True))
+    assert not any("alike" in line for line in lines)

@@ -60,18 +60,12 @@ def test_the_newer_one_is_taken(step: int, first: int, loaded: float, tmp_path: 
     assert _Job().run(None, 0, {"local": tmp_path}) == (first + 2, first + 1)
 
 
-def test_going_back_gives_up_what_is_newer(tmp_path: Path) -> None:
-    _Job().run(None, 9, {"local": tmp_path})
-    job = _Job()
-
-    assert job.run(job.elsewhere(4, goes_back=True), 7, {"local": tmp_path}) == (5, 104)
-
-    assert _Job().run(None, 0, {"local": tmp_path}) == (7, 6)
-
-
-def test_going_back_gives_up_what_is_newer_on_shared_storage(tmp_path: Path) -> None:
-    places = {"local": tmp_path / "nodes", "shared": tmp_path / "shared", "save_last": False}
-    _Job().run(None, 9, places, shared=True)
+@pytest.mark.parametrize("shared", [False, True], ids=["on the nodes", "on both tiers"])
+def test_going_back_gives_up_what_is_newer(shared: bool, tmp_path: Path) -> None:
+    places: dict[str, Any] = {"local": tmp_path / "nodes", "save_last": False}
+    if shared:
+        places["shared"] = tmp_path / "shared"
+    _Job().run(None, 9, places, shared=shared)
     job = _Job()
 
     assert job.run(job.elsewhere(4, goes_back=True), 7, places) == (5, 104)

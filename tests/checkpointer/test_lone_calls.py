@@ -62,9 +62,8 @@ def _train(
 @pytest.mark.parametrize(
     ("lone", "at", "steps", "failed"),
     [
-        *(("save on rank 0", 7, 5, 1), ("save on rank 1", 7, 5, 1), ("save on rank 0", 5, 5, 1)),
-        *(("save on rank 1", 8, 2, 1), ("no step on rank 1", 9, 5, 1), ("save on rank 1", 9, 5, 0)),
-        ("no step on rank 0", 12, 5, 0),
+        *(("save on rank 0", 7, 5, 1), ("save on rank 1", 8, 2, 1)),
+        *(("no step on rank 1", 9, 5, 1), ("save on rank 1", 9, 5, 0)),
     ],
 )
 def test_one_save_fails_on_all_ranks_and_the_next_ones_do_not(
@@ -115,23 +114,6 @@ def test_ranks_that_keep_copies_for_each_other_save_together_again(tmp_path: Pat
     assert ended == [(39, 1)] * 2
 
 
-def test_ranks_whose_cadence_is_measured_plan_together_again(tmp_path: Path) -> None:
-    options = {"every": Every(overhead=0.2), "save_last": False}
-
-    # How long it takes until a save is due says how busy the machine is.
-    ended = run_ranks(
-        *(_train, 2, "save on rank 1", 250, 9000, options, True),
-        store_per_node=stores(tmp_path, 1),
-        timeout_s=150.0,
-    )
-
-    (newest, failed), other = ended
-    assert (newest, failed) == other
-    assert newest is not None
-    assert newest > 250
-    assert failed <= 1
-
-
 def _save(rank: int, world_size: int) -> list[Any]:
     """Save by hand, one iteration on rank 0 alone; returns what was finalized, and the errors."""
     ended: list[Any] = []
@@ -175,9 +157,11 @@ def _save_by_hand_to_shared_storage(
         return failed, manager.all_iterations()
 
 
-@pytest.mark.parametrize("meets", [False, True], ids=["waits", "meets"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("lone", [0, 1])
+@pytest.mark.parametrize(
+    ("lone", "is_async", "meets"),
+    [(0, False, False), (1, True, True)],
+    ids=["the first waits", "the other meets"],
+)
 def test_a_managers_lone_save_to_shared_storage_fails_alone(
     lone: int, is_async: bool, meets: bool, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,62 +36,47 @@ def _assert_goes_on(found: list[Outcome], expected: list[Outcome]) -> None:
 @pytest.mark.rows(2)
 @pytest.mark.fault("trainer-dies", "lost-nodes")
 @pytest.mark.parametrize(
-    ("sharding", "world_size"),
-    [("plain", 1), ("ddp", 4), ("fsdp2", 4), ("fsdp1", 2)],
+    ("sharding", "world_size"), [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp1", 2)]
 )
 def test_a_loop_that_is_killed_goes_on_bit_for_bit(
-    sharding: Sharding, world_size: int, tmp_path: Path, long_form: bool
+    sharding: Sharding, world_size: int, tmp_path: Path
 ) -> None:
-    world_size = world_size if long_form else min(world_size, 2)
     expected = _undisturbed(sharding, world_size, tmp_path)
-    moments = random.Random(sharding)
-    nodes = stores(tmp_path, 1 if world_size == 1 else 2)
+    nodes = stores(tmp_path, world_size)
     options = {"every": localckpt.Every(steps=3)}
-    for number in range(30 if long_form else 1):
-        for node in nodes:
-            shutil.rmtree(node, ignore_errors=True)
-        with start_ranks(
-            *(train, world_size, sharding, 10**6, options, 0.005), store_per_node=nodes
-        ) as group:
-            group.await_announced(f"step {moments.randint(8, 30)}", 60.0)
-            # One rank, whose death ends the others; or all of them.
-            for rank in range(world_size if number % 2 else 1):
-                group.kill(world_size - 1 - rank)
-        if world_size > 1 and number % 3 == 0:
-            # The node of the last ranks goes with its disk.
-            shutil.rmtree(nodes[-1])
+    killed = (train, world_size, sharding, 10**6, options, 0.005)
+    with start_ranks(*killed, store_per_node=nodes) as group:
+        group.await_announced(f"step {random.Random(sharding).randint(8, 30)}", 60.0)
+        # Its death ends the others.
+        group.kill(world_size - 1)
+    if world_size > 1:
+        # The node of the last rank goes with its disk.
+        shutil.rmtree(nodes[-1])
 
-        found = run_ranks(*(train, world_size, sharding, _STEPS, options), store_per_node=nodes)
+    found = run_ranks(*(train, world_size, sharding, _STEPS, options), store_per_node=nodes)
 
-        assert all(outcome.first > 0 for outcome in found)
-        _assert_goes_on(found, expected)
+    assert all(outcome.first > 0 for outcome in found)
+    _assert_goes_on(found, expected)
 
 
-@pytest.mark.rows(1)
 @pytest.mark.fault("interrupted")
-@pytest.mark.parametrize("memory", [False, True], ids=["disk", "memory"])
+@pytest.mark.parametrize(("told", "by"), [(0, signal.SIGUSR1), (1, signal.SIGTERM)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_its_state_is_safe(
-    memory: bool, tmp_path: Path, long_form: bool, shm_roots: Any
+    told: int, by: signal.Signals, tmp_path: Path
 ) -> None:
-    world_size = 4 if long_form else 2
-    moments = random.Random(memory)
-    expected = _undisturbed("ddp", world_size, tmp_path)
-    for number in range(25 if long_form else 1):
-        nodes = shm_roots(2) if memory else stores(tmp_path / f"{number}", 2)
-        # No cadence would save before the job is stopped.
-        options = {"every": localckpt.Every(steps=10**6), "memory": memory}
-        with start_ranks(
-            *(train, world_size, "ddp", 10**6, options, 0.005), store_per_node=nodes
-        ) as group:
-            group.await_announced(f"step {moments.randint(0, 20)}", 60.0)
-            told = moments.randrange(world_size)
-            group.kill(told, moments.choice([signal.SIGTERM, signal.SIGUSR1]))
-            stopped = group.join(60.0)
+    expected = _undisturbed("ddp", 2, tmp_path)
+    nodes = stores(tmp_path, 2)
+    # No cadence would save before the job is stopped.
+    options = {"every": localckpt.Every(steps=10**6)}
+    with start_ranks(*(train, 2, "ddp", 10**6, options, 0.005), store_per_node=nodes) as group:
+        group.await_announced(f"step {5 + 10 * told}", 60.0)
+        group.kill(told, by)
+        stopped = group.join(60.0)
 
-        (last,) = {outcome.last for outcome in stopped}
-        assert all(outcome.stopped.startswith(f"rank {told}: signal") for outcome in stopped)
-        steps = max(_STEPS, last + 4)
-        found = run_ranks(*(train, world_size, "ddp", steps, options), store_per_node=nodes)
-        assert [outcome.first for outcome in found] == [last + 1] * world_size
-        if steps == _STEPS:
-            _assert_goes_on(found, expected)
+    (last,) = {outcome.last for outcome in stopped}
+    assert all(outcome.stopped.startswith(f"rank {told}: signal") for outcome in stopped)
+    steps = max(_STEPS, last + 4)
+    found = run_ranks(*(train, 2, "ddp", steps, options), store_per_node=nodes)
+    assert [outcome.first for outcome in found] == [last + 1] * 2
+    if steps == _STEPS:
+        _assert_goes_on(found, expected)

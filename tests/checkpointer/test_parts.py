@@ -13,7 +13,7 @@ import torch
 
 import localckpt
 from localckpt import CheckpointingException, MismatchError
-from localckpt.checkpointer.parts import ModulePart, RandomPart, parts_of
+from localckpt.checkpointer.parts import ModulePart, RandomPart
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,19 @@ from localckpt.checkpointer.parts import ModulePart, RandomPart, parts_of
     [
         ({}, "there is nothing to save"),
         ({"epoch": 3}, "'epoch' of the training state is a int"),
+        ({"epoch": localckpt.replicated(3)}, "'epoch' of the training state is a int"),
         ({"epoch": (1, 2)}, "'epoch' of the training state is a tuple"),
+        ({"m": None}, "'m' of the training state is None: leave it out"),
+        ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
+        ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
+        ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
         ({3: torch.nn.Linear(1, 1)}, "must be a name"),
         ({"rng": torch.nn.Linear(1, 1)}, "rng=False leaves them out"),
     ],
 )
-def test_what_is_no_part_is_refused_by_name(state: dict[Any, Any], told: str) -> None:
+def test_what_is_no_part_is_refused_by_name(state: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=told):
-        parts_of(state, None, rng=True)
+        localckpt.Checkpointer(state, local=tmp_path)
 
 
 def test_a_compiled_module_has_the_names_of_the_module_inside() -> None:
@@ -63,8 +68,6 @@ def _compiled_in_place() -> torch.nn.Sequential:
     ("first", "second"),
     [
         (_blocks, _compiled_by_blocks),
-        (_compiled_by_blocks, _blocks),
-        (_compiled_by_blocks, _compiled_in_place),
         (_compiled_in_place, lambda: torch.compile(_compiled_by_blocks(), backend="eager")),
     ],
 )

@@ -43,8 +43,7 @@ def _read(rank: int, world_size: int, local: Path, shared: Path | None) -> tuple
     return found, state["layer"].bias.tolist()
 
 
-@pytest.mark.parametrize("tier", ["nodes", "shared"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("tier", "ranks"), [("nodes", 2), ("shared", 1)])
 def test_any_number_of_ranks_reads_beside_a_job_that_lives(
     tier: str, ranks: int, tmp_path: Path
 ) -> None:

@@ -39,14 +39,14 @@ from tests.ranks import (
     start_ranks,
 )
 
+# For each life of the job its processes, by rank, and whether the model is sharded.
 _WORLDS = {
-    "a rank replaced": [[0, 1], [0, 2]],
-    "the first rank replaced": [[0, 1, 2], [3, 1, 2]],
-    "shrunk": [[0, 1, 2], [0, 2]],
-    "shrunk, without the first": [[0, 1, 2], [2, 1]],
-    "grown": [[0, 1], [0, 1, 2]],
-    "shrunk and grown": [[0, 1, 2], [1, 2], [1, 2, 3]],
-    "twice in a row": [[0, 1], [0, 2], [3, 2]],
+    "a rank replaced": ([[0, 1], [0, 2]], True),
+    "the first rank replaced": ([[0, 1, 2], [3, 1, 2]], False),
+    "shrunk, without the first": ([[0, 1, 2], [2, 1]], True),
+    "grown": ([[0, 1], [0, 1, 2]], False),
+    "shrunk and grown": ([[0, 1, 2], [1, 2], [1, 2, 3]], True),
+    "twice in a row": ([[0, 1], [0, 2], [3, 2]], False),
 }
 
 
@@ -68,21 +68,32 @@ def _survive(
 
 
 @pytest.mark.fault("survivors")
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "in_place",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                not hasattr(dist, "_reconfigure"), reason="needs torch 2.14 or later"
+            ),
+        ),
+    ],
+    ids=["made anew", "changed in place"],
+)
 @pytest.mark.parametrize("name", _WORLDS)
 def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
-    name: str, sharded: bool, tmp_path: Path
+    name: str, in_place: bool, tmp_path: Path
 ) -> None:
-    worlds = _WORLDS[name]
-    survivors = _survive(worlds, tmp_path, sharded)
+    worlds, sharded = _WORLDS[name]
+    survivors = _survive(worlds, tmp_path, sharded, 64, in_place)
 
     for home, seen in survivors.items():
         lives = [number for number, world in enumerate(worlds) if home in world]
         assert [life.rank for life in seen.lives] == [worlds[n].index(home) for n in lives]
         assert all(life.is_as_saved for life in seen.lives)
         for number, life in zip(lives, seen.lives, strict=True):
-            if number > 0:
-                assert life.first > 0
+            assert life.first > 0 or number == 0
 
 
 def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -> None:
@@ -105,25 +116,6 @@ def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -
     assert second.lost_steps == 1
     assert second.sources == {"local": 1, "replicated": 1}
     assert 0 < second.recovery_s < 60
-
-
-@pytest.mark.fault("survivors")
-@pytest.mark.skipif(
-    not hasattr(dist, "_reconfigure"), reason="torch changes no group in place before 2.14"
-)
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", _WORLDS)
-def test_survivors_whose_process_group_is_changed_in_place_go_back(
-    name: str, sharded: bool, tmp_path: Path
-) -> None:
-    worlds = _WORLDS[name]
-    survivors = _survive(worlds, tmp_path, sharded, 64, True)
-
-    for home, seen in survivors.items():
-        lives = [number for number, world in enumerate(worlds) if home in world]
-        assert [life.rank for life in seen.lives] == [worlds[n].index(home) for n in lives]
-        assert all(life.is_as_saved for life in seen.lives)
-        assert all(life.first > 0 for life in seen.lives[1:])
 
 
 def _train_until_stopped(checkpointer: localckpt.Checkpointer, state: dict[str, Any]) -> None:

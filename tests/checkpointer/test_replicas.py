@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import localckpt
 from localckpt import DivergenceError
 from tests.checkpointer.loops import stores
-from tests.managers.jobs import MAX_S, error_of
+from tests.managers.jobs import MAX_S
 from tests.ranks import node_store, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -99,25 +98,6 @@ def test_with_a_warning_training_goes_on_and_a_restart_takes_what_is_sound(tmp_p
     assert [t[0] for t in again] == [3] * 3
 
 
-def test_marked_parts_go_to_shared_storage_and_come_back_with_or_without_marks(
-    tmp_path: Path,
-) -> None:
-    nodes = stores(tmp_path, 2)
-    options = {"shared": tmp_path / "shared", "shared_every": localckpt.Every(steps=1)}
-    told = run_ranks(_train, 2, 3, None, options, store_per_node=nodes)
-    from_nodes = run_ranks(_train, 2, 0, None, {}, False, store_per_node=nodes)
-    for node in nodes:
-        shutil.rmtree(node)
-        node.mkdir()
-
-    from_shared = run_ranks(_train, 2, 0, None, options, store_per_node=nodes)
-    unmarked = run_ranks(_train, 2, 0, None, options, False, store_per_node=stores(tmp_path, 2))
-
-    for found in (from_nodes, from_shared, unmarked):
-        assert [t[0] for t in found] == [3, 3]
-        assert [t[3] for t in found] == [t[3] for t in told]
-
-
 def test_the_parameters_of_a_marked_module_are_looked_at(tmp_path: Path, caplog: Any) -> None:
     model = torch.nn.Linear(3, 3)
     state = {"model": localckpt.replicated(model)}
@@ -130,11 +110,3 @@ def test_the_parameters_of_a_marked_module_are_looked_at(tmp_path: Path, caplog:
         checkpointer.wait_until_finished()
 
     assert "model.weight has the value inf" in caplog.text
-
-
-def test_what_is_no_part_is_refused_in_a_marker_as_well(tmp_path: Path) -> None:
-    state = {"epoch": localckpt.replicated(3)}
-
-    told = error_of(lambda: localckpt.Checkpointer(state, local=tmp_path))
-
-    assert "'epoch' of the training state is a int" in told

@@ -22,7 +22,7 @@ from localckpt import (
 from localckpt.checkpointer import tiers
 from localckpt.global_tier.folders import find_shared_sessions, why_kept
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
+from tests.checkpointer.loops import Outcome, Sharding, stores, train
 from tests.ranks import run_ranks
 
 _STEPS = 14
@@ -72,58 +72,6 @@ def test_a_job_that_lost_all_nodes_goes_on_bit_for_bit_from_shared_storage(
         assert outcome.weights == reference.weights
     # What the nodes save after that descends from it, and is newer: at steps 5 to 13.
     assert [outcome.first for outcome in again] == [14, 14]
-
-
-@pytest.mark.fault("world-size")
-def test_another_number_of_ranks_loads_shared_storage_and_what_belongs_to_ranks_is_not_mixed(
-    tmp_path: Path,
-) -> None:
-    saved = _run("fsdp2", 4, 10, _options(tmp_path), stores(tmp_path, 2))
-    assert all(outcome.failed == 0 for outcome in saved)
-    nodes = stores(tmp_path / "others", 1)
-
-    refused = run_ranks(
-        *(full_weights, 2, _options(tmp_path)), store_per_node=stores(tmp_path / "refused", 1)
-    )
-    found = run_ranks(
-        *(full_weights, 2, _options(tmp_path, on_resize="drop")), store_per_node=nodes
-    )
-    as_saved = run_ranks(
-        *(full_weights, 4, _options(tmp_path)), store_per_node=stores(tmp_path / "same", 1)
-    )
-
-    for text in refused:
-        assert "was saved by 4 ranks, and this job has another number" in text
-    assert found[0] == as_saved[0]
-    assert found[0].startswith("10 ")
-
-
-def test_a_cadence_that_measures_the_nodes_is_refused_for_shared_storage(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="shared_every takes steps or minutes"):
-        Checkpointer(
-            {"model": torch.nn.Linear(1, 1)}, local=tmp_path, shared_every=Every(overhead=0.01)
-        )
-
-
-def test_an_optimizer_of_no_module_comes_back_from_shared_storage(tmp_path: Path) -> None:
-    def parts() -> dict[str, Any]:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        parameter.grad = torch.ones(3)
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-        return {"model": torch.nn.Linear(1, 1), "optimizer": optimizer}
-
-    state = parts()
-    shared = tmp_path / "shared"
-    with Checkpointer(state, local=tmp_path / "a", shared=shared) as checkpointer:
-        checkpointer.resume()
-        state["optimizer"].step()
-        checkpointer.step()
-    other = parts()
-
-    with Checkpointer(other, local=tmp_path / "b", shared=shared) as again:
-        assert again.resume() == 1
-
-    assert str(other["optimizer"].state_dict()) == str(state["optimizer"].state_dict())
 
 
 def test_a_step_is_saved_to_shared_storage_when_asked(tmp_path: Path) -> None:

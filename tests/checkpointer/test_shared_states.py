@@ -310,37 +310,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_part_has_a_name_that_is_not_taken(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="the key 'localckpt' of the training state"):
-        Checkpointer(
-            {"localckpt": torch.nn.Linear(1, 1)}, local=tmp_path / "a", shared=tmp_path / "b"
-        )
-
-
 # Another number of ranks.
-
-
-def _resize(rank: int, world_size: int, shared: Path, saves: bool) -> list[Any]:
-    seen = {"epoch": 4 if saves else 0}
-    norm = torch.nn.BatchNorm1d(1, affine=False)
-    norm.running_mean.fill_(5 if saves else 0)
-    state = {"norm": norm, "epoch": (lambda: seen["epoch"], lambda value: seen.update(epoch=value))}
-    with Checkpointer(state, local=node_store(), shared=shared, events=()) as checkpointer:
-        step = checkpointer.resume()
-        if saves:
-            checkpointer.step(0)
-            checkpointer.save(0, shared=True)
-    return [step, seen["epoch"], norm.running_mean.item()]
-
-
-@pytest.mark.fault("world-size")
-def test_what_a_single_rank_has_saved_is_equal_on_all_that_have(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    run_ranks(_resize, 1, shared, True, store_per_node=[tmp_path / "first"])
-
-    loaded = run_ranks(_resize, 2, shared, False, store_per_node=[tmp_path / "second"])
-
-    assert loaded == [[1, 4, 5]] * 2
 
 
 def _resume_drifted(

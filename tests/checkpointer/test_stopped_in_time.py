@@ -241,8 +241,7 @@ def _evaluate(rank: int, world_size: int, told: int, steps: int) -> tuple[str | 
     return stopped, polls, first
 
 
-@pytest.mark.parametrize("told", [0, 1])
-@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize(("steps", "told"), [(3, 1), (0, 0)])
 def test_a_poll_between_steps_stops_all_ranks_in_one_call_with_the_last_step_safe(
     steps: int, told: int, tmp_path: Path
 ) -> None:

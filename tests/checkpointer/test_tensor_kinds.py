@@ -178,7 +178,7 @@ def _load(rank: int, world_size: int, tier: Tier, root: Path, kinds: Sequence[st
 
 
 @pytest.mark.parametrize("tier", ["nodes", "shared"])
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 1)])
 def test_every_kind_of_tensor_comes_back_equal(
     tier: Tier, saved_by: int, loaded_by: int, tmp_path: Path
 ) -> None:

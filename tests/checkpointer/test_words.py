@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from localckpt import (
-    AsyncCallsQueue,
     Checkpointer,
     CheckpointingException,
     GlobalCheckpointManager,
@@ -292,32 +291,3 @@ def test_a_class_of_the_script_that_is_imported_now_is_told_by_both_names(tmp_pa
     assert "UnsafeGlobalError" in text
     assert "train.Conf is allowed, and was saved as __main__.Conf" in text
     assert "pass safe_globals=[(Conf, '__main__.Conf')]" in text
-
-
-def _end_differently(rank: int, world_size: int) -> str:
-    with LocalCheckpointManager(node_store(), timeout=5.0) as manager, AsyncCallsQueue() as queue:
-        state = {"value": torch.ones(2)}
-        queue.schedule_async_request(manager.save(state, 1, is_async=True))
-        text = queue._entries[0].name
-        queue.maybe_finalize_async_calls(blocking=True)
-        return text
-
-
-def test_calls_have_names_that_a_user_knows(tmp_path: Path) -> None:
-    assert run_ranks(_end_differently, 2, store_per_node=stores(tmp_path, 1)) == ["save"] * 2
-
-
-def test_objects_say_what_they_are(tmp_path: Path) -> None:
-    local, shared = tmp_path / "nodes", tmp_path / "shared"
-    checkpointer = Checkpointer(_state(), local=local, shared=shared, session_id="my-run")
-    manager = f"<LocalCheckpointManager of session 'my-run' in '{local}', rank 0 of 1>"
-
-    assert repr(checkpointer.manager) == manager
-    assert repr(checkpointer).startswith(f"<Checkpointer not resumed, {manager}, <GlobalCheck")
-    checkpointer.resume()
-    checkpointer.step(4)
-    assert repr(checkpointer).startswith("<Checkpointer after step 4, ")
-    checkpointer.close()
-    assert repr(checkpointer).startswith("<Checkpointer closed, ")
-    with LocalCheckpointManager(local, "my-run", read_only=True) as reader:
-        assert repr(reader).endswith("rank 0 of 1, read only>")

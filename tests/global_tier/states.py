@@ -4,11 +4,11 @@ loading and comparing them.
 
 from __future__ import annotations
 
+import gzip
 import io
 import math
 import struct
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ __all__ = [
     "DTYPES",
     "Counts",
     "Settings",
-    "Zlib",
+    "Zipped",
     "assert_same",
     "blank",
     "data_files",
@@ -106,49 +106,31 @@ class Settings:
     value: float
 
 
-class Zlib(StreamTransformExtension):
+class Zipped(StreamTransformExtension):
     """Compresses each item; as torch's ZStandard, which needs a package."""
 
     @staticmethod
     def registry_name() -> str:
-        return "tests.zlib"
+        return "tests.zipped"
 
     @staticmethod
-    def from_descriptor(version: str) -> Zlib:
-        return Zlib()
+    def from_descriptor(version: str) -> Zipped:
+        return Zipped()
 
     def get_descriptor(self) -> str:
         return f"{self.registry_name()}/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return cast(IO[bytes], _Compressing(output))
+        return cast(IO[bytes], gzip.GzipFile(fileobj=output, mode="wb"))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        return io.BytesIO(zlib.decompress(input.read()))
-
-
-class _Compressing(io.RawIOBase):
-    def __init__(self, output: IO[bytes]) -> None:
-        self._output = output
-        self._compressor = zlib.compressobj()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._output.write(self._compressor.compress(data))
-        return len(memoryview(data).cast("B"))
-
-    def close(self) -> None:
-        if not self.closed:
-            self._output.write(self._compressor.flush())
-        super().close()
+        return io.BytesIO(gzip.decompress(input.read()))
 
 
 def registry() -> ExtensionRegistry:
-    """Knows how to read what :class:`Zlib` wrote."""
+    """Knows how to read what :class:`Zipped` wrote."""
     found = ExtensionRegistry()
-    found.register(Zlib)
+    found.register(Zipped)
     return found
 
 

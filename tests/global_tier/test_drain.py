@@ -415,23 +415,6 @@ def test_a_rate_limit_is_kept(tmp_path: Path) -> None:
     assert torch.equal(_loaded(tmp_path / "shared", found)["weight"], state["weight"])
 
 
-def test_several_promotions_follow_each_other_beside_saves_to_shared_storage(
-    tmp_path: Path,
-) -> None:
-    with Job(tmp_path, keep_last=4) as job:
-        for iteration in (1, 2, 3):
-            job.nodes.save({"weight": torch.full((100_000,), float(iteration))}, iteration)
-        for iteration in (1, 2, 3):
-            job.begin(iteration, rate_limit=1e6 if iteration < 3 else None)
-        job.shared.save({"weight": torch.full((100_000,), 4.0)}, 4, is_async=True)
-        job.queue.wait_until_finished()
-        job.shared.wait_until_finished()
-
-        assert job.shared.all_iterations() == [4, 3, 2, 1]
-        assert "numbers must grow" in error_of(lambda: job.shared.save({}, 3))
-    assert leftovers_in(tmp_path / "shared") == []
-
-
 def test_a_drain_is_told_to_the_events(tmp_path: Path) -> None:
     kept = Kept()
     with _told(kept) as events, Job(tmp_path, events=events) as job:

@@ -110,21 +110,6 @@ def test_a_checkpoint_is_drained_though_a_node_was_replaced_by_an_empty_one(
     assert leftovers_in(tmp_path / "shared") == []
 
 
-def _drain_with_nothing_loaded(rank: int, world_size: int, root: Path) -> None:
-    with _job(root) as job:
-        job.promote(6)
-        assert not _shards(root / "node1", 6, 1)
-
-
-def test_what_nobody_has_loaded_is_drained_and_the_empty_node_stays_empty(tmp_path: Path) -> None:
-    run_ranks(_save, 3, tmp_path)
-    shutil.rmtree(tmp_path / "node1")
-
-    run_ranks(_drain_with_nothing_loaded, 3, tmp_path)
-
-    _assert_drained(tmp_path / "shared", 6, 3)
-
-
 # Killed, and gone on with.
 
 
@@ -253,6 +238,7 @@ def _sharded() -> dict[str, Any]:
 def _drain_sharded(rank: int, world_size: int, root: Path) -> None:
     with _job(root) as job:
         job.promote(5)
+        assert not _shards(root / "node1", 5, 1)
 
 
 def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_them(

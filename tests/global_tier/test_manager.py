@@ -17,6 +17,7 @@ from localckpt import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
+    Retention,
     StorageError,
     UnsafeGlobalError,
 )
@@ -387,6 +388,7 @@ def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_pa
         ({"timeout": 0}, "timeout is 0"),
         ({"concurrent_bytes": 0}, "concurrent_bytes is 0"),
         ({"thread_count": 0}, "thread_count is 0"),
+        ({"keep_last": 2, "retention": Retention(every=3)}, "give keep_last= or retention=, not"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(

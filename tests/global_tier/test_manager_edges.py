@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from localckpt import (
     CorruptShardError,
     MismatchError,
 )
-from tests.global_tier.models import Unpicklable, checkpoints_in, manager_on
+from tests.global_tier.models import checkpoints_in, manager_on
 from tests.ranks import run_ranks
 
 
@@ -97,19 +96,6 @@ def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
             manager.load(into={"w": torch.zeros(9)}, iteration=2)
 
 
-def test_after_going_back_smaller_numbers_are_saved_though_the_last_save_was_not_asked_for(
-    tmp_path: Path,
-) -> None:
-    with manager_on(tmp_path) as manager:
-        _save(manager, 50)
-        manager.save({"w": torch.full((9,), 100.0)}, 100, is_async=True)
-        manager.load(into={"w": torch.zeros(9)}, iteration=50)
-
-        _save(manager, 60)
-
-        assert manager.find_latest() == 60
-
-
 class _Collective:
     """A state that all ranks make, and take, together."""
 
@@ -146,23 +132,6 @@ def _load_what_one_rank_cannot_read(rank: int, world_size: int, root: Path) -> i
 
 def test_states_that_are_taken_together_are_taken_when_all_ranks_have_read(tmp_path: Path) -> None:
     assert run_ranks(_load_what_one_rank_cannot_read, 2, tmp_path) == [1, 1]
-
-
-def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_closes_the_manager(
-    tmp_path: Path,
-) -> None:
-    with manager_on(tmp_path) as manager:
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(
-                {"w": torch.ones(3), "o": [Unpicklable(KeyboardInterrupt())]}, 1, is_async=True
-            )
-        for call in (manager.wait_until_finished, manager.find_latest):
-            with pytest.raises(CheckpointingException, match=r"save\(\) of this manager was"):
-                call()
-
-    with manager_on(tmp_path) as manager:
-        _save(manager, 2)
-        assert manager.find_latest() == 2
 
 
 def test_tied_tensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) -> None:
@@ -237,32 +206,3 @@ def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(
             manager.wait_until_finished()
 
         assert manager.find_latest() == 1
-
-
-def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
-    with manager_on(tmp_path) as manager:
-        manager.save({"w": torch.ones(3)}, 1, is_async=True)
-        if (child := os.fork()) == 0:
-            try:
-                manager.wait_until_finished()
-            except CheckpointingException:
-                os._exit(7)
-            os._exit(0)
-
-        _, status = os.waitpid(child, 0)
-
-        assert os.waitstatus_to_exitcode(status) == 7
-
-
-def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / ".localckpt.lock").mkdir()
-
-    with (
-        manager_on(tmp_path) as manager,
-        pytest.raises(CheckpointingException, match="could not lock"),
-    ):
-        _save(manager, 1)
-
-    assert checkpoints_in(tmp_path) == []

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,31 +116,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works
     assert leftovers_in(tmp_path) == []
 
 
-def _fail_to_plan(rank: int, world_size: int, root: Path) -> str:
-    class Broken:
-        def state_dict(self) -> dict[str, Any]:
-            raise OSError("the loader is gone")
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
-
-    with manager_on(root, timeout=_TIMEOUT_S) as manager:
-        manager.save(state_of(1, rank), 1, is_async=True)
-        bad = {"loader": Broken()} if rank == 1 else {}
-        told = _told_at_once(lambda: manager.save(state_of(2, rank) | bad, 2, is_async=True))
-        assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3, is_async=True)
-        assert_loads(manager, rank, 3)
-    return told
-
-
-def test_a_stateful_value_of_one_rank_that_raises_is_told_to_all_at_once(tmp_path: Path) -> None:
-    told = run_ranks(_fail_to_plan, 2, tmp_path)
-
-    assert told[0] == told[1]
-    assert "rank 1: OSError: the loader is gone" in told[0]
-
-
 # One rank stalls.
 
 
@@ -190,32 +166,6 @@ def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does
     assert leftovers_in(tmp_path) == []
 
 
-def _come_late(rank: int, world_size: int, root: Path) -> str:
-    with manager_on(root, timeout=_LONGER_S) as manager:
-        manager.save(state_of(1, rank), 1, is_async=True)
-        manager.wait_until_finished()
-        if rank == 1:
-            await_announced("told 0")
-            await_announced("told 2")
-        told = error_of(lambda: manager.save(state_of(2, rank), 2, is_async=True), PeerLostError)
-        announce(f"told {rank}")
-        await_announced("told 1")
-        assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3, is_async=True)
-        assert_loads(manager, rank, 3)
-    return told
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> None:
-    told = run_ranks(_come_late, 3, tmp_path)
-
-    assert "rank 1 came too late to plan the save of iteration 2" in told.pop(1)
-    for text in told:
-        assert " to plan the save of iteration 2, and rank 1 (last seen: " in text
-    assert len(checkpoints_in(tmp_path)) == 2
-
-
 def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path, victim: int) -> str:
     told, save = "", localckpt.global_tier.manager.SharedSave
 
@@ -255,20 +205,49 @@ def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_new_managers_wo
 # One rank dies.
 
 
-def _die_in_the_middle(rank: int, world_size: int, root: Path, victim: int) -> str:
+@dataclass(frozen=True)
+class _Death:
+    """Where a rank dies in a save, and what is there then.
+
+    Attributes:
+        victim: The rank.
+        opens: Part of the name of a file that it is about to open.
+        renames: Part of a name that it is about to give.
+        found: The iteration that is there; the first rank commits.
+    """
+
+    victim: int = 0
+    opens: str = ""
+    renames: str = ""
+    found: int = 1
+
+
+_DEATHS = {
+    "as the first rank writes": _Death(opens=".distcp"),
+    "as another rank writes": _Death(1, opens=".distcp"),
+    "before the metadata": _Death(renames=".metadata"),
+    "after the commit": _Death(found=2),
+}
+
+
+def _die(rank: int, world_size: int, root: Path, death: _Death) -> str:
     doomed = threading.Event()
 
     def die() -> None:
-        if rank == victim and doomed.is_set():
+        if rank == death.victim and doomed.is_set():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    at_each_open(".distcp", die)
+    if death.opens:
+        at_each_open(death.opens, die)
+    if death.renames:
+        at_each_rename(death.renames, die)
     with manager_on(root) as manager:
         manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
     manager = manager_on(root, timeout=_SHORT_S)
-    manager.save(state_of(2, rank), 2, is_async=True)
+    on_commit = die if death.found == 2 else None
+    manager.save(state_of(2, rank), 2, on_commit=on_commit, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
     return told
@@ -282,63 +261,22 @@ def _go_on(rank: int, world_size: int, root: Path, expected: int) -> None:
 
 
 @pytest.mark.fault("kill-save")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
-    told = run_ranks(_die_in_the_middle, 2, tmp_path, victim, expect_dead={victim})
-
-    lost = f"rank {victim} (last seen: save iteration 2) did not come"
-    assert f" to save iteration 2, and {lost}" in told[1 - victim]
-
-    run_ranks(_go_on, 2, tmp_path, 1)
-    # Epochs count what was begun and is still there, too.
-    epoch = 3 - victim
-    assert checkpoints_in(tmp_path) == [
-        "iteration_00000001.0001",
-        f"iteration_00000009.000{epoch}",
-    ]
-    assert leftovers_in(tmp_path) == []
-
-
-# What the first rank does last in a save, where it dies, and which iteration is there then.
-_LAST_WORDS = {
-    "before the metadata": (".metadata", 1),
-    "after the commit": ("", 2),
-}
-
-
-def _die_at_the_commit(rank: int, world_size: int, root: Path, last: str) -> str:
-    doomed = threading.Event()
-
-    def die() -> None:
-        if doomed.is_set():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if last:
-        at_each_rename(last, die)
-    with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1, is_async=True)
-    dist.barrier()
-    doomed.set()
-    manager = manager_on(root, timeout=_SHORT_S)
-    manager.save(state_of(2, rank), 2, on_commit=None if last else die, is_async=True)
-    told = error_of(manager.wait_until_finished, PeerLostError)
-    manager.close()
-    return told
-
-
-@pytest.mark.fault("kill-save")
-@pytest.mark.parametrize("when", _LAST_WORDS)
-def test_a_first_rank_that_dies_as_it_commits_leaves_the_old_checkpoint_or_the_new(
-    when: str, tmp_path: Path
+@pytest.mark.parametrize("where", _DEATHS)
+def test_a_rank_that_dies_in_a_save_is_named_and_leaves_the_old_checkpoint_or_the_new(
+    where: str, tmp_path: Path
 ) -> None:
-    last, found = _LAST_WORDS[when]
-    told = run_ranks(_die_at_the_commit, 2, tmp_path, last, expect_dead={0})
+    death = _DEATHS[where]
+    told = run_ranks(_die, 2, tmp_path, death, expect_dead={death.victim})
 
-    assert "rank 0 has not said after 1.5 s what came of it" in told[1]
+    lost = "rank 0 has not said after 1.5 s what came of it"
+    if death.opens:
+        lost = f" to save iteration 2, and rank {death.victim} (last seen: save iteration 2) did n"
+    assert lost in told[1 - death.victim]
 
-    run_ranks(_go_on, 2, tmp_path, found)
-    names = [f"iteration_0000000{i}.000{i}" for i in range(1, found + 1)]
-    assert checkpoints_in(tmp_path) == [*names, "iteration_00000009.0003"]
+    run_ranks(_go_on, 2, tmp_path, death.found)
+    names = [f"iteration_0000000{i}.000{i}" for i in range(1, death.found + 1)]
+    # Epochs count what was begun and is still there, too.
+    assert checkpoints_in(tmp_path) == [*names, f"iteration_00000009.000{3 - death.victim}"]
     assert leftovers_in(tmp_path) == []
 
 

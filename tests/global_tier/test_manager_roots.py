@@ -121,21 +121,6 @@ def assert_loads_of_two(manager: GlobalCheckpointManager, iteration: int) -> Non
     assert_same(found, expected)
 
 
-@pytest.mark.fault("two-jobs", "kill-save")
-def test_a_second_job_saves_when_the_first_is_dead(tmp_path: Path) -> None:
-    with start_ranks(_hold_the_root, 1, tmp_path, init_group=False) as first:
-        first.await_announced("saved 0")
-        second = manager_on(tmp_path, timeout=0.2)
-        error_of(lambda: second.save(state_of(2, 0), 2, is_async=True), StorageError)
-        first.kill(0)
-        first.join(expect_dead={0})
-
-        second.save(state_of(2, 0), 2, is_async=True)
-
-        assert_loads(second, 0, 2)
-        second.close()
-
-
 # What is left.
 
 
@@ -170,6 +155,7 @@ def _refuse(manager: GlobalCheckpointManager) -> None:
     manager.close()
     for call in (
         manager.find_latest,
+        manager.wait_until_finished,
         lambda: manager.save({}, 9, is_async=True),
         lambda: manager.load(into={}),
     ):
@@ -179,8 +165,8 @@ def _refuse(manager: GlobalCheckpointManager) -> None:
 
 def _fork_and_go_on(rank: int, world_size: int, root: Path) -> None:
     kept = [manager_on(root, staging_threads=2)]
+    # It may still be written while the process forks.
     kept[0].save(state_of(1, 0), 1, is_async=True)
-    kept[0].wait_until_finished()
 
     def leave_the_block() -> None:
         with kept[0]:
@@ -192,6 +178,7 @@ def _fork_and_go_on(rank: int, world_size: int, root: Path) -> None:
 
     for act in (lambda: _refuse(kept[0]), leave_the_block, drop):
         assert _in_a_fork(act) == 0
+        kept[0].wait_until_finished()
     # Nobody else may save: the lock is still the parent's.
     with manager_on(root, timeout=0.2) as other:
         told = error_of(lambda: other.save(state_of(5, 0), 5, is_async=True), StorageError)

@@ -11,7 +11,6 @@ import torch
 
 from localckpt import (
     Best,
-    CheckpointingException,
     GlobalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
@@ -109,22 +108,6 @@ def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: 
 
     assert _reasons(tmp_path) == {6: ("resumed from",), 8: ("newest", "last")}
     assert leftovers_in(tmp_path) == []
-
-
-def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:
-    with manager_on(tmp_path) as manager:
-        _save(manager, {1: None})
-    with manager_on(tmp_path, read_only=True) as manager:
-        for call in (manager.pin, manager.unpin):
-            with pytest.raises(CheckpointingException, match="read_only=True"):
-                call(1)
-
-    assert _reasons(tmp_path) == {1: ("newest", "all")}
-
-
-def test_two_ways_to_say_what_is_kept_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="give keep_last= or retention=, not both"):
-        GlobalCheckpointManager(tmp_path, keep_last=2, retention=Retention(every=3))
 
 
 def _checkpoint(root: Path) -> Folder:

@@ -32,10 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from localckpt import MismatchError
-from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.global_tier.models import (
-    MAX_S,
     MISDESCRIBED,
     checkpoints_in,
     fsdp_model,
@@ -264,21 +262,6 @@ def test_tensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
     run_sharded(_load_into_meta, 2, tmp_path)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5,), ()])
-def test_another_shape_is_refused_and_nothing_is_read(
-    shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    wanted = {"a": torch.zeros(2), "weight": torch.zeros(shape)}
-    with manager_on(tmp_path) as manager:
-        manager.save({"a": torch.ones(2), "weight": torch.ones(5, 3)}, 1, is_async=True)
-
-        with pytest.raises(MismatchError, match="weight has shape"):
-            manager.load(into=wanted)
-
-    assert not wanted["a"].any()
-    assert not wanted["weight"].any()
-
-
 def _load_into_tied_dtensors(rank: int, world_size: int, root: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     one, other = values_of("one", (5, 3)), values_of("other", (5, 3))
@@ -298,44 +281,6 @@ def test_tied_dtensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path)
 
 
 # With torch's own reader and writer.
-
-
-def _go_between_ours_and_torchs(rank: int, world_size: int, root: Path) -> None:
-    group = dist.new_group([0, 1])
-    line = init_device_mesh("cpu", (4,))
-    state = states_of(*fsdp_model(line, seed=1))
-    expected = gathered(state)
-    with manager_on(root) as manager:
-        manager.save(state, 1, is_async=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "torch"))
-    if rank > 1:
-        return
-
-    ours, torchs = root / checkpoints_in(root)[0], root / "torch"
-    pair = DeviceMesh.from_group(group, "cpu")
-    loaded = states_of(*fsdp_model(pair, seed=2))
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(ours), process_group=group)
-    assert_same(gathered(loaded), expected)
-
-    for share in (True, False):
-        loaded = states_of(*fsdp_model(pair, seed=2))
-        reader = CachedMetadataFileSystemReader(
-            torchs, process_group=group, share_metadata=share, timeout_s=MAX_S
-        )
-        planner = ReshardingLoadPlanner()
-        # Only with metadata that each reads itself may torch have but one rank read it.
-        dcp.load(
-            loaded,
-            storage_reader=reader,
-            planner=planner,
-            process_group=group,
-            no_dist=share,
-        )
-        assert_same(gathered(loaded), expected)
-
-
-def test_torch_loads_what_we_saved_and_we_load_what_torch_saved(tmp_path: Path) -> None:
-    run_sharded(_go_between_ours_and_torchs, 4, tmp_path)
 
 
 def _neither_saved_nor_filled(rank: int, world_size: int, root: Path, kind: str) -> list[str]:

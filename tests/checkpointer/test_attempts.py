@@ -50,10 +50,10 @@ def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Che
 # Ranks that are processes of their own.
 
 
-def _live(rank: int, world_size: int, poisons: bool, memory: bool) -> tuple[int, str]:
+def _live(rank: int, world_size: int, poisons: bool) -> tuple[int, str]:
     """A start of a job, whose last rank crashes in its second step once it was poisoned."""
     poison, is_last = _Poison(), rank == world_size - 1
-    with _checkpointer(node_store(), poison, memory=memory) as checkpointer:
+    with _checkpointer(node_store(), poison) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, _STEPS):
             is_crash = poison.is_in and step > first
@@ -69,9 +69,9 @@ def _live(rank: int, world_size: int, poisons: bool, memory: bool) -> tuple[int,
         return first, str(checkpointer.manager.explain())
 
 
-def _crash(nodes: list[Path], world_size: int, *, poisons: bool, memory: bool) -> None:
+def _crash(nodes: list[Path], world_size: int, *, poisons: bool) -> None:
     """A start that ends as under torchrun: the others are told to stop, and killed."""
-    arguments = (_live, world_size, poisons, memory)
+    arguments = (_live, world_size, poisons)
     with start_ranks(*arguments, store_per_node=nodes, init_group=world_size > 1) as group:
         group.await_announced("crash", 60.0)
         for rank in range(world_size - 1):
@@ -94,18 +94,15 @@ def _await(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.fault("trainer-dies")
-@pytest.mark.parametrize(("kind", "world_size"), [("disk", 1), ("memory", 2)])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_job_that_crashes_after_each_resume_gets_past_the_checkpoint_by_itself(
-    kind: str, world_size: int, tmp_path: Path, shm_roots: Any
+    world_size: int, tmp_path: Path
 ) -> None:
-    memory = kind == "memory"
-    nodes = shm_roots(world_size) if memory else stores(tmp_path, world_size)
+    nodes = stores(tmp_path, world_size)
     for poisons in (True, False, False):
-        _crash(nodes, world_size, poisons=poisons, memory=memory)
+        _crash(nodes, world_size, poisons=poisons)
 
-    found = run_ranks(
-        *(_live, world_size, False, memory), store_per_node=nodes, init_group=world_size > 1
-    )
+    found = run_ranks(*(_live, world_size, False), store_per_node=nodes, init_group=world_size > 1)
 
     assert [first for first, _ in found] == [6] * world_size
     why = "the job was resumed from it 2 times and made no progress"

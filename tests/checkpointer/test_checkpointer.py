@@ -56,36 +56,17 @@ def test_shared_storage_in_a_directory_of_the_node_is_refused(below: str, tmp_pa
         Checkpointer(_state(), local=tmp_path, shared=tmp_path / below)
 
 
-def _make_alike(rank: int, world_size: int, what: str) -> tuple[str, float]:
-    state: Any = _state()
+def _make_alike(rank: int, world_size: int) -> str:
     options: dict[str, Any] = {"local": node_store(), "timeout_s": 30, "events": ()}
-    if what == "cadence":
-        options["every"] = 5 + rank
-    elif rank == 1:
-        state = [torch.nn.Linear(1, 1)]
-    began = time.monotonic()
     with pytest.raises(CheckpointingException) as caught:
-        Checkpointer(state, **options)
-    waited_s = time.monotonic() - began
-    Checkpointer(_state(), local=node_store(), timeout_s=30, events=()).close()
-    return str(caught.value), waited_s
+        Checkpointer(_state(), **options, every=5 + rank)
+    Checkpointer(_state(), **options).close()
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("cadence", "every is 5 on rank 0 and 6 on rank 1. Give all ranks the same"),
-        ("state", "rank 1: the training state is a list: give a dict of parts by name"),
-    ],
-)
-def test_arguments_that_differ_or_that_one_rank_refuses_are_an_error_on_all_at_once(
-    what: str, told: str, tmp_path: Path
-) -> None:
-    ended = run_ranks(_make_alike, 2, what, store_per_node=[tmp_path])
-
-    for text, waited_s in ended:
-        assert told in text
-        assert waited_s < 10
+def test_arguments_that_differ_are_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_ranks(_make_alike, 2, store_per_node=[tmp_path]):
+        assert "every is 5 on rank 0 and 6 on rank 1. Give all ranks the same" in text
 
 
 def test_a_number_is_a_cadence_in_steps(tmp_path: Path) -> None:
@@ -202,7 +183,6 @@ def test_copies_are_kept_where_there_are_two_nodes(tmp_path: Path) -> None:
 
     assert run("one node", 1, None) == [("", 1)] * 2
     assert run("two nodes", 2, None) == [("", 2)] * 2
-    assert run("two nodes, no copies", 2, 1) == [("", 1)] * 2
     refused = run("one node, copies", 1, 2)
     assert all(copies == 0 and told for told, copies in refused)
 

@@ -1,8 +1,7 @@
-"""Optimizers and parts of other classes than were saved: the same rules on both tiers."""
+"""Optimizers and parts of other classes than were saved."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, MismatchError
-
-_TIERS = ["nodes", "shared"]
 
 
 class _Adam(torch.optim.AdamW):
@@ -67,17 +64,13 @@ class _OtherPart(_Part):
         self.value = state["other"]
 
 
-def _run(place: Path, tier: str, optimizer: type[Any], part: type[_Part], steps: int) -> int:
-    """Train some steps from where the tier has them; returns the first one."""
+def _run(place: Path, optimizer: type[Any], part: type[_Part], steps: int) -> int:
+    """Train some steps from where the nodes have them; returns the first one."""
     model = torch.nn.Linear(2, 2)
     made = optimizer(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": made, "part": part()}
     weights = [p.detach().clone() for p in model.parameters()]
-    shared: dict[str, Any] = {}
-    if tier == "shared":
-        shutil.rmtree(place / "nodes", ignore_errors=True)
-        shared = {"shared": place / "shared", "shared_every": 1}
-    with Checkpointer(state, local=place / "nodes", every=1, **shared) as checkpointer:
+    with Checkpointer(state, local=place, every=1) as checkpointer:
         try:
             first = checkpointer.resume()
         except MismatchError:
@@ -92,59 +85,52 @@ def _run(place: Path, tier: str, optimizer: type[Any], part: type[_Part], steps:
     return first
 
 
-@pytest.mark.parametrize("tier", _TIERS)
 @pytest.mark.parametrize(
     ("saved", "given"),
-    [
-        *((_Adam, _Momentum), (_Momentum, _Counting), (_Counting, torch.optim.SGD)),
-        (torch.optim.AdamW, torch.optim.Adam),
-    ],
+    [(_Adam, _Momentum), (_Momentum, _Counting), (torch.optim.AdamW, torch.optim.Adam)],
 )
 def test_an_optimizer_of_another_class_is_an_error_that_names_both(
-    tier: str, saved: type[Any], given: type[Any], tmp_path: Path
+    saved: type[Any], given: type[Any], tmp_path: Path
 ) -> None:
-    _run(tmp_path, tier, saved, _Part, 2)
+    _run(tmp_path, saved, _Part, 2)
 
     with pytest.raises(MismatchError) as caught:
-        _run(tmp_path, tier, given, _Part, 4)
+        _run(tmp_path, given, _Part, 4)
 
     for kind in (saved, given):
         assert f"as optimizer {kind.__module__}.{kind.__qualname__}" in str(caught.value)
 
 
-@pytest.mark.parametrize("tier", _TIERS)
 @pytest.mark.parametrize(
     ("saved", "given"),
     [(_Momentum, torch.optim.SGD), (torch.optim.AdamW, _Adam), (_Counting, _Counting)],
 )
 def test_an_optimizer_that_was_renamed_goes_on(
-    tier: str, saved: type[Any], given: type[Any], tmp_path: Path
+    saved: type[Any], given: type[Any], tmp_path: Path
 ) -> None:
-    _run(tmp_path, tier, saved, _Part, 2)
+    _run(tmp_path, saved, _Part, 2)
 
-    assert _run(tmp_path, tier, given, _Part, 4) == 2
+    assert _run(tmp_path, given, _Part, 4) == 2
 
 
-@pytest.mark.parametrize("tier", _TIERS)
 def test_an_optimizer_whose_groups_have_a_new_key_is_refused(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _run(tmp_path, tier, _Growing, _Part, 2)
+    _run(tmp_path, _Growing, _Part, 2)
     monkeypatch.setattr(_Growing, "new", {"momentum": 0.9})
 
     with pytest.raises(MismatchError, match=r"given, not saved: .*momentum"):
-        _run(tmp_path, tier, _Growing, _Part, 4)
+        _run(tmp_path, _Growing, _Part, 4)
 
 
-@pytest.mark.parametrize("tier", _TIERS)
 def test_a_part_of_another_class_is_an_error_unless_its_state_has_the_same_keys(
-    tier: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    _run(tmp_path, tier, _Momentum, _Part, 2)
+    _run(tmp_path, _Momentum, _Part, 2)
 
     with pytest.raises(MismatchError) as caught:
-        _run(tmp_path, tier, _Momentum, _OtherPart, 4)
-    assert _run(tmp_path, tier, _Momentum, _RenamedPart, 4) == 2
+        _run(tmp_path, _Momentum, _OtherPart, 4)
+    assert _run(tmp_path, _Momentum, _RenamedPart, 4) == 2
 
     assert "_Part, given as part" in str(caught.value)
     assert "saved, not given: value; given, not saved: other" in str(caught.value)

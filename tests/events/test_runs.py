@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -144,48 +140,6 @@ def test_a_job_that_is_stopped_says_why_and_how_long_it_waited(tmp_path: Path) -
     assert save.step == preempted.step
     assert [event.is_lost for event in sink.named("wait")][:1] == [True]
     assert sink.events[-1].outcome == "stopped"
-
-
-# It saves step 99, and slows down long before the next: the last pulse is after the last save.
-_TRAINS_FOR_EVER = """
-import sys, time
-import torch
-import localckpt
-
-state = {"model": torch.nn.Linear(100, 100, bias=False)}
-every = localckpt.Every(steps=100)
-checkpointer = localckpt.Checkpointer(state, local=sys.argv[1], every=every, rng=False)
-for step in range(checkpointer.resume(), 10**9):
-    time.sleep(0.001 if step < 150 else 1.0)
-    checkpointer.step(step)
-"""
-
-
-def test_the_steps_that_a_kill_has_cost_are_in_the_record(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _TRAINS_FOR_EVER, str(tmp_path)])
-    try:
-        late = time.monotonic() + 120
-        while _lost_steps(tmp_path) <= 0 and time.monotonic() < late:
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-
-    lost = _lost_steps(tmp_path)
-    sink = Kept()
-    _run(tmp_path, sink, 1)
-
-    assert lost > 0
-    assert not _named(read_events([tmp_path]), "run_ended")
-    (resume,) = sink.named("resume")
-    assert resume.step == 99
-
-
-def _lost_steps(folder: Path) -> int:
-    events = read_events([folder])
-    saved = [event.step or 0 for event in _named(events, "save") if event.outcome == "ok"]
-    done = [event.step or 0 for event in _named(events, "steps")]
-    return max(done) - max(saved) if saved and done else 0
 
 
 def _resume_and_save(rank: int, world_size: int) -> list[Event]:

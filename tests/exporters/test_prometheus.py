@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from localckpt.events.event import Event
-from localckpt.events.stream import EventStream
 from localckpt.exporters.prometheus import PrometheusTextfile
-from tests.events.sinks import Failing, make_event
+from tests.events.sinks import make_event
 
 _SESSION = 'a "run"\n\\1'
 _EVENTS = [
@@ -74,17 +73,3 @@ def test_the_text_file_is_what_the_collector_reads(tmp_path: Path) -> None:
 
     _check(read(_EVENTS), up=1)
     _check(read([make_event(10, name="run_ended")]), up=0)
-
-
-def test_a_folder_that_cannot_be_written_turns_off_this_sink_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    sinks = PrometheusTextfile(tmp_path / "file"), Failing()
-    stream = EventStream(sinks)
-
-    stream.emit("save", step=1)
-    stream.close()
-
-    failed = sorted(record.message.split(" ")[0] for record in caplog.records)
-    assert failed == ["Failing", "PrometheusTextfile"]

@@ -205,6 +205,7 @@ def test_damage_to_any_byte_of_a_record_is_seen(tmp_path: Path) -> None:
         {"retention": {"last": 0, "every": None, "best": None}},
         {"retention": {"last": 1, "every": None, "best": {"name": "loss"}}},
         {"unequal": 5},
+        {"lineage": [1, 2]},
         {"more": 1},
     ],
     ids=str,

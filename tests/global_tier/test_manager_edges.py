@@ -16,7 +16,7 @@ from localckpt import (
     CorruptShardError,
     MismatchError,
 )
-from tests.global_tier.models import checkpoints_in, manager_on
+from tests.global_tier.models import manager_on
 from tests.ranks import run_ranks
 
 
@@ -60,25 +60,6 @@ def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
 def _save(manager: Any, *iterations: int) -> None:
     for iteration in iterations:
         manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
-
-
-def test_what_the_job_went_on_from_outlives_what_it_left_behind(tmp_path: Path) -> None:
-    with manager_on(tmp_path) as manager:
-        _save(manager, 100, 200)
-    _flip_in(tmp_path / "iteration_00000200.0001", 720)
-
-    with manager_on(tmp_path, keep_last=2) as manager:
-        assert manager.load(into={"w": torch.zeros(9)})[1].iteration == 100
-        _save(manager, 150)
-        assert {n.split(".")[0] for n in checkpoints_in(tmp_path)} >= {
-            "iteration_00000100",
-            "iteration_00000150",
-        }
-        _save(manager, 160)
-        _save(manager, 170)
-    assert checkpoints_in(tmp_path) == [
-        *("iteration_00000100.0001", "iteration_00000160.0002", "iteration_00000170.0002")
-    ]
 
 
 def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(

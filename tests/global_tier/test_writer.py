@@ -78,24 +78,6 @@ def test_a_state_comes_back_bit_for_bit_in_torch_and_here(
     assert names == {".metadata", *(file.name for file in data_files(path))}
 
 
-def test_files_are_as_many_as_asked_for_and_named_as_torch_names_them(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    state = {
-        "model": {"a": torch.ones(9), "b": torch.ones(9)},
-        "x": torch.ones(3),
-        "y": torch.ones(2),
-    }
-
-    save(make_writer(tmp_path / "plain", thread_count=2), state)
-    save(make_writer(tmp_path / "apart", thread_count=2, separation_hint="model"), state)
-
-    plain, apart = ([f.name for f in data_files(tmp_path / n)] for n in ("plain", "apart"))
-    assert [name.split(".")[0] for name in plain] == ["__0_0", "__0_1"]
-    assert sorted(name[:3] for name in apart) == ["__0", "__0", "mod", "mod"]
-    assert all(name.removeprefix("model").startswith("__0_") for name in apart)
-
-
 def test_what_torch_has_written_is_read_here(tmp_path: Path) -> None:
     state = state_of(5)
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
@@ -232,17 +214,6 @@ def test_a_rank_that_has_nothing_to_write_has_no_function(
     assert found == (None, None, [])
     assert everything_in(tmp_path).keys() == {".metadata"}
     assert load_with_torch(tmp_path, {}) == {}
-
-
-def test_a_writer_with_nothing_prepared_says_what_to_call(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    writer = make_writer(tmp_path)
-    calls = [writer.get_save_function_and_args, writer.preload_tensors]
-
-    for call in [*calls, writer.retrieve_write_results]:
-        with pytest.raises(CheckpointingException, match="prepare_write_data"):
-            call()
 
 
 def test_an_outcome_that_is_missing_is_an_error(tmp_path: Path, make_writer: MakeWriter) -> None:

@@ -218,20 +218,6 @@ def test_a_start_of_a_manager_counts_from_its_first_save_on(tmp_path: Path) -> N
     assert found == [2, 2, 2, 2, 2, 1]
 
 
-def test_a_load_from_shared_storage_that_failed_does_not_count(tmp_path: Path) -> None:
-    options = {"shared": tmp_path / "shared", "shared_every": localckpt.Every(steps=3)}
-    _start(tmp_path / "local", 6, **options)
-    shutil.rmtree(tmp_path / "local")
-
-    for _ in range(3):
-        state = {"layer": torch.nn.Linear(4, 5)}
-        changed = localckpt.Checkpointer(state, local=tmp_path / "local", max_attempts=2, **options)
-        with changed, pytest.raises(localckpt.MismatchError):
-            changed.resume()
-
-    assert _start(tmp_path / "local", 0, **options) == 6
-
-
 @pytest.mark.parametrize("told_by", [signal.SIGTERM, signal.SIGINT])
 def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
     told_by: signal.Signals, tmp_path: Path
@@ -247,23 +233,6 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
     assert len(noted) == 1
     _await(lambda: not _noted(tmp_path, 0))
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
-
-
-def _close_at_last(checkpointer: localckpt.Checkpointer) -> None:
-    try:
-        checkpointer.step(checkpointer.resume())
-        raise RuntimeError
-    finally:
-        checkpointer.close()
-
-
-def test_close_in_a_finally_block_counts_a_start_that_failed(tmp_path: Path) -> None:
-    _start(tmp_path, 6)
-
-    with pytest.raises(RuntimeError):
-        _close_at_last(_checkpointer(tmp_path, _Poison()))
-
-    assert len(_noted(tmp_path, 0)) == 1
 
 
 def test_a_later_checkpoint_that_is_complete_ends_the_count(tmp_path: Path) -> None:
@@ -301,18 +270,6 @@ def test_the_last_checkpoint_is_kept_and_the_job_says_that_nothing_else_is_left(
     # The cause is gone: the job goes on from it, and that is progress.
     assert _start(tmp_path, 6, max_attempts=None) == 3
     assert _start(tmp_path, 0) == 9
-
-
-def test_what_was_given_up_is_put_back_on_request_and_by_nothing_else(tmp_path: Path) -> None:
-    _start(tmp_path, 6)
-    assert [_fail(tmp_path) for _ in range(3)] == [6, 6, 3]
-
-    kept = call("clean", "--corrupt", tmp_path)
-    put_back = call("clean", "--put-back", tmp_path)
-
-    assert "left" in kept.out
-    assert "put back 1" in put_back.out
-    assert _fail(tmp_path) == 6
 
 
 def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_path: Path) -> None:

@@ -69,18 +69,6 @@ def test_arguments_that_differ_are_an_error_on_all(tmp_path: Path) -> None:
         assert "every is 5 on rank 0 and 6 on rank 1. Give all ranks the same" in text
 
 
-def test_a_number_is_a_cadence_in_steps(tmp_path: Path) -> None:
-    with Checkpointer(_state(), local=tmp_path, every=3, events=()) as checkpointer:
-        checkpointer.resume()
-        for step in range(7):
-            checkpointer.step(step)
-        checkpointer.wait_until_finished()
-
-        assert checkpointer.newest == 5
-    with pytest.raises(CheckpointingException, match=r"every=1.5 is no cadence"):
-        Checkpointer(_state(), local=tmp_path, every=1.5)  # type: ignore[arg-type]
-
-
 def test_a_signal_that_cannot_be_handled_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
     signals = [signal.SIGUSR1, signal.SIGKILL]
 
@@ -269,40 +257,6 @@ def test_a_job_that_is_stopped_when_a_save_has_failed_is_safe_all_the_same(tmp_p
     assert failed == 1
     for node in nodes:
         assert step in iterations_on(node)
-
-
-def _stop_when_one_rank_has_no_time(rank: int, world_size: int, shared: Path) -> tuple[int, bool]:
-    """The step after which the job was stopped, and whether it was over on all ranks alike."""
-    checkpointer = Checkpointer(
-        _state(),
-        local=node_store(),
-        shared=shared,
-        every=Every(steps=10**6),
-        stop_when=lambda: "maintenance",
-        # Rank 1 does not wait for its save at all.
-        grace_s=2.0 * (1 - rank),
-        timeout_s=60.0,
-    )
-    with checkpointer:
-        checkpointer.resume()
-        for step in range(10**6):
-            if checkpointer.step(step):
-                return step, checkpointer._is_late
-            time.sleep(0.002)
-    raise AssertionError("the job was not stopped")
-
-
-def test_all_ranks_leave_off_when_the_time_of_one_of_them_is_over(
-    tmp_path: Path,
-) -> None:
-    nodes = stores(tmp_path, 2)
-
-    first, second = run_ranks(
-        _stop_when_one_rank_has_no_time, 2, tmp_path / "shared", store_per_node=nodes
-    )
-
-    assert first == second
-    assert first[1]
 
 
 def test_a_save_that_is_complete_is_the_newest_while_the_next_one_is_under_way(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -135,22 +134,3 @@ def test_a_prompt_and_a_look_must_name_the_session(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(localckpt.CheckpointingException, match="give session_id="):
             make()
-
-
-def test_a_program_that_finds_all_of_its_steps_done_is_warned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def start(steps: int) -> str:
-        caplog.clear()
-        state = {"layer": torch.nn.Linear(2, 2)}
-        options = {"local": tmp_path, "every": localckpt.Every(steps=1), "session_id": "run"}
-        with localckpt.Checkpointer(state, **options) as checkpointer:
-            for step in range(checkpointer.resume(), steps):
-                checkpointer.step(step)
-        return "\n".join(r.message for r in caplog.records if r.levelno >= logging.WARNING)
-
-    said = [start(3), start(4), start(4)]
-
-    assert said[:2] == ["", ""]
-    assert "the job resumed after step 3 (session 'run' in " in said[2]
-    assert "made no step" in said[2]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -409,43 +406,6 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
         assert all(told in text for text in after)
     else:
         assert sorted(chain(*before, *after)) == list(range(24))
-
-
-_PROGRAM = """
-import logging, os, sys, localckpt, torch
-for kind in ("", "quiet", "", "file", "logs"):
-    if kind == "file":
-        logging.basicConfig(level=logging.INFO, filename=os.devnull)
-    if kind == "logs":
-        logging.basicConfig(level=logging.INFO, force=True)
-    part = {"v": torch.nn.Linear(1, 1)}
-    with localckpt.Checkpointer(part, local=sys.argv[1], quiet=kind == "quiet") as checkpointer:
-        checkpointer.step(checkpointer.resume())
-"""
-
-
-def test_a_line_says_from_where_the_job_goes_on_once(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-
-    words = "no checkpoint is in", "resumed after"
-    told = [x for x in done.stderr.splitlines() if any(word in x for word in words)]
-    place = re.escape(str(tmp_path))
-    resumed = r"resumed after step {}, saved \d+ s ago, in \d+\.\d\d s: rank 0 from own node"
-    expected = [
-        f"localckpt: no checkpoint is in {place}: the job starts at step 0",
-        f"localckpt: {resumed.format(1)}",
-        f"localckpt: {resumed.format(2)}",
-        f"INFO:localckpt[.a-z]*:{resumed.format(3)}",
-    ]
-    assert done.stdout == ""
-    assert len(told) == 4
-    assert all(map(re.fullmatch, expected, told)), told
 
 
 def test_ages_are_told_in_units_that_people_use() -> None:

@@ -19,7 +19,6 @@ from localckpt import (
     Every,
     GlobalCheckpointManager,
     LocalCheckpointManager,
-    SaveFailedError,
 )
 from tests.checkpointer.loops import stores
 from tests.managers.jobs import error_of
@@ -102,41 +101,6 @@ def test_a_lone_save_to_shared_storage_costs_no_later_one(lone: int, tmp_path: P
     )
 
     assert ended == [(1, 19)] * 2
-
-
-def test_ranks_that_keep_copies_for_each_other_save_together_again(tmp_path: Path) -> None:
-    options = {"every": Every(steps=5), "replication_factor": 2}
-
-    ended = run_ranks(
-        *(_train, 2, "save on rank 0", 7, 40, options), store_per_node=stores(tmp_path, 2)
-    )
-
-    assert ended == [(39, 1)] * 2
-
-
-def _save(rank: int, world_size: int) -> list[Any]:
-    """Save by hand, one iteration on rank 0 alone; returns what was finalized, and the errors."""
-    ended: list[Any] = []
-    with LocalCheckpointManager(node_store(), timeout=20.0) as manager, AsyncCallsQueue() as queue:
-        for step in range(40):
-            dist.barrier()
-            time.sleep(0.01)
-            if step % 5 == 4 or (step == 6 and rank == 0):
-                state = {"value": torch.ones(4)}
-                queue.schedule_async_request(manager.save(state, step, is_async=True))
-            try:
-                queue.maybe_finalize_async_calls()
-            except SaveFailedError as error:
-                ended.append("was save(6) called on every rank?" in str(error))
-        dist.barrier()
-        queue.maybe_finalize_async_calls(blocking=True)
-        return [*ended, manager.find_latest()]
-
-
-def test_ranks_that_poll_by_themselves_save_together_again(tmp_path: Path) -> None:
-    ended = run_ranks(_save, 2, store_per_node=stores(tmp_path, 1))
-
-    assert ended == [[True, 39]] * 2
 
 
 def _save_by_hand_to_shared_storage(

@@ -95,19 +95,3 @@ def test_one_process_evaluates_the_weights_that_two_ranks_have_saved(tmp_path: P
     run_ranks(_train, 2, store_per_node=nodes)
 
     assert run_ranks(_weights, 1, store_per_node=nodes) == [[3.0, 3.0]]
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-def test_where_no_save_is_under_way_waiting_for_them_returns(
-    read_only: bool, tmp_path: Path
-) -> None:
-    with Checkpointer(_state(1.0), local=tmp_path) as checkpointer:
-        checkpointer.step(checkpointer.resume())
-    again = Checkpointer(_state(0.0), local=tmp_path, read_only=read_only)
-    again.resume()
-    again.wait_until_finished()
-    again.close()
-
-    again.wait_until_finished()
-
-    assert again.failed_saves == 0

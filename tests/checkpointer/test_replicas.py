@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +95,3 @@ def test_with_a_warning_training_goes_on_and_a_restart_takes_what_is_sound(tmp_p
 
     assert [t[:3] for t in told] == [(0, 4, None)] * 3
     assert [t[0] for t in again] == [3] * 3
-
-
-def test_the_parameters_of_a_marked_module_are_looked_at(tmp_path: Path, caplog: Any) -> None:
-    model = torch.nn.Linear(3, 3)
-    state = {"model": localckpt.replicated(model)}
-    every = localckpt.Every(steps=1)
-    with localckpt.Checkpointer(state, local=tmp_path, every=every, finite=True) as checkpointer:
-        checkpointer.resume()
-        with torch.no_grad():
-            model.weight[0, 0] = math.inf
-        checkpointer.step(0)
-        checkpointer.wait_until_finished()
-
-    assert "model.weight has the value inf" in caplog.text

@@ -74,26 +74,6 @@ def test_a_job_that_lost_all_nodes_goes_on_bit_for_bit_from_shared_storage(
     assert [outcome.first for outcome in again] == [14, 14]
 
 
-def test_a_step_is_saved_to_shared_storage_when_asked(tmp_path: Path) -> None:
-    model, places = torch.nn.Linear(2, 2), {"local": tmp_path / "a", "shared": tmp_path / "shared"}
-    with Checkpointer({"model": model}, **places) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-    other = torch.nn.Linear(2, 2)
-
-    with Checkpointer({"model": other}, local=tmp_path / "b", shared=tmp_path / "shared") as again:
-        assert again.resume() == 1
-        with pytest.raises(CheckpointingException, match="step\\(0\\) was called after"):
-            again.step(0)
-
-    assert torch.equal(model.weight, other.weight)
-    with Checkpointer({"model": other}, local=tmp_path / "c") as without:
-        without.resume()
-        with pytest.raises(CheckpointingException, match="there is no shared storage"):
-            without.save(0, shared=True)
-
-
 def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
     tmp_path: Path,
 ) -> None:

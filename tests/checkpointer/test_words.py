@@ -130,25 +130,6 @@ def test_the_error_that_ends_training_does_not_say_that_it_can_go_on(
     assert all(message.count("as they were") <= 1 for message in logged)
 
 
-def test_steps_that_go_back_are_told_how_to(tmp_path: Path) -> None:
-    with Checkpointer(_state(), local=tmp_path, save_last=False) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(5)
-
-        for call in (checkpointer.step, checkpointer.save):
-            name = call.__name__
-            with pytest.raises(CheckpointingException) as caught:
-                call(3)
-            assert f"{name}(3) was called after step(5)" in str(caught.value)
-            assert "call resume(step=...)" in str(caught.value)
-        checkpointer.save(5)
-    with Checkpointer(_state(), local=tmp_path) as checkpointer:
-        checkpointer.resume()
-
-        with pytest.raises(CheckpointingException, match=r"save\(5\) was called after resuming"):
-            checkpointer.save(5)
-
-
 def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:
     with LocalCheckpointManager(tmp_path) as manager:
         manager.save({"value": torch.nn.Linear(1, 1)}, 3)

@@ -37,7 +37,6 @@ class Outcome:
     last: int = -1
     weights: str = ""
     buffers: str = ""
-    failed: int = 0
 
 
 class Loader:
@@ -135,7 +134,6 @@ def train(
             if checkpointer.step(step):
                 outcome.stopped = checkpointer.stopped
                 break
-        outcome.failed = checkpointer.failed_saves
     outcome.weights = _bytes_of(model.parameters())
     outcome.buffers = _bytes_of(model.buffers())
     return outcome

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,14 +35,11 @@ class Life:
     is_as_saved: bool
     rejoined: localckpt.Rejoined | None
     read_nbytes: int
-    seconds: float
-    threads: int
 
 
 @dataclass
 class Survivor:
     lives: list[Life] = field(default_factory=list)
-    refused: str = ""
 
 
 def connect(prefix: str) -> dist.Store:
@@ -113,10 +109,6 @@ def read_nbytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def train_through(
     home: int,
     world_size: int,
@@ -134,7 +126,7 @@ def train_through(
             continue
         begin(number, world, home, in_place=in_place)
         state = make_state(sharded=sharded, width=width)
-        rejoined, read_before, began = None, read_nbytes(), time.monotonic()
+        rejoined, read_before = None, read_nbytes()
         if checkpointer is None:
             checkpointer = localckpt.Checkpointer(
                 state,
@@ -148,11 +140,10 @@ def train_through(
         else:
             rejoined = checkpointer.rejoin(state)
             first = rejoined.step
-        seconds, read = time.monotonic() - began, read_nbytes() - read_before
+        read = read_nbytes() - read_before
         known = digests / str(first - 1)
         is_as_saved = first == 0 or known.read_text() == digest(state)
-        life = Life(dist.get_rank(), first, is_as_saved, rejoined, read, seconds, threads())
-        seen.lives.append(life)
+        seen.lives.append(Life(dist.get_rank(), first, is_as_saved, rejoined, read))
         is_last = number == len(worlds) - 1
         is_lost = not is_last and not any(home in later for later in worlds[number + 1 :])
         try:

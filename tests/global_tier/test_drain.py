@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import pickle
 import threading
 import time
@@ -726,22 +725,6 @@ def test_ranks_that_keep_to_their_rate_hear_at_once_of_an_image_that_another_fin
     assert text == same == again
     assert "could not drain iteration 5: rank 1: " in text
     assert "was put in quarantine" in text
-
-
-def test_close_ends_a_drain_that_is_under_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Job(tmp_path) as job:
-        job.nodes.save(_large(5), 5)
-        request = job.nodes.promote(5, to=job.shared, rate_limit=1e5)
-        with caplog.at_level(logging.WARNING):
-            job.nodes.close()
-            began = time.monotonic()
-            job.shared.close()
-        assert time.monotonic() - began < 5.0
-        assert request.finalize_fns
-    assert "was stopped: begun again" in caplog.text
-    assert not list(tmp_path.glob("shared/iteration*"))
 
 
 def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:

@@ -118,17 +118,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert len(checkpoints_in(tmp_path)) == 2
 
 
-def test_values_of_stateful_objects_are_saved_and_loaded(tmp_path: Path) -> None:
-    counter = Counter(0)
-    with manager_on(tmp_path) as manager:
-        manager.save({"counter": Counter(3), "plain": torch.ones(2)}, 1, is_async=True)
-
-        manager.load(into={"counter": counter, "plain": torch.zeros(2)})
-
-    assert counter.number == 3
-    assert_same(counter.values, torch.full((4,), 3.0))
-
-
 def _learn_of_commits(rank: int, world_size: int, root: Path) -> list[tuple[int, list[str]]]:
     calls: list[tuple[int, list[str]]] = []
 
@@ -276,7 +265,7 @@ def _disagree(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_ranks_that_speak_of_different_iterations_are_told_and_can_go_on(tmp_path: Path) -> None:
-    run_ranks(_disagree, 2, tmp_path)
+    run_ranks(_disagree, 3, tmp_path)
 
     assert checkpoints_in(tmp_path) == ["iteration_00000007.0001"]
     assert leftovers_in(tmp_path) == []
@@ -366,11 +355,13 @@ class OfMine:
 
 def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        manager.save({"mine": [1, 2]}, 1)
         told = error_of(
-            lambda: manager.save({"mine": OfMine(3)}, 2, is_async=True), UnsafeGlobalError
+            lambda: manager.save({"mine": OfMine(3)}, 1, is_async=True), UnsafeGlobalError
         )
         manager.wait_until_finished()
+        # Also where the plan of the save before has that key.
+        manager.save({"mine": [1, 2]}, 1)
+        assert error_of(lambda: manager.save({"mine": [OfMine(3)]}, 2), UnsafeGlobalError)
         assert manager.find_latest() == 1
     state: dict[str, Any] = {"mine": None}
     with manager_on(tmp_path, safe_globals=[OfMine]) as manager:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -257,28 +256,3 @@ def test_a_job_that_is_stopped_when_a_save_has_failed_is_safe_all_the_same(tmp_p
     assert failed == 1
     for node in nodes:
         assert step in iterations_on(node)
-
-
-def test_a_save_that_is_complete_is_the_newest_while_the_next_one_is_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsync = os.fsync
-
-    def slow(fd: int) -> None:
-        time.sleep(0.5)
-        fsync(fd)
-
-    seen = []
-    with Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path, every=1000) as checkpointer:
-        checkpointer.resume()
-        monkeypatch.setattr(os, "fsync", slow)
-        checkpointer.save(0)
-        checkpointer.save(1)
-        step = 2
-        while checkpointer.newest != 1:
-            checkpointer.step(step)
-            seen.append(checkpointer.newest)
-            step += 1
-            time.sleep(0.01)
-
-    assert 0 in seen

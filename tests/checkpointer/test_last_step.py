@@ -58,15 +58,40 @@ def test_a_loop_that_failed_saves_nothing_more(tmp_path: Path) -> None:
         for step in range(one.resume(), 8):
             one.step(step)
         raise ValueError("the loss is no number")
-    other = Checkpointer(state, local=tmp_path, every=5)
     try:
-        for step in range(other.resume(), 8):
-            other.step(step)
-        raise ValueError("the loss is no number")
-    except ValueError:
-        other.close()
+        # Also where the program handles another error around it.
+        raise OSError("a file is not there")
+    except OSError:
+        with pytest.raises(ValueError, match="of the loop"):
+            _fail_and_close(tmp_path, state)
 
     assert _train(tmp_path, 0) == (5, [4])
+
+
+def _fail_and_close(local: Path, state: dict[str, Any]) -> None:
+    checkpointer = Checkpointer(state, local=local, every=5)
+    try:
+        for step in range(checkpointer.resume(), 8):
+            checkpointer.step(step)
+        raise ValueError("of the loop")
+    finally:
+        checkpointer.close()
+
+
+def test_a_run_within_a_handler_of_an_error_ends_in_order_as_any_other(tmp_path: Path) -> None:
+    firsts, state = [], {"value": torch.nn.Linear(1, 1)}
+    for _ in range(5):
+        try:
+            raise OSError("a file is not there")
+        except OSError:
+            checkpointer = Checkpointer(state, local=tmp_path, every=5)
+            firsts.append(checkpointer.resume())
+            for step in range(firsts[-1], firsts[-1] + 2):
+                checkpointer.step(step)
+            checkpointer.close()
+
+    # Each start saves its last step, and none counts as one in vain.
+    assert firsts == [0, 2, 4, 6, 8]
 
 
 def test_a_job_that_was_stopped_is_not_saved_twice(

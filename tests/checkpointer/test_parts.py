@@ -36,14 +36,6 @@ def test_what_is_no_part_is_refused_by_name(state: Any, told: str, tmp_path: Pat
         localckpt.Checkpointer(state, local=tmp_path)
 
 
-def test_a_compiled_module_has_the_names_of_the_module_inside() -> None:
-    inner = torch.nn.Linear(2, 2)
-
-    part = ModulePart(torch.compile(inner))
-
-    assert part.state_dict().keys() == {"weight", "bias"}
-
-
 def _blocks() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(

@@ -148,25 +148,6 @@ def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_co
     assert first - 1 >= (newest if tier == "nodes" else 19)
 
 
-@_LONG
-def test_storage_that_answers_has_the_last_step_on_both_tiers(tmp_path: Path) -> None:
-    with _job(tmp_path) as job:
-        job.await_(lambda: "step 12\n" in job.text(0))
-
-        job.ranks[1].send_signal(signal.SIGTERM)
-        codes = job.await_end()
-
-        stopped = job.number(0, "stopped")
-    assert codes == [0, 0]
-    for lost in ("shared", "nodes"):
-        shutil.move(tmp_path / lost, tmp_path / "lost")
-        with _job(tmp_path, steps=0) as job:
-            assert job.await_end() == [0, 0], job.text(0)
-            assert job.number(0, "resumed") == stopped + 1
-        shutil.rmtree(tmp_path / lost, ignore_errors=True)
-        shutil.move(tmp_path / "lost", tmp_path / lost)
-
-
 @pytest.mark.rows(1)
 @_LONG
 @pytest.mark.parametrize("slow_from", ["resume", "first save"])
@@ -193,26 +174,6 @@ def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
     assert codes == [0, 0], texts
     assert took_s < _ENDED_S + _exits_s(), texts
     assert all("is not safe on the nodes" in text for text in texts)
-
-
-_EXIT = """
-import sys, time
-from localckpt.threads import Task, exit_by
-Task(lambda: time.sleep(float(sys.argv[1]))).start("working", daemon=False)
-if sys.argv[2]:
-    exit_by(time.monotonic() + float(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize(("works_s", "by_s", "is_awaited"), [("2", "", True), ("60", "0.5", False)])
-def test_exit_waits_for_threads_unless_it_has_a_deadline(
-    works_s: str, by_s: str, is_awaited: bool
-) -> None:
-    began = time.monotonic()
-
-    subprocess.run([sys.executable, "-c", _EXIT, works_s, by_s], check=True, timeout=50)
-
-    assert time.monotonic() - began > (float(works_s) if is_awaited else float(by_s))
 
 
 # Between two steps.

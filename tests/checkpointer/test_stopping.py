@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -127,33 +126,6 @@ def test_ctrl_c_among_the_stop_signals_stops_in_order_and_interrupts_when_it_com
             signal.raise_signal(signal.SIGINT)
 
     assert checkpointer.stopped
-
-
-@pytest.mark.usefixtures("pythons_ctrl_c")
-def test_the_first_ctrl_c_is_heard_by_those_it_is_for_in_whichever_order_they_were_made(
-    tmp_path: Path,
-) -> None:
-    orders: list[list[list[signal.Signals]]] = [[[], [signal.SIGINT]], [[signal.SIGINT], []]]
-    for number, signals in enumerate(orders):
-        with ExitStack() as opened:
-            made = [
-                opened.enter_context(
-                    Checkpointer(
-                        {"m": torch.nn.Linear(1, 1)},
-                        local=tmp_path / f"{number} {place}",
-                        stop_signals=of_one,
-                        events=(),
-                    )
-                )
-                for place, of_one in enumerate(signals)
-            ]
-
-            signal.raise_signal(signal.SIGINT)
-
-            asked = [each._stop_requests.asked.is_set() for each in made]
-            assert asked == [bool(of_one) for of_one in signals]
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
 
 
 def test_an_interrupt_in_a_call_is_said_by_the_next_and_nothing_on_disk_is_lost(

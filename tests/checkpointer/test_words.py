@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,16 @@ import torch.distributed as dist
 from localckpt import (
     Checkpointer,
     CheckpointingException,
+    CliqueReplicationStrategy,
     LocalCheckpointManager,
     PeerLostError,
 )
 from tests.checkpointer.loops import stores
-from tests.ranks import node_store, run_ranks
+from tests.ranks import DeadRank, node_store, run_ranks
 
 _S = 1.5
+# Long enough for the log to say who is waited for.
+_LONG_S = 6.0
 _NEVER = ("manager", "load()", "allow_partial_load", "<locals>", "keep_local", "timeout=")
 
 
@@ -88,48 +90,6 @@ def test_a_lone_call_names_itself_and_timeout_s(what: str, call: str, tmp_path: 
     assert not [word for word in _NEVER if word in text], text
 
 
-def _fail_to_save(local: Path, checkpointer: Checkpointer, steps: int) -> str:
-    for step in range(checkpointer.resume(), steps):
-        if step == 2:
-            local.rename(local.with_name("away"))
-            local.touch()
-        checkpointer.step(step)
-        checkpointer.wait_until_finished()
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_failures": 2}, "2 saves in a row to the nodes failed (max_failures)"),
-        ({"on_error": "raise"}, "a save to the nodes failed (on_error, max_failures)"),
-    ],
-)
-def test_the_error_that_ends_training_does_not_say_that_it_can_go_on(
-    options: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    local = tmp_path / "nodes"
-    local.mkdir()
-    checkpointer = Checkpointer(_state(), local=local, every=1, timeout_s=5.0, **options)
-
-    with (
-        caplog.at_level(logging.WARNING, "localckpt"),
-        pytest.raises(CheckpointingException) as caught,
-        checkpointer,
-    ):
-        _fail_to_save(local, checkpointer, 6)
-    local.unlink()
-    local.with_name("away").rename(local)
-
-    text = str(caught.value)
-    assert text.endswith(f"Training ends, since {words}")
-    assert "can go on" not in text
-    assert text.count("as they were") == 1
-    # What is logged of a save that does not end it says that training goes on.
-    logged = [message for message in caplog.messages if "a save to the nodes failed (1" in message]
-    assert all(message.count("as they were") <= 1 for message in logged)
-
-
 def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:
     with LocalCheckpointManager(tmp_path) as manager:
         manager.save({"value": torch.nn.Linear(1, 1)}, 3)
@@ -141,40 +101,32 @@ def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -
         checkpointer.resume()
 
 
-_SCRIPT = """
-import sys, torch, localckpt
-
-class Conf:
-    pass
-
-def run(local):
-    state = {"layer": torch.nn.Linear(1, 1), "conf": (Conf, lambda conf: None)}
-    with localckpt.Checkpointer(state, local=local, safe_globals=[Conf]) as checkpointer:
-        for step in range(checkpointer.resume(), 2):
-            checkpointer.step(step)
-
-if __name__ == "__main__":
-    run(sys.argv[1])
-"""
+def _make_while_another_ends(rank: int, world_size: int) -> tuple[str, float, list[str]]:
+    """Make a checkpointer on rank 0, while rank 1 ends within its own; what became of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    options: dict[str, Any] = {"local": node_store(), "timeout_s": _LONG_S}
+    if rank == 1:
+        CliqueReplicationStrategy.from_replication_params = lambda **_: os._exit(0)  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as lost:
+        Checkpointer({"m": torch.nn.Linear(1, 1)}, **options)
+    return str(lost.value), time.monotonic() - began, lines
 
 
-def test_a_class_of_the_script_that_is_imported_now_is_told_by_both_names(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_SCRIPT)
-    local = str(tmp_path / "nodes")
+def test_a_rank_that_does_not_come_is_waited_for_in_time_and_named_meanwhile(
+    tmp_path: Path,
+) -> None:
+    ended = run_ranks(
+        _make_while_another_ends, 2, expect_dead=[1], store_per_node=stores(tmp_path, 2)
+    )
 
-    def run(*command: str) -> str:
-        ran = subprocess.run(
-            [sys.executable, *command, local],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return ran.stderr
-
-    assert "Error" not in run("train.py")
-    text = run("-c", "import sys; sys.path.insert(0, '.'); import train; train.run(sys.argv[1])")
-
-    assert "UnsafeGlobalError" in text
-    assert "train.Conf is allowed, and was saved as __main__.Conf" in text
-    assert "pass safe_globals=[(Conf, '__main__.Conf')]" in text
+    assert isinstance(ended[1], DeadRank)
+    error, took_s, lines = ended[0]
+    assert "rank 1" in error
+    assert took_s < 4 * _LONG_S
+    assert any(line.startswith("rank 0 has waited") and ", for rank 1" in line for line in lines), (
+        lines
+    )

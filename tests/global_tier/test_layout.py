@@ -77,7 +77,7 @@ def items_of_a_rank(draw: st.DrawFn) -> list[WriteItem]:
     return draw(st.permutations(items))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(items_of_a_rank(), st.integers(1, 5), st.sampled_from([None, "model", "x"]))
 def test_every_item_has_one_place_in_one_file(
     items: list[WriteItem], bins: int, hint: str | None
@@ -92,7 +92,7 @@ def test_every_item_has_one_place_in_one_file(
     assert all(file.slots or file.others for file in files)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(items_of_a_rank(), st.integers(1, 5))
 def test_no_two_items_overlap_and_values_are_aligned(items: list[WriteItem], bins: int) -> None:
     files = lay_out(items, bins)
@@ -111,7 +111,7 @@ def test_no_two_items_overlap_and_values_are_aligned(items: list[WriteItem], bin
             assert slot.data % (4096 if slot.nbytes >= PAGE_ALIGNED_NBYTES else 64) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(items_of_a_rank(), st.integers(1, 5))
 def test_no_file_holds_more_than_another_by_more_than_the_largest_item(
     items: list[WriteItem], bins: int

@@ -61,8 +61,8 @@ def test_a_value_that_differs_on_all_ranks_hides_none_that_differs_on_one() -> N
         assert left in str(raised.value)
 
 
-@pytest.mark.parametrize("names", [4, 400])
-def test_what_ranks_say_of_common_values_grows_with_neither_names_nor_ranks(names: int) -> None:
+def test_what_ranks_say_of_common_values_grows_with_neither_names_nor_ranks() -> None:
+    names = 100
     planner = DefaultSavePlanner()
     planner.set_up_planner({f"layer{n}": torch.ones(2) for n in range(names)}, None, True)
     plan = planner.create_local_plan()

@@ -73,40 +73,6 @@ def told_by(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def _load_from_own_directory(
-    rank: int, world_size: int, root: Path, share_metadata: bool
-) -> str | None:
-    # Only the first rank's directory has metadata.
-    reader = CachedMetadataFileSystemReader(
-        root / str(rank), share_metadata=share_metadata, timeout_s=20.0
-    )
-    if not share_metadata and rank:
-        return told_by(reader.read_metadata)
-    state = blank(state_of(1))
-    dcp.load(
-        state, storage_reader=reader, planner=ReshardingLoadPlanner(), no_dist=not share_metadata
-    )
-    assert_same(state, state_of(1))
-    return None
-
-
-def test_one_rank_reads_the_metadata_for_all(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "0", state_of(1))
-    for rank in range(1, 4):
-        (tmp_path / str(rank)).mkdir()
-        for file in data_files(tmp_path / "0"):
-            os.link(file, tmp_path / str(rank) / file.name)
-
-    shared = run_ranks(_load_from_own_directory, 4, tmp_path, True)
-    alone = run_ranks(_load_from_own_directory, 2, tmp_path, False)
-
-    assert shared == [None] * 4
-    # The directories are as they must be for this to tell anything.
-    assert alone[0] is None
-    assert "StorageError" in alone[1]
-    assert str(tmp_path / "1" / ".metadata") in alone[1]
-
-
 def _load_an_object_on_one(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     """By torch's interface for storage, with metadata that another reader has read."""
     metadata = CachedMetadataFileSystemReader(path).read_metadata()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
@@ -17,18 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Placement,
     Replicate,
     Shard,
     distribute_tensor,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
 )
 
 from localckpt import MismatchError
@@ -42,7 +35,6 @@ from tests.global_tier.models import (
     misdescribed,
     run_sharded,
     states_of,
-    step,
 )
 from tests.managers.jobs import assert_same, error_of
 
@@ -141,55 +133,6 @@ def test_every_placement_on_1d_and_2d_meshes_is_loaded_into_every_other(tmp_path
     told = run_sharded(_load_every_placement_into_every_other, 4, tmp_path)
 
     assert told == [12 * 12 * len(SHAPES)] * 4
-
-
-def _tensor_parallel(mesh: DeviceMesh, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-def _go_between_ways_to_be_parallel(rank: int, world_size: int, root: Path) -> None:
-    line = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-
-    def make(kind: str, seed: int) -> dict[str, Any]:
-        if kind == "tensor":
-            model = _tensor_parallel(line, seed)
-        elif kind == "data and tensor":
-            model = _tensor_parallel(square["tensor"], seed)
-            fully_shard(model, mesh=square["data"])
-        else:
-            torch.manual_seed(seed)
-            model = nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5))
-            fully_shard(model, mesh=line)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer)
-        return states_of(model, optimizer)
-
-    kinds = ("tensor", "data and tensor", "data")
-    with manager_on(root) as manager:
-        for iteration, kind in enumerate(kinds):
-            manager.save(make(kind, seed=iteration), iteration, is_async=True)
-        # All values depend on the seed alone. They are compared as each rank has them, because
-        # torch 2.8 mixes up rows when it gathers strided shards of unequal sizes.
-        for iteration, other in product(range(len(kinds)), kinds):
-            state = make(other, seed=99)
-            manager.load(into=state, iteration=iteration)
-            assert_same(_local_parts(state), _local_parts(make(other, seed=iteration)))
-
-
-def _local_parts(state: Any) -> Any:
-    """A state with the parts of its tensors that this rank has."""
-    if isinstance(state, dict):
-        return {key: _local_parts(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_local_parts(value) for value in state)
-    return state.to_local() if isinstance(state, DTensor) else state
-
-
-def test_tensor_parallel_models_are_loaded_into_fsdp_and_back(tmp_path: Path) -> None:
-    run_sharded(_go_between_ways_to_be_parallel, 4, tmp_path)
 
 
 # Other kinds of tensors.

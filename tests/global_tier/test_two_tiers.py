@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,18 +23,22 @@ KILLED_AT = 10
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a training leaves that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    _run(RANKS, folder)
-    return folder
+def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    _run(RANKS, undisturbed)
+    _run_until_killed(killed)
+    _damage(_shards(killed, 8)[1])
+
+    _run(RANKS, killed)
+
+    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
+    assert_same(_end_of(killed), _end_of(undisturbed))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a training leaves that was killed with 8 on the nodes and 7 on shared storage."""
-    folder = tmp_path_factory.mktemp("killed")
+def _run_until_killed(folder: Path) -> None:
+    """Train until 8 is on the nodes and 7 on shared storage."""
     with start_ranks(_train_until_killed, RANKS, folder, **_options(folder)) as group:
         for rank in range(RANKS):
             group.await_announced(f"rank {rank} stands still", WAIT_S)
@@ -44,36 +47,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(RANKS):
             group.kill(rank)
         group.join(WAIT_S, expect_dead=range(RANKS))
-    return folder
-
-
-@pytest.fixture
-def folder(killed: Path, tmp_path: Path) -> Path:
-    """A copy of what the killed training left."""
-    shutil.copytree(killed, tmp_path / "job")
-    return tmp_path / "job"
-
-
-def test_goes_on_from_the_nodes_if_theirs_is_newer(
-    folder: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    _run(RANKS, folder)
-
-    assert "goes on after iteration 8, from the nodes" in capfd.readouterr().out
-    assert_same(_end_of(folder), _end_of(undisturbed))
-
-
-def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
-    folder: Path,
-    undisturbed: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    _damage(_shards(folder, 8)[1])
-
-    _run(RANKS, folder)
-
-    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
-    assert_same(_end_of(folder), _end_of(undisturbed))
 
 
 def _run(ranks: int, folder: Path) -> None:

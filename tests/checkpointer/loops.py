@@ -20,7 +20,7 @@ import torch.distributed as dist
 import localckpt
 from tests.ranks import announce, node_store
 
-__all__ = ["Loader", "Outcome", "Sharding", "full_weights", "stores", "train"]
+__all__ = ["Loader", "Outcome", "Sharding", "full_weights", "save_once", "stores", "train"]
 
 Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
 
@@ -177,6 +177,13 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> str:
     """This rank's part of some tensors, as text."""
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return "".join(bytes(t.detach().reshape(-1).view(torch.uint8).tolist()).hex() for t in local)
+
+
+def save_once(state: dict[str, Any], **options: Any) -> None:
+    """Save one step of a training state, also to shared storage if there is one."""
+    with localckpt.Checkpointer(state, **options) as checkpointer:
+        checkpointer.step(checkpointer.resume())
+        checkpointer.save(0, shared="shared" in options)
 
 
 def stores(tmp_path: Path, count: int) -> list[Path]:

@@ -13,7 +13,7 @@ import torch
 
 import localckpt
 from localckpt import Checkpointer, MismatchError, Values
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import save_once, stores
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
@@ -190,11 +190,7 @@ def _save(rank: int, world_size: int, shared: Path) -> None:
         key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank))) for n, key in _KEYS.items()
     }
     private = {key: "keep" for name, key in _KEYS.items() if name.startswith("stage")}
-    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "private": private}
-    with Checkpointer(state, local=node_store(), **options) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
+    save_once(state, local=node_store(), shared=shared, timeout_s=_S, private=private)
 
 
 def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from localckpt import Checkpointer, CheckpointingException, MismatchError, NoReplicasAvailableError
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import save_once, stores
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
@@ -70,10 +70,7 @@ def _state(rank: int, fill: float, *, sharded: int = 0, **parts: Any) -> dict[st
 
 def _saved(rank: int, world_size: int, shared: Path) -> None:
     state = _state(rank, 3.0, sharded=world_size)
-    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "rng": False}
-    with Checkpointer(state, local=node_store() / "nodes", **options) as checkpointer:
-        checkpointer.step(checkpointer.resume())
-        checkpointer.save(0, shared=True)
+    save_once(state, local=node_store() / "nodes", shared=shared, timeout_s=_S, rng=False)
 
 
 def _as_saved(rank: int, sharded: int) -> dict[str, Any]:
@@ -205,8 +202,7 @@ def test_a_changed_program_resumes_what_it_names_or_is_told_of_all_that_it_chang
 def test_wrong_names_are_an_error_that_lists_what_is_there(
     arguments: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with Checkpointer(_state(0, 3.0), local=tmp_path, rng=False) as checkpointer:
-        checkpointer.step(checkpointer.resume())
+    save_once(_state(0, 3.0), local=tmp_path, rng=False)
 
     with Checkpointer(_state(0, 5.0), local=tmp_path, rng=False) as checkpointer:
         text = error_of(lambda: checkpointer.resume(**arguments))
@@ -238,9 +234,7 @@ def test_what_is_let_go_is_logged_by_name(
     tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"shared": tmp_path / "shared", "rng": False}
-    with Checkpointer(_state(0, 3.0), local=tmp_path / "local-nodes", **options) as saver:
-        saver.resume()
-        saver.step(0)
+    save_once(_state(0, 3.0), local=tmp_path / "local-nodes", **options)
     state = _with_more(0, 0)
 
     with (

@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import localckpt
-from localckpt import Best, Checkpointer, CheckpointingException, Retention
+from localckpt import Best, Checkpointer, Retention
 from tests.checkpointer.loops import stores
 from tests.managers.jobs import MAX_S
 from tests.ranks import node_store, run_ranks
@@ -99,20 +98,3 @@ def test_two_ranks_keep_what_the_first_one_says_is_best_with_a_node_replaced(
 
     second = {4: 5.0, 5: 6.0, 6: 7.0}
     assert run_ranks(_on_rank, 2, second, store_per_node=nodes) == [(4, [6, 5, 1], 3.0)] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"keep_last": 2}, "give keep_last= or retention=, not both"),
-        ({"retention": Retention(best=Best("loss"))}, "need last=, at least 1"),
-        ({"retention": Retention(last=2, every=9)}, "every= would fill them"),
-    ],
-)
-def test_rules_that_make_no_sense_make_nothing(
-    options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        _run(tmp_path / "nodes", {}, **options)
-
-    assert not list(tmp_path.iterdir())

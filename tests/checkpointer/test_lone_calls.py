@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 
 from localckpt import (
-    AsyncCallsQueue,
     Checkpointer,
     CheckpointingException,
-    CliqueReplicationStrategy,
     Every,
     GlobalCheckpointManager,
-    LocalCheckpointManager,
 )
 from tests.checkpointer.loops import stores
 from tests.managers.jobs import error_of
@@ -134,34 +131,3 @@ def test_a_managers_lone_save_to_shared_storage_fails_alone(
     assert [len(errors) for errors, _ in ended] == [1 - lone, lone]
     assert "iteration 11" in ended[lone][0][0]
     assert ended[0][1] == ended[1][1] == list(range(39, 0, -5))
-
-
-def _drop_a_request(rank: int, world_size: int) -> tuple[int, int]:
-    """Save by hand, dropping a request of one rank alone; returns failures, and the newest."""
-    failed, state = 0, {"value": torch.ones(4)}
-    redundancy = CliqueReplicationStrategy.from_replication_params(1, 2)
-    with (
-        LocalCheckpointManager(node_store(), repl_strategy=redundancy, timeout=5.0) as manager,
-        AsyncCallsQueue(timeout_s=4.0) as queue,
-    ):
-        for step in range(4, 40, 5):
-            if step == 14 and rank == 1:
-                manager.save(state, 11, is_async=True)
-            dist.barrier()
-            try:
-                queue.schedule_async_request(manager.save(state, step, is_async=True))
-                queue.maybe_finalize_async_calls(blocking=True)
-            except CheckpointingException:
-                failed += 1
-        return failed, manager.find_latest()
-
-
-def test_after_a_request_that_one_rank_makes_alone_and_drops_the_ranks_save_together_again(
-    tmp_path: Path,
-) -> None:
-    ended = run_ranks(_drop_a_request, 2, store_per_node=stores(tmp_path, 2))
-
-    for failed, newest in ended:
-        # The save that one rank refuses, and the next, in which they find themselves apart.
-        assert failed == 2
-        assert newest == 39

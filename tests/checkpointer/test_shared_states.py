@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_module
 
 from localckpt import Checkpointer, CheckpointingException, MismatchError, replicated
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import save_once, stores
 from tests.ranks import node_store, run_ranks
 
 
@@ -84,11 +84,7 @@ def _try(rank: int, shared: Path, node: Path, kind: str) -> list[Any]:
     groups = state["opt"].param_groups if kind == "rates" else [{"lr": 0}]
     saved = [*_digests(state["model"]), groups[0]["lr"]]
     options: dict[str, Any] = {"shared": shared, "timeout_s": 20, "events": ()}
-    with Checkpointer(state, local=node / "a", **options) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-        checkpointer.wait_until_finished()
+    save_once(state, local=node / "a", **options)
     for tensor in state["model"].state_dict().values():
         tensor.zero_()
     groups[0]["lr"] = 0

@@ -14,7 +14,7 @@ from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
 from tests.checkpointer.loops import stores
 from tests.events.sinks import Kept
-from tests.managers.jobs import damage, put_back, take_away
+from tests.managers.jobs import damage, take_away
 from tests.ranks import node_store, run_ranks
 
 _NBYTES = 40_000
@@ -180,18 +180,3 @@ def test_a_damaged_file_is_recorded_when_it_is_put_aside(tmp_path: Path) -> None
     assert quarantined.details["path"] == str(newest)
     assert quarantined.details["error"]
     assert [event.step for event in sink.named("resume")] == [1]
-
-
-def test_a_save_that_cannot_begin_is_recorded(tmp_path: Path) -> None:
-    sink, local = Kept(), tmp_path / "local"
-    with Checkpointer(_state(), local=local, events=[sink], save_last=False) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        take_away(local / "session-")
-        checkpointer.save(0)
-        assert checkpointer.failed_saves == 1
-        put_back(local / "session-")
-
-    (save,) = sink.named("save")
-    assert (save.step, save.outcome, save.error_class) == (0, "failed", "StorageError")
-    assert not sink.named("blocking")

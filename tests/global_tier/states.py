@@ -45,6 +45,7 @@ __all__ = [
     "save",
     "state_of",
     "tensor_of",
+    "write",
 ]
 
 
@@ -211,12 +212,17 @@ def save(
 ) -> None:
     """Plan, stage, write and finish, here and now, as a queue would have it done."""
     planned = save_state_dict_async_plan(state, writer, planner=planner, **options)
+    write(writer)
+    save_state_dict_async_finalize(*planned)
+
+
+def write(writer: FileSystemWriterAsync) -> None:
+    """Stage and write what was planned, if there is anything."""
     function, preload, args = writer.get_save_function_and_args()
     if function is not None:
         assert preload is not None
         args[1] = preload()
         function(*args)
-    save_state_dict_async_finalize(*planned)
 
 
 def load_with_torch(path: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:

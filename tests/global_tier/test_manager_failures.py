@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -29,7 +28,6 @@ from tests.global_tier.models import (
     at_each_rename,
     checkpoints_in,
     leftovers_in,
-    loaded_by,
     manager_on,
     state_of,
 )
@@ -277,28 +275,6 @@ def test_a_rank_that_dies_in_a_save_is_named_and_leaves_the_old_checkpoint_or_th
     # Epochs count what was begun and is still there, too.
     assert checkpoints_in(tmp_path) == [*names, f"iteration_00000009.000{3 - death.victim}"]
     assert leftovers_in(tmp_path) == []
-
-
-def test_unfinished_directories_are_never_found(tmp_path: Path) -> None:
-    unfinished = (
-        ".iteration_00000002.0001.0123abcd.partial",
-        ".iteration_00000003.0001.old.removed",
-        "iteration_00000004",
-        "iteration_5.0001",
-        "iteration_00000006.0001.partial",
-        "iteration_00000007.0001",
-    )
-    with manager_on(tmp_path) as manager:
-        manager.save(state_of(1, 0), 1, is_async=False)
-        for name in unfinished:
-            shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / name)
-        (tmp_path / unfinished[-1] / "localckpt.json").unlink()
-
-        assert_loads(manager, 0, 1)
-        for iteration in range(2, 8):
-            assert "there is no checkpoint" in error_of(
-                lambda iteration=iteration: loaded_by(manager, 0, iteration)
-            )
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -30,6 +30,7 @@ from tests.global_tier.states import (
     load_with_torch,
     save,
     tensor_of,
+    write,
 )
 from tests.ranks import announce, await_announced, run_ranks
 
@@ -207,14 +208,10 @@ def _save_as_a_queue_that_knows_no_errors(
     planned = save_state_dict_async_plan(
         state, writer, None, coordinator, planner, timeout_s=TIMEOUT_S
     )
-    function, preload, args = writer.get_save_function_and_args()
-    if function is not None:
-        assert preload is not None
-        args[1] = preload()
-        try:
-            function(*args)
-        except CheckpointingException as error:
-            print(f"the queue does not tell: {error}")
+    try:
+        write(writer)
+    except CheckpointingException as error:
+        print(f"the queue does not tell: {error}")
     save_state_dict_async_finalize(*planned)
 
 
@@ -316,11 +313,7 @@ def _be_slow(rank: int, world_size: int, root: Path) -> tuple[str, str]:
     writer.reset(root / "1")
     writer.slow = rank == 0
     planned = save_state_dict_async_plan(model_of(rank, 1), writer)
-    function, preload, args = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    args[1] = preload()
-    function(*args)
+    write(writer)
     planned[2].timeout_s = 1.0
     dist.barrier()
     told = error_of(lambda: save_state_dict_async_finalize(*planned))

@@ -36,6 +36,7 @@ from tests.global_tier.states import (
     save,
     state_of,
     tensor_of,
+    write,
 )
 
 MakeWriter = Callable[..., FileSystemWriterAsync]
@@ -262,10 +263,7 @@ def test_a_checkpoint_that_is_being_replaced_can_be_loaded_until_the_new_one_is_
 
     planned = save_state_dict_async_plan(new, writer)
     require_old()
-    function, preload, args = writer.get_save_function_and_args()
-    assert function is not None
-    assert preload is not None
-    function(args[0], preload())
+    write(writer)
     require_old()
     save_state_dict_async_finalize(*planned)
 

@@ -272,6 +272,18 @@ def test_the_last_checkpoint_is_kept_and_the_job_says_that_nothing_else_is_left(
     assert _start(tmp_path, 0) == 9
 
 
+def test_what_was_given_up_is_put_back_on_request_and_by_nothing_else(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    assert [_fail(tmp_path) for _ in range(3)] == [6, 6, 3]
+
+    kept = call("clean", "--corrupt", tmp_path)
+    put_back = call("clean", "--put-back", tmp_path)
+
+    assert "left" in kept.out
+    assert "put back 1" in put_back.out
+    assert _fail(tmp_path) == 6
+
+
 def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_path: Path) -> None:
     options = {
         "shared": tmp_path / "shared",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from localckpt import Checkpointer, CheckpointingException, Every, SameMachineReplicationException
+from localckpt import Checkpointer, CheckpointingException, Every
 from tests.checkpointer.loops import stores
 from tests.managers.jobs import iterations_on, put_back, take_away
 from tests.ranks import node_store, run_ranks
@@ -42,6 +42,8 @@ def _state() -> dict[str, Any]:
         ({"memory": True, "replication_factor": 0}, "1 \\(no copies\\) or more"),
         ({"memory": True, "on_error": "ignore"}, "'warn' or 'raise'"),
         ({"memory": True, "max_failures": 0}, "must be above 0"),
+        ({"memory": True, "every": 1.5}, "every=1.5 is no cadence"),
+        ({"memory": True, "shared_every": Every(overhead=0.01)}, "shared_every takes steps or min"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
@@ -148,30 +150,6 @@ def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path
         assert checkpointer.resume() == 4
 
     assert [value.tensor[0].item() for value in made] == [4.0, 4.0, 4.0]
-
-
-def _copies(rank: int, world_size: int, factor: int | None) -> tuple[str, int]:
-    told = ""
-    try:
-        with Checkpointer(_state(), local=node_store(), replication_factor=factor) as checkpointer:
-            checkpointer.resume()
-            checkpointer.step(0)
-            checkpointer.save(0)
-            checkpointer.wait_until_finished()
-            (status,) = checkpointer.manager.status()
-            return told, status.copies
-    except SameMachineReplicationException as error:
-        return str(error), 0
-
-
-def test_copies_are_kept_where_there_are_two_nodes(tmp_path: Path) -> None:
-    def run(name: str, nodes: int, factor: int | None) -> list[Any]:
-        return run_ranks(_copies, 2, factor, store_per_node=stores(tmp_path / name, nodes))
-
-    assert run("one node", 1, None) == [("", 1)] * 2
-    assert run("two nodes", 2, None) == [("", 2)] * 2
-    refused = run("one node, copies", 1, 2)
-    assert all(copies == 0 and told for told, copies in refused)
 
 
 def _train_while_the_store_is_away(

@@ -129,16 +129,3 @@ def test_ranks_that_end_after_different_steps_are_told_so(tmp_path: Path) -> Non
 
     assert texts[0] == texts[1]
     assert "rank 0 after step 6, rank 1 after step 7, so the last one is not saved" in texts[0]
-
-
-def _train_on_ranks(rank: int, world_size: int, steps: int, shared: Path) -> tuple[int, list[int]]:
-    return _train(node_store(), steps, shared=shared)
-
-
-def test_any_number_of_ranks_saves_its_last_step(tmp_path: Path) -> None:
-    nodes, shared = stores(tmp_path, 2), tmp_path / "shared"
-
-    assert run_ranks(_train_on_ranks, 2, 13, shared, store_per_node=nodes) == [(0, [9, 12])] * 2
-    ended = run_ranks(_train_on_ranks, 3, 14, shared, store_per_node=nodes)
-
-    assert ended == [(13, [12, 13])] * 3

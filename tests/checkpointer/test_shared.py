@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from localckpt import (
     Best,
     Checkpointer,
-    CheckpointingException,
     Every,
     LocalCheckpointManager,
     NoReplicasAvailableError,
@@ -22,56 +20,6 @@ from localckpt import (
 from localckpt.checkpointer import tiers
 from localckpt.global_tier.folders import find_shared_sessions, why_kept
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from tests.checkpointer.loops import Outcome, Sharding, stores, train
-from tests.ranks import run_ranks
-
-_STEPS = 14
-
-
-def _options(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    return {
-        "shared": tmp_path / "shared",
-        "every": Every(steps=2),
-        "shared_every": Every(steps=5),
-        "save_last": False,
-        **options,
-    }
-
-
-def _run(
-    sharding: Sharding, ranks: int, steps: int, options: dict[str, Any], nodes: list[Path]
-) -> list[Outcome]:
-    outcomes: list[Outcome] = run_ranks(
-        *(train, ranks, sharding, steps, options), store_per_node=nodes
-    )
-    return outcomes
-
-
-@pytest.mark.rows(1)
-@pytest.mark.fault("lost-nodes")
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2", "fsdp1"])
-def test_a_job_that_lost_all_nodes_goes_on_bit_for_bit_from_shared_storage(
-    sharding: Sharding, tmp_path: Path
-) -> None:
-    nodes = stores(tmp_path, 2)
-    never = _options(tmp_path / "undisturbed", every=Every(steps=100), shared_every=Every(steps=99))
-    expected = _run(sharding, 2, _STEPS, never, stores(tmp_path / "undisturbed", 1))
-    _run(sharding, 2, 8, _options(tmp_path), nodes)
-
-    from_nodes = _run(sharding, 2, 9, _options(tmp_path), nodes)
-    for node in nodes:
-        shutil.rmtree(node)
-    from_shared = _run(sharding, 2, _STEPS, _options(tmp_path), nodes)
-    again = _run(sharding, 2, _STEPS + 1, _options(tmp_path), nodes)
-
-    assert [outcome.first for outcome in from_nodes] == [8, 8]
-    assert [outcome.first for outcome in from_shared] == [5, 5]
-    for outcome, reference in zip(from_shared, expected, strict=True):
-        assert outcome.losses == reference.losses[5:]
-        # Running statistics of BatchNorm differ from rank to rank; there they are those of one.
-        assert outcome.weights == reference.weights
-    # What the nodes save after that descends from it, and is newer: at steps 5 to 13.
-    assert [outcome.first for outcome in again] == [14, 14]
 
 
 def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
@@ -124,22 +72,6 @@ def test_rules_metrics_and_pins_reach_shared_storage(tmp_path: Path) -> None:
         (1, 19): ("best",),
         (1, 39): ("newest", "last"),
     }
-
-
-def test_pins_and_rules_without_shared_storage_are_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    with Checkpointer({"model": model}, local=tmp_path / "a") as checkpointer:
-        for call in (checkpointer.pin, checkpointer.unpin):
-            with pytest.raises(CheckpointingException, match="there is no shared storage"):
-                call(0)
-    with pytest.raises(CheckpointingException, match="not both"):
-        Checkpointer(
-            {"model": model},
-            local=tmp_path / "a",
-            shared=tmp_path / "b",
-            shared_keep_last=1,
-            shared_retention=Retention(last=1),
-        )
 
 
 def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, Path]) -> None:

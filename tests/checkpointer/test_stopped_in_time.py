@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ _PATIENCE_S = 120.0
 _LONG = pytest.mark.timeout(400)
 
 
+@functools.cache
 def _exits_s() -> float:
     """Measure how long two processes at once take to import torch and to exit, here and now.
 

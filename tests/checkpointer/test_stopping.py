@@ -37,7 +37,7 @@ print("alive")
 """
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("order", "is_heard"), [("012", False), ("120", False), ("201", True), ("210", True)]
 )

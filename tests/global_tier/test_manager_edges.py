@@ -16,7 +16,7 @@ from localckpt import (
     CorruptShardError,
     MismatchError,
 )
-from tests.global_tier.models import manager_on
+from tests.global_tier.models import checkpoints_in, manager_on
 from tests.ranks import run_ranks
 
 
@@ -172,6 +172,20 @@ def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> l
 
 def test_a_plan_that_fails_leaves_no_directory(tmp_path: Path) -> None:
     assert run_ranks(_plan_what_does_not_go_together, 2, tmp_path) == [[], []]
+
+
+def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".localckpt.lock").mkdir()
+
+    with (
+        manager_on(tmp_path) as manager,
+        pytest.raises(CheckpointingException, match="could not lock"),
+    ):
+        _save(manager, 1)
+
+    assert checkpoints_in(tmp_path) == []
 
 
 def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(

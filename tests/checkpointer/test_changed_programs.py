@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,34 +334,6 @@ def test_a_loop_goes_back_after_a_loss_spike(to: int, tmp_path: Path) -> None:
 
     with Checkpointer(state, **places) as checkpointer:
         assert (checkpointer.resume(), float(weight)) == (to, 99 + to)
-
-
-def _stop_far_back(rank: int, world_size: int) -> tuple[int, int]:
-    state = {"value": torch.nn.Linear(1, 1, bias=False)}
-    options: dict[str, Any] = {"every": 100, "keep_last": 9, "timeout_s": _S}
-    with Checkpointer(state, local=node_store(), **options) as checkpointer:
-        for step in range(checkpointer.resume(), 5000):
-            checkpointer.step(step)
-            # The ranks are about to plan what follows.
-            if step > 700 and checkpointer._pulse.is_under_way:
-                break
-        start = checkpointer.resume(step=99)
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        for step in range(start, 600):
-            time.sleep(0.02)
-            if checkpointer.step(step):
-                break
-    return start, step
-
-
-def test_a_stop_is_heard_at_once_after_going_far_back(tmp_path: Path) -> None:
-    (start, step), other = run_ranks(_stop_far_back, 2, store_per_node=stores(tmp_path, 1))
-
-    assert (start, step) == other
-    assert start == 100
-    # Within the 2 s of a pulse, and far from the steps of before.
-    assert step < 300
 
 
 @pytest.mark.parametrize("tier", ["nodes", "shared"])

@@ -10,9 +10,7 @@ import torch
 
 import localckpt
 from localckpt import Best, Checkpointer, Retention
-from tests.checkpointer.loops import stores
 from tests.managers.jobs import MAX_S
-from tests.ranks import node_store, run_ranks
 
 _LEAST = Retention(last=2, best=Best("loss"))
 
@@ -80,21 +78,3 @@ def test_a_step_that_is_saved_by_hand_or_at_the_end_has_its_metric(tmp_path: Pat
 
     # Step 1 was saved by close().
     assert start({4: 7.0, 5: 8.0}, 4) == [4, 3, 1]
-
-
-def _on_rank(rank: int, world_size: int, losses: dict[int, float], **options: Any) -> Any:
-    mine = {step: loss if rank == 0 else -loss for step, loss in losses.items()}
-    return _run(node_store(), mine, **options)
-
-
-def test_two_ranks_keep_what_the_first_one_says_is_best_with_a_node_replaced(
-    tmp_path: Path,
-) -> None:
-    nodes = stores(tmp_path, 2)
-    first = {0: 3.0, 1: 0.5, 2: 2.0, 3: 4.0}
-    assert run_ranks(_on_rank, 2, first, store_per_node=nodes) == [(0, [3, 2, 1], 0.0)] * 2
-
-    nodes = [tmp_path / "another", nodes[1]]
-
-    second = {4: 5.0, 5: 6.0, 6: 7.0}
-    assert run_ranks(_on_rank, 2, second, store_per_node=nodes) == [(4, [6, 5, 1], 3.0)] * 2

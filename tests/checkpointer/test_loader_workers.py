@@ -97,54 +97,6 @@ def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_in_order(
 
 # One rank.
 
-_LOOP = """
-import os, sys, time, torch, localckpt
-batches = int(sys.argv[2])
-model = torch.nn.Linear(4, 1)
-loader = iter(torch.utils.data.DataLoader(torch.ones(100_000, 4), num_workers=2))
-with localckpt.Checkpointer({"m": model}, local=sys.argv[1], every=100_000) as checkpointer:
-    first = checkpointer.resume()
-    print("resumed", first, flush=True)
-    for step in range(first, first + 10_000):
-        for number in range(batches):
-            if step == 200 and number == batches - 1:
-                trainer = os.getpid()
-                workers = open(f"/proc/self/task/{trainer}/children").read().split()
-                os.system(f"kill -TERM {trainer} {' '.join(workers)}")
-                time.sleep(1)
-            batch = next(loader)
-            model(batch).sum().backward()
-        model.zero_grad()
-        print("step", step, flush=True)
-        if checkpointer.step(step):
-            break
-        time.sleep(0.01)
-"""
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(("batches", "is_saved"), [(1, True), (2, False)])
-def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_has_changed(
-    batches: int, is_saved: bool, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    command = [sys.executable, "-c", _LOOP, str(tmp_path), str(batches)]
-
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env=environment,
-    )
-
-    last = int(re.findall(r"^step (\d+)$", ended.stdout, re.MULTILINE)[-1])
-    assert ended.returncode == 1
-    assert "DataLoader worker" in ended.stderr
-    assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
-    with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
-        assert checkpointer.resume() == (last + 1 if is_saved else 0)
-
 
 class _Stuck(Dataset[int]):
     def __len__(self) -> int:

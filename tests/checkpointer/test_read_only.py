@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, CheckpointingException
-from tests.checkpointer.loops import stores
-from tests.ranks import node_store, run_ranks
+from tests.ranks import run_ranks
 
 _S = 20.0
 
@@ -72,26 +71,3 @@ def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
         assert reader.resume() == 0
 
     assert list(tmp_path.iterdir()) == []
-
-
-def _weights(rank: int, world_size: int) -> list[float]:
-    state = {**_state(0.0), "rate": (lambda: 1, lambda value: None)}
-    with Checkpointer(state, local=node_store(), read_only=True, timeout_s=_S) as reader:
-        assert reader.resume(only=["layer"]) == 8
-    return [float(value) for value in state["layer"].bias]
-
-
-def _train(rank: int, world_size: int) -> None:
-    layer = _state(3.0)["layer"]
-    optimizer = torch.optim.AdamW(layer.parameters())
-    state = {"layer": layer, "optimizer": optimizer}
-    with Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer:
-        for step in range(checkpointer.resume(), 8):
-            checkpointer.step(step)
-
-
-def test_one_process_evaluates_the_weights_that_two_ranks_have_saved(tmp_path: Path) -> None:
-    nodes = stores(tmp_path, 1)
-    run_ranks(_train, 2, store_per_node=nodes)
-
-    assert run_ranks(_weights, 1, store_per_node=nodes) == [[3.0, 3.0]]

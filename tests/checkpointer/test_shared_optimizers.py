@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from localckpt import Checkpointer, MismatchError
-from tests.checkpointer.loops import Sharding, make_model
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import assert_same
 
 _Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -83,23 +82,6 @@ def _on_both(path: Path, state: dict[str, Any]) -> Checkpointer:
     return Checkpointer(state, local=path / "local", shared=path / "shared", events=())
 
 
-def _assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.device) == (other.dtype, other.device)
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            _assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            _assert_same(*pair)
-    else:
-        assert one == other
-
-
 @pytest.mark.rows(4)
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
@@ -116,7 +98,7 @@ def test_states_of_each_optimizer_come_back_as_they_were(
         checkpointer.step(0)
         checkpointer.save(0, shared=True)
         checkpointer.wait_until_finished()
-    _assert_same(optimizer.state_dict(), before)
+    assert_same(optimizer.state_dict(), before)
     expected = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
 
     again = _Net()
@@ -124,13 +106,13 @@ def test_states_of_each_optimizer_come_back_as_they_were(
     if has_gradients:
         again(torch.ones(2, 4), True).sum().backward()
     with _resumed(tmp_path, {"model": again, "optimizer": loaded}):
-        _assert_same(loaded.state_dict(), expected[1])
+        assert_same(loaded.state_dict(), expected[1])
         for number in range(2, 5):
             _step(model, optimizer, number, both=True)
             _step(again, loaded, number, both=True)
 
-    _assert_same(again.state_dict(), model.state_dict())
-    _assert_same(loaded.state_dict(), optimizer.state_dict())
+    assert_same(again.state_dict(), model.state_dict())
+    assert_same(loaded.state_dict(), optimizer.state_dict())
 
 
 def test_names_on_shared_storage_are_those_of_torchs_own_programs(tmp_path: Path) -> None:
@@ -152,7 +134,7 @@ def test_names_on_shared_storage_are_those_of_torchs_own_programs(tmp_path: Path
 
         dcp.load({"optimizer": zeros}, checkpoint_id=folder, no_dist=True)
 
-    _assert_same(zeros, expected)
+    assert_same(zeros, expected)
 
 
 def _fewer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -200,7 +182,7 @@ def test_an_optimizer_that_was_changed_is_an_error_before_anything_is_changed(
     ):
         checkpointer.resume()
 
-    _assert_same(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     assert not optimizer.state
 
 
@@ -213,7 +195,7 @@ def test_weights_that_are_frozen_or_thawed_keep_the_states_that_were_saved(tmp_p
     with _resumed(tmp_path, {"model": model, "optimizer": optimizer}):
         pass
 
-    _assert_same(optimizer.state_dict(), saved)
+    assert_same(optimizer.state_dict(), saved)
 
 
 class _Custom(torch.optim.SGD):
@@ -255,7 +237,7 @@ def test_all_that_an_optimizer_of_the_users_has_comes_back(lost: str, tmp_path: 
     with _on_both(tmp_path, again) as checkpointer:
         assert checkpointer.resume() == 1
 
-    _assert_same(again["optimizer"].state_dict(), state["optimizer"].state_dict())
+    assert_same(again["optimizer"].state_dict(), state["optimizer"].state_dict())
 
 
 @pytest.mark.fault("changed-program")
@@ -285,50 +267,3 @@ def _save(path: Path) -> dict[str, Any]:
         checkpointer.step(0)
         checkpointer.save(0, shared=True)
     return copy.deepcopy(optimizer.state_dict())
-
-
-def _train_sharded(
-    rank: int, world_size: int, sharding: Sharding, kind: str, shared: Path, steps: int
-) -> dict[str, Any]:
-    """Resume, make some steps in which one layer has no gradients, and return all states whole."""
-    model = make_model(sharding)
-    late = [p for name, p in model.named_parameters() if "3" in name.split(".")]
-    for p in late:
-        p.requires_grad_(False)
-    optimizer = _OPTIMIZERS[kind](list(model.parameters()))
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(state, local=node_store(), shared=shared, rng=False) as checkpointer:
-        for step in range(checkpointer.resume(), steps):
-            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
-            model.eval()(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            checkpointer.step(step)
-        if steps:
-            checkpointer.save(steps - 1, shared=True)
-    return {
-        f"{number}.{key}": value.full_tensor() if hasattr(value, "full_tensor") else value
-        for number, values in optimizer.state_dict()["state"].items()
-        for key, value in values.items()
-    }
-
-
-@pytest.mark.rows(2)
-@pytest.mark.fault("world-size")
-@pytest.mark.parametrize(
-    ("kind", "sharding", "others"),
-    [("AdamW", "fsdp2", 3), ("SGD-momentum", "ddp", 1), ("ASGD", "fsdp2", 1)],
-)
-def test_another_number_of_ranks_gets_the_states_that_were_saved_and_no_others(
-    kind: str, sharding: Sharding, others: int, tmp_path: Path
-) -> None:
-    shared = tmp_path / "shared"
-    first, second = (tmp_path / name for name in ("first", "second"))
-    saved = run_ranks(*(_train_sharded, 2, sharding, kind, shared, 2), store_per_node=[first])
-
-    loaded = run_ranks(
-        *(_train_sharded, others, sharding, kind, shared, 0), store_per_node=[second]
-    )
-
-    for states in loaded:
-        _assert_same(states, saved[0])

@@ -185,49 +185,6 @@ def test_weights_that_are_tied_or_apart_since_are_refused(was_tied: bool, tmp_pa
     assert _values({"model": model}) == before
 
 
-def _viewed(kind: str, value: float) -> torch.nn.Module:
-    """Make a module with two values, of which one may be a view of the other."""
-    model = torch.nn.Module()
-    whole = torch.arange(20_000 if kind == "large buffers" else 16.0) * value
-    rest = whole[2:] if kind.endswith("buffers") else whole.view(4, 4).t()
-    other = torch.zeros_like(rest) if kind.startswith("apart") else rest
-    if kind.endswith("buffers"):
-        model.register_buffer("one", whole)
-        model.register_buffer("other", other)
-    else:
-        model.one = torch.nn.Parameter(whole.view(4, 4))
-        model.other = torch.nn.Parameter(other)
-    return model
-
-
-@pytest.mark.fault("changed-program")
-@pytest.mark.parametrize("kind", ["large buffers", "small buffers", "transposed weights"])
-def test_values_that_share_memory_in_another_form_come_back(kind: str, tmp_path: Path) -> None:
-    model = _viewed(kind, 3)
-    _save(tmp_path, {"model": model})
-
-    with _resumed(tmp_path, {"model": (again := _viewed(kind, 5))}):
-        assert _values({"model": again}) == _values({"model": model})
-
-
-@pytest.mark.fault("changed-program")
-@pytest.mark.parametrize("kind", ["buffers", "weights"])
-def test_values_that_share_memory_since_are_refused_also_in_another_form(
-    kind: str, tmp_path: Path
-) -> None:
-    _save(tmp_path, {"model": _viewed(f"apart {kind}", 3)})
-    model = _viewed(kind, 5)
-    before = _values({"model": model})
-
-    with (
-        pytest.raises(MismatchError, match=r"one: saved with memory of its own, given sharing"),
-        _resumed(tmp_path, {"model": model}),
-    ):
-        pass
-
-    assert _values({"model": model}) == before
-
-
 @pytest.mark.fault("changed-program")
 def test_an_optimizer_of_weights_that_were_tied_is_refused_before_anything_is_changed(
     tmp_path: Path,

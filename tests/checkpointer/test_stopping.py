@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,42 +16,6 @@ import torch
 from localckpt import Checkpointer, CheckpointingException
 
 _AT_ONCE_S = 5.0
-
-_CLOSED = """
-import os, signal, sys, time, torch, localckpt
-path, order, heard = sys.argv[1], map(int, sys.argv[2]), sys.argv[3]
-if heard:
-    signal.signal(signal.SIGTERM, lambda *_: print("heard"))
-made = [
-    localckpt.Checkpointer({"m": torch.nn.Linear(1, 1)}, local=path, session_id=name, events=())
-    for name in "abc"
-]
-for number in order:
-    made[number].resume()
-    made[number].close()
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.1)
-print("alive")
-"""
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    ("order", "is_heard"), [("012", False), ("120", False), ("201", True), ("210", True)]
-)
-def test_closed_in_any_order_they_leave_signals_to_what_was_there_before(
-    order: str, is_heard: bool, tmp_path: Path
-) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _CLOSED, str(tmp_path), order, "heard" * is_heard],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    assert ended.stdout.split() == (["heard", "alive"] if is_heard else [])
-    assert ended.returncode == (0 if is_heard else -signal.SIGTERM)
 
 
 def _wait(begun: Any) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +26,9 @@ from localckpt import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load import ReshardingLoadPlanner
-from localckpt.global_tier.metadata import StorageInfo, read_metadata
-from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader, ItemRead
+from localckpt.global_tier.metadata import read_metadata
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.state_dict.boxes import Rectangle
-from localckpt.state_dict.part_reads import Part
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import (
     assert_same,
@@ -196,62 +193,6 @@ def test_a_rank_that_reads_for_all_and_does_not_come_is_named(tmp_path: Path) ->
 
     assert told.startswith(PeerLostError.__name__)
     assert "rank 0 has not told" in told
-
-
-class InFlight:
-    """Bytes of whole items that are held at once, of as many items as are to meet."""
-
-    def __init__(self, together: int) -> None:
-        self._lock = threading.Lock()
-        self._meet = threading.Barrier(together)
-        self.nbytes = self.most = 0
-
-    def hold(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes += nbytes
-            self.most = max(self.most, self.nbytes)
-
-    def meet(self) -> None:
-        # All that may be in flight together are, or this raises.
-        self._meet.wait(20.0)
-
-
-class Held:
-    """An item that is read whole."""
-
-    def __init__(self, name: str, flight: InFlight) -> None:
-        self.info = StorageInfo(name, 0, MIB)
-        self.held_nbytes = MIB
-        self.data = torch.empty(0, dtype=torch.uint8)
-        self._flight = flight
-
-    def parts(self) -> list[Part]:
-        self._flight.hold(MIB)
-        self.data = torch.empty(MIB, dtype=torch.uint8)
-        whole = Rectangle((0,), (MIB,))
-        return [Part.contiguous(0, torch.uint8, (MIB,), whole, self.data)]
-
-    def take(self) -> bool:
-        self._flight.meet()
-        self._flight.hold(-MIB)
-        return True
-
-
-@pytest.mark.parametrize(("limit", "together"), [(4 * MIB, 4), (1, 1)])
-def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
-    tmp_path: Path, limit: int, together: int
-) -> None:
-    flight = InFlight(together)
-    items = [Held(f"__{i}_0.distcp", flight) for i in range(16)]
-    for i, item in enumerate(items):
-        (tmp_path / item.info.relative_path).write_bytes(bytes([i]) * MIB)
-    reader = CachedMetadataFileSystemReader(tmp_path, concurrent_bytes=limit)
-
-    reader.read_items(cast(list[ItemRead], items))
-
-    assert flight.most == max(limit, MIB)
-    assert all(item.data.eq(i).all() for i, item in enumerate(items))
-    assert reader.nbytes_read == 16 * MIB
 
 
 @pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB])

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples import model, two_tiers
-from localckpt.memory.digests import BLOCK_NBYTES
-from tests.managers.jobs import assert_same
+from tests.managers.jobs import assert_same, damage
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 RANKS = 2
@@ -29,7 +28,8 @@ def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     _run(RANKS, undisturbed)
     _run_until_killed(killed)
-    _damage(_shards(killed, 8)[1])
+    # In a tensor: the first block is read to find the shard.
+    damage(_shards(killed, 8)[1], 0.9)
 
     _run(RANKS, killed)
 
@@ -96,15 +96,6 @@ def _shards(folder: Path, iteration: int) -> list[Path]:
 
 def _checkpoint(folder: Path, iteration: int, epoch: int = 1) -> Path:
     return folder / "shared" / "session-two-tiers" / f"iteration_{iteration:08d}.{epoch:04d}"
-
-
-def _damage(path: Path) -> None:
-    """Change a byte of a tensor, not of the first block, which is read to find the shard."""
-    with path.open("r+b") as file:
-        file.seek(BLOCK_NBYTES)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 def _end_of(folder: Path) -> Any:

@@ -128,47 +128,9 @@ def test_three_saves_in_a_row_use_one_layout_and_one_plan(tmp_path: Path, persis
         assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
 
 
-def _run_in_a_fork(request: AsyncRequest) -> None:
-    assert request.async_fn is not None
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            request.async_fn(*request.async_fn_args)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def _with_a_foreign_queue(rank: int, world_size: int, root: Path) -> None:
-    writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
-    for number in range(3):
-        writer.reset(root / str(number))
-        request = request_of(writer, state_of(rank, number))
-        # As Megatron-Core's queue and NVRx's: staged in the trainer, run elsewhere, finalized.
-        assert request.preload_fn is not None
-        args = list(request.async_fn_args)
-        args[1] = request.preload_fn()
-        _run_in_a_fork(request._replace(async_fn_args=tuple(args)))
-        for finalize in request.finalize_fns:
-            finalize()
-    writer.close()
-
-
-def test_requests_work_in_a_queue_that_is_not_ours(tmp_path: Path) -> None:
-    run_ranks(_with_a_foreign_queue, 2, tmp_path)
-
-    for number in range(3):
-        wanted = state_of_all(2, number)
-        assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
-
-
-def _worker_is_killed(
-    rank: int, world_size: int, root: Path, persistent: bool
-) -> tuple[str, str, list[str]]:
+def _worker_is_killed(rank: int, world_size: int, root: Path) -> tuple[str, str, list[str]]:
     writer = FileSystemWriterAsync(root / "0", timeout_s=3.0)
-    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
+    with AsyncCallsQueue(True, timeout_s=PATIENCE_S) as queue:
         request = request_of(writer, state_of(rank, 0))
         hanging = root / "hanging" if rank == 1 else None
         if hanging is not None:
@@ -194,11 +156,10 @@ def _error_of(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.fault("worker-dies")
-@pytest.mark.parametrize("persistent", [True, False], ids=["worker", "fork"])
 def test_a_worker_that_is_killed_fails_its_save_on_every_rank_and_the_next_one_works(
-    tmp_path: Path, persistent: bool
+    tmp_path: Path,
 ) -> None:
-    (told, next_one, there), *others = run_ranks(_worker_is_killed, 2, tmp_path, persistent)
+    (told, next_one, there), *others = run_ranks(_worker_is_killed, 2, tmp_path)
 
     assert "rank 1" in told
     assert "SIGKILL" in told

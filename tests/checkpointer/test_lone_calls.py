@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch.distributed as dist
 
 from localckpt import (
     Checkpointer,
-    CheckpointingException,
     Every,
     GlobalCheckpointManager,
 )
 from tests.checkpointer.loops import stores
-from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
 
@@ -98,33 +95,3 @@ def test_a_lone_save_to_shared_storage_costs_no_later_one(lone: int, tmp_path: P
     )
 
     assert ended == [(1, 19)] * 2
-
-
-def _save_by_hand_to_shared_storage(
-    rank: int, world_size: int, meets: bool, shared: Path
-) -> tuple[list[str], list[int]]:
-    """Save with a manager, one iteration on one rank alone; returns errors, and what is there."""
-    failed = []
-    with GlobalCheckpointManager(shared, timeout=5.0 if meets else 2.0) as manager:
-        for step in range(4, 30, 5):
-            state = {"value": torch.full((4,), float(step))}
-            if step == 14 and rank == 0:
-                save = partial(manager.save, state, 11, is_async=meets)
-                failed.append(error_of(save, CheckpointingException))
-            if not meets:
-                dist.barrier()
-            manager.save(state, step, is_async=meets)
-            manager.wait_until_finished()
-        return failed, manager.all_iterations()
-
-
-@pytest.mark.parametrize("meets", [False, True], ids=["waits", "meets"])
-def test_a_managers_lone_save_to_shared_storage_fails_alone(meets: bool, tmp_path: Path) -> None:
-    (errors, first), (no_errors, second) = run_ranks(
-        _save_by_hand_to_shared_storage, 2, meets, tmp_path
-    )
-
-    (text,) = errors
-    assert "iteration 11" in text
-    assert no_errors == []
-    assert first == second == list(range(29, 0, -5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,56 @@ def test_generators_are_rewound_before_the_first_step_alone(tmp_path: Path) -> N
             made.step(epoch)
 
     assert len(set(drawn)) == 3
+
+
+# Values by name.
+
+
+def _save_values(place: Path, run: localckpt.Values) -> None:
+    with localckpt.Checkpointer({"run": run}, local=place, every=1) as checkpointer:
+        assert checkpointer.resume() == 0
+        checkpointer.step(0)
+
+
+def test_values_come_back_whatever_class_they_have_become(tmp_path: Path) -> None:
+    saved = localckpt.Values(epoch=0, best=math.inf, seen=(), hidden=None)
+    saved.epoch, saved.best = 3, torch.tensor(0.25)
+    saved.seen, saved.hidden = ("a", 1), {"h": torch.ones(2, dtype=torch.bfloat16)}
+    _save_values(tmp_path, saved)
+
+    run = localckpt.Values(epoch=0, best=math.inf, seen=(), hidden=None)
+    with localckpt.Checkpointer({"run": run}, local=tmp_path) as checkpointer:
+        assert checkpointer.resume() == 1
+
+    assert (run.epoch, run.best.item(), run.seen) == (3, 0.25, ("a", 1))
+    assert run.hidden["h"].dtype is torch.bfloat16
+
+
+def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
+    tmp_path: Path,
+) -> None:
+    _save_values(tmp_path, localckpt.Values(epoch=5, best=1.0))
+
+    for given in ({"epoch": 0, "top": 2.0}, {"epoch": 0}, {"epoch": 0, "best": 2.0, "new": 1}):
+        run = localckpt.Values(**given)
+        with (
+            localckpt.Checkpointer({"run": run}, local=tmp_path) as checkpointer,
+            pytest.raises(MismatchError) as caught,
+        ):
+            checkpointer.resume()
+        assert run.state_dict() == given
+        for name in {"epoch", "best"} ^ given.keys():
+            assert name in str(caught.value)
+    run = localckpt.Values(epoch=0, top=2.0)
+    with localckpt.Checkpointer({"run": run}, local=tmp_path) as checkpointer:
+        assert checkpointer.resume(partial=True) == 1
+    assert run.state_dict() == {"epoch": 5, "top": 2.0}
+
+
+def test_names_are_fixed_and_none_hides_a_method() -> None:
+    run = localckpt.Values(epoch=0)
+
+    with pytest.raises(AttributeError, match=r"no value 'epohc' \(there are epoch\)"):
+        run.epohc = 1
+    with pytest.raises(CheckpointingException, match=r"state_dict=\.\.\.\): a method"):
+        localckpt.Values(state_dict=1)

@@ -53,27 +53,37 @@ def scramble(state: Any) -> None:
 # Saving behind training.
 
 
-def _train_on_while_it_is_written(rank: int, world_size: int, root: Path) -> None:
-    gate = threading.Event()
+def _train_on_while_it_is_written(rank: int, world_size: int, root: Path) -> int:
+    gate, committed = threading.Event(), threading.Event()
     at_each_open(".distcp", lambda: gate.wait(MAX_S))
     state = state_of(1, rank)
     with manager_on(root) as manager:
-        manager.save(state, 1, is_async=True)
+        manager.save(state, 1, on_commit=committed.set, is_async=True)
         scramble(state)
         manager.check_for_errors()
         assert checkpoints_in(root) == []
-        dist.barrier()
-        gate.set()
+        steps, after = 0, 0
+        # It is committed while training is inside of its own collectives.
+        while after < 3:
+            values = torch.tensor([rank + 1.0, float(committed.is_set())])
+            dist.all_reduce(values)
+            assert values[0] == world_size * (world_size + 1) / 2
+            steps += 1
+            if steps == 10:
+                gate.set()
+            after += int(values[1] > 0)
         manager.wait_until_finished()
         assert checkpoints_in(root) == ["iteration_00000001.0001"]
         assert_loads(manager, rank, 1)
+    return steps
 
 
-def test_a_save_returns_before_anything_is_written_and_keeps_the_values_of_the_call(
+def test_a_save_keeps_the_values_of_the_call_and_is_written_and_committed_beside_training(
     tmp_path: Path,
 ) -> None:
-    run_ranks(_train_on_while_it_is_written, 2, tmp_path)
+    steps = run_ranks(_train_on_while_it_is_written, 2, tmp_path)
 
+    assert min(steps) >= 13
     assert leftovers_in(tmp_path) == []
 
 
@@ -185,31 +195,6 @@ def test_each_error_is_raised_once_on_every_rank(tmp_path: Path) -> None:
 
     assert checkpoints_in(tmp_path) == ["iteration_00000004.0001"]
     assert leftovers_in(tmp_path) == []
-
-
-def _commit_inside_of_collectives(rank: int, world_size: int, root: Path) -> int:
-    gate, committed = threading.Event(), threading.Event()
-    at_each_open("__1_", lambda: gate.wait(MAX_S))
-    with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1, on_commit=committed.set, is_async=True)
-        steps, after = 0, 0
-        while after < 3:
-            values = torch.tensor([rank + 1.0, float(committed.is_set())])
-            dist.all_reduce(values)
-            assert values[0] == world_size * (world_size + 1) / 2
-            steps += 1
-            if steps == 10:
-                gate.set()
-            after += int(values[1] > 0)
-        manager.wait_until_finished()
-        assert_loads(manager, rank, 1)
-    return steps
-
-
-def test_a_save_is_committed_while_training_is_inside_its_own_collectives(tmp_path: Path) -> None:
-    steps = run_ranks(_commit_inside_of_collectives, 2, tmp_path)
-
-    assert min(steps) >= 13
 
 
 # Which checkpoints there are.

@@ -32,7 +32,7 @@ from tests.global_tier.states import (
     tensor_of,
     write,
 )
-from tests.ranks import announce, await_announced, run_ranks
+from tests.ranks import run_ranks
 
 TIMEOUT_S = 10.0
 _FEW = 4
@@ -294,46 +294,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(
         assert not (root / "1" / ".metadata").exists()
         require_saved(root / "0", model_of_all(0, _FEW))
         require_saved(root / "2", model_of_all(2, _FEW))
-
-
-class _SlowWriter(FileSystemWriterAsync):
-    """Finishes when the other rank has given up waiting."""
-
-    slow = False
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        if self.slow:
-            await_announced("given up")
-        super().finish(metadata, results)
-
-
-def _be_slow(rank: int, world_size: int, root: Path) -> tuple[str, str]:
-    writer = _SlowWriter(root / "0")
-    save(writer, model_of(rank, 0))
-    writer.reset(root / "1")
-    writer.slow = rank == 0
-    planned = save_state_dict_async_plan(model_of(rank, 1), writer)
-    write(writer)
-    planned[2].timeout_s = 1.0
-    dist.barrier()
-    told = error_of(lambda: save_state_dict_async_finalize(*planned))
-    if rank == 1:
-        announce("given up")
-    writer.slow = False
-    dist.barrier()
-    writer.reset(root / "2")
-    told_next = error_of(lambda: save(writer, model_of(rank, 2), timeout_s=TIMEOUT_S))
-    writer.close()
-    return told, told_next
-
-
-def test_the_save_after_one_that_only_some_ranks_took_for_lost_works(tmp_path: Path) -> None:
-    (told, next_one), (told_other, next_other) = run_ranks(_be_slow, 2, tmp_path)
-
-    assert told == ""
-    assert "Whether it was done is not known" in told_other
-    assert [next_one, next_other] == ["", ""]
-    require_saved(tmp_path / "2", model_of_all(2))
 
 
 def _forget_on_one_rank(rank: int, world_size: int, root: Path, forgetful: int) -> list[str]:

@@ -57,7 +57,11 @@ _LONGEST = (
     *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
     *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
     *("integrations/test_transformers.py", "integrations/test_accelerate.py"),
-    *("upstream/test_megatron.py", "integrations/test_ray.py", "checkpointer/test_shared.py"),
+    *(
+        "upstream/test_megatron.py",
+        "integrations/test_ray.py",
+        "checkpointer/test_stopped_in_time.py",
+    ),
 )
 
 _our_temporary_directory = pytest.StashKey[Path]()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import localckpt
 from tests.ranks import announce, node_store
 
-__all__ = ["Loader", "Outcome", "Sharding", "full_weights", "save_once", "stores", "train"]
+__all__ = ["Loader", "Outcome", "Part", "Sharding", "full_weights", "save_once", "stores", "train"]
 
 Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
 
@@ -37,6 +37,19 @@ class Outcome:
     last: int = -1
     weights: str = ""
     buffers: str = ""
+
+
+class Part:
+    """A part of a training state, of one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
 
 
 class Loader:

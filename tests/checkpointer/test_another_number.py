@@ -13,7 +13,7 @@ import torch
 
 import localckpt
 from localckpt import Checkpointer, MismatchError, Values
-from tests.checkpointer.loops import save_once, stores
+from tests.checkpointer.loops import Part, save_once, stores
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
@@ -24,24 +24,11 @@ Becomes = Literal["saved", "made", "own", "made by the rule", "of a rank", "refu
 """``own``: that of the rank's number, as made on ranks beyond; ``of a rank``: of any one."""
 
 
-class _Box:
-    """Part with one value, which may change its class."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-class _Loader(_Box):
+class _Loader(Part):
     """Data loader with a place of its own."""
 
 
-class _Sampled(torch.utils.data.Sampler[int], _Box):  # type: ignore[misc]
+class _Sampled(torch.utils.data.Sampler[int], Part):  # type: ignore[misc]
     """Sampler of torch's with a place in its state."""
 
     def __init__(self, value: Any) -> None:
@@ -49,7 +36,7 @@ class _Sampled(torch.utils.data.Sampler[int], _Box):  # type: ignore[misc]
 
 
 def _pair(value: Any) -> Any:
-    box = _Box(value)
+    box = Part(value)
     return (lambda: box.value), lambda loaded: setattr(box, "value", loaded)
 
 
@@ -77,7 +64,7 @@ def _seen(part: Any) -> Any:
         part = part[0]()
     elif isinstance(part, Values):
         part = part.best
-    elif isinstance(part, _Box):
+    elif isinstance(part, Part):
         part = part.value
     return part.item() if isinstance(part, torch.Tensor) else part
 
@@ -135,7 +122,7 @@ _VALUE_ROWS = {
     for name, make, below in (
         ("pair", _pair, ""),
         ("values", lambda value: Values(best=value), ".best"),
-        ("part", _Box, ".value"),
+        ("part", Part, ".value"),
     )
     for saved_as, made_as, of in ((float, float, ""), (_TENSOR, float, " now a tensor"))
     for kind, differs, becomes, rule, options in (
@@ -155,10 +142,10 @@ _VALUE_ROWS = {
 _ROWS = _VALUE_ROWS | {
     "tensor": _Row(_pair, "saved", saved_as=_TENSOR, made_as=_TENSOR),
     "tensor differing": _Row(_pair, "refused", True, _TENSOR, _TENSOR),
-    "marked number": _Row(_marked(_Box), "saved"),
-    "marked tensor": _Row(_marked(_Box), "saved", saved_as=_TENSOR),
-    "marked number differing": _Row(_marked(_Box), "refused", True),
-    "marked number kept": _Row(_marked(_Box), "own", True, rule="keep"),
+    "marked number": _Row(_marked(Part), "saved"),
+    "marked tensor": _Row(_marked(Part), "saved", saved_as=_TENSOR),
+    "marked number differing": _Row(_marked(Part), "refused", True),
+    "marked number kept": _Row(_marked(Part), "own", True, rule="keep"),
     "module": _Row(_linear, "saved"),
     "buffer": _Row(_norm, "of a rank", True),
     "buffer keep": _Row(_norm, "own", True, rule="keep", below=".running_mean"),

@@ -17,7 +17,7 @@ import torch
 import localckpt
 from localckpt.storage.notes import read_notes
 from localckpt.storage.owner import Owner
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import Part, stores
 from tests.cli.commands import call
 from tests.managers.jobs import MAX_S, error_of, files
 from tests.ranks import announce, node_store, run_ranks, start_ranks
@@ -25,22 +25,10 @@ from tests.ranks import announce, node_store, run_ranks, start_ranks
 _STEPS = 15
 
 
-class _Poison:
-    """A value of the state with which the next step cannot be done."""
-
-    def __init__(self) -> None:
-        self.is_in = False
-
-    @property
-    def part(self) -> tuple[Callable[[], bool], Callable[[bool], None]]:
-        return lambda: self.is_in, self._take
-
-    def _take(self, value: bool) -> None:
-        self.is_in = value
-
-
-def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Checkpointer:
-    state = {"layer": torch.nn.Linear(4, 4), "poison": poison.part}
+def _checkpointer(
+    local: Path, poison: Part | None = None, **options: Any
+) -> localckpt.Checkpointer:
+    state = {"layer": torch.nn.Linear(4, 4), "poison": poison or Part(False)}
     usual = {"every": localckpt.Every(steps=3), "timeout_s": MAX_S, "max_attempts": 2}
     # So that a start ends in order, and makes no progress.
     usual["save_last"] = False
@@ -52,17 +40,18 @@ def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Che
 
 def _live(rank: int, world_size: int, poisons: bool) -> tuple[int, str]:
     """A start of a job, whose last rank crashes in its second step once it was poisoned."""
-    poison, is_last = _Poison(), rank == world_size - 1
+    # With it in the state, the next step cannot be done.
+    poison, is_last = Part(False), rank == world_size - 1
     with _checkpointer(node_store(), poison) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, _STEPS):
-            is_crash = poison.is_in and step > first
+            is_crash = poison.value and step > first
             if is_crash and is_last:
                 announce("crash")
                 os._exit(3)
             if is_crash:
                 _await(lambda: False)
-            poison.is_in = poison.is_in or (poisons and step >= 8)
+            poison.value = poison.value or (poisons and step >= 8)
             checkpointer.step(step)
             # So that it is known what there is.
             checkpointer.wait_until_finished()
@@ -119,7 +108,7 @@ def _start(local: Path, steps: int, ends_by: BaseException | None = None, **opti
     """A start that does so many steps and ends, or fails; its first step."""
     with (
         suppress(() if ends_by is None else type(ends_by)),
-        _checkpointer(local, _Poison(), **options) as checkpointer,
+        _checkpointer(local, **options) as checkpointer,
     ):
         first = checkpointer.resume()
         for step in range(first, first + steps):
@@ -179,7 +168,7 @@ def test_resuming_again_in_a_living_process_counts_once_and_the_log_says_so(
     left = []
 
     for _ in range(4):
-        left.append(_checkpointer(tmp_path, _Poison()))
+        left.append(_checkpointer(tmp_path))
         assert left[-1].resume() == 6
         assert left[-1].resume() == 6
         left[-1].step(6)
@@ -223,7 +212,7 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
     told_by: signal.Signals, tmp_path: Path
 ) -> None:
     _start(tmp_path, 6)
-    checkpointer = _checkpointer(tmp_path, _Poison())
+    checkpointer = _checkpointer(tmp_path)
     checkpointer.step(checkpointer.resume())
     noted = _noted(tmp_path, 0)
 
@@ -246,7 +235,7 @@ def test_a_later_checkpoint_that_is_complete_ends_the_count(tmp_path: Path) -> N
 
 
 def _refusal(local: Path, **options: Any) -> str:
-    with _checkpointer(local, _Poison(), **options) as checkpointer:
+    with _checkpointer(local, **options) as checkpointer:
         return error_of(checkpointer.resume, localckpt.NoReplicasAvailableError)
 
 
@@ -319,13 +308,13 @@ def _do(checkpointer: localckpt.Checkpointer, steps: range) -> None:
 def test_the_newest_good_checkpoint_is_kept_beside_the_newest_over_restarts(
     tmp_path: Path,
 ) -> None:
-    with _checkpointer(tmp_path, _Poison(), keep_last=1) as checkpointer:
+    with _checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.resume()
         _do(checkpointer, range(6))
         assert checkpointer.mark_good("the loss is as it should be") == 5
         _do(checkpointer, range(6, 12))
         before = checkpointer.manager.all_iterations()
-    with _checkpointer(tmp_path, _Poison(), keep_last=1) as checkpointer:
+    with _checkpointer(tmp_path, keep_last=1) as checkpointer:
         _do(checkpointer, range(checkpointer.resume(), 15))
         after = checkpointer.manager.all_iterations()
         shown = call("explain", tmp_path).out
@@ -340,7 +329,7 @@ def test_the_newest_good_checkpoint_is_kept_beside_the_newest_over_restarts(
 def test_a_good_checkpoint_ends_the_count(tmp_path: Path) -> None:
     _start(tmp_path, 6)
     _fail(tmp_path)
-    checkpointer = _checkpointer(tmp_path, _Poison())
+    checkpointer = _checkpointer(tmp_path)
     checkpointer.resume()
 
     assert checkpointer.mark_good() == 5

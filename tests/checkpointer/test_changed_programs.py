@@ -14,24 +14,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from localckpt import Checkpointer, CheckpointingException, MismatchError, NoReplicasAvailableError
-from tests.checkpointer.loops import save_once, stores
+from tests.checkpointer.loops import Part, save_once, stores
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
 _S = 20.0
-
-
-class _Position:
-    """Position of a rank's loader: a part that differs between ranks."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
 
 
 def _net(fill: float, *, head: bool = False, sharded: int = 0) -> torch.nn.Module:
@@ -62,7 +49,7 @@ def _fill(parameter: Any) -> float:
 def _state(rank: int, fill: float, *, sharded: int = 0, **parts: Any) -> dict[str, Any]:
     net = _net(fill, sharded=sharded)
     optimizer = torch.optim.SGD(net.parameters(), lr=fill, momentum=0.9)
-    return {"net": net, "optimizer": optimizer, "loader": _Position(100 * rank + 7), **parts}
+    return {"net": net, "optimizer": optimizer, "loader": Part(100 * rank + 7), **parts}
 
 
 def _saved(rank: int, world_size: int, shared: Path) -> None:
@@ -87,7 +74,7 @@ def _without_optimizer(rank: int, sharded: int) -> dict[str, Any]:
 
 def _with_more(rank: int, sharded: int) -> dict[str, Any]:
     net = _net(5.0, head=True, sharded=sharded)
-    return {"net": net, "loader": _Position(1), "ema": _Position(2)}
+    return {"net": net, "loader": Part(1), "ema": Part(2)}
 
 
 def _with_all_changed(rank: int, sharded: int) -> dict[str, Any]:
@@ -97,7 +84,7 @@ def _with_all_changed(rank: int, sharded: int) -> dict[str, Any]:
     torch.nn.init.constant_(net.body.bias, 5.0)
     _shard(net, sharded)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5.0)
-    return {"net": net, "optimizer": optimizer, "place": state["loader"], "loader": _Position(1)}
+    return {"net": net, "optimizer": optimizer, "place": state["loader"], "loader": Part(1)}
 
 
 def _look(state: dict[str, Any]) -> list[Any]:
@@ -105,7 +92,7 @@ def _look(state: dict[str, Any]) -> list[Any]:
     fills = [_fill(parameter) for parameter in net.parameters()]
     optimizer = state.get("optimizer")
     rate = None if optimizer is None else optimizer.param_groups[0]["lr"]
-    return [fills, rate, *(state[key].at for key in ("loader", "ema") if key in state)]
+    return [fills, rate, *(state[key].value for key in ("loader", "ema") if key in state)]
 
 
 _Make = Callable[[int, int], dict[str, Any]]
@@ -210,7 +197,7 @@ def test_wrong_names_are_an_error_that_lists_what_is_there(
 
 
 def _differ(rank: int, world_size: int) -> str:
-    state = {"net": torch.nn.Linear(1, 1), "other": _Position(1)}
+    state = {"net": torch.nn.Linear(1, 1), "other": Part(1)}
     with (
         Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer,
         pytest.raises(MismatchError) as caught,

@@ -13,26 +13,13 @@ import torch
 import torch.distributed as dist
 
 from localckpt import Checkpointer, CheckpointingException, Every
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import Part, stores
 from tests.managers.jobs import iterations_on, put_back, take_away
 from tests.ranks import node_store, run_ranks
 
 
-class _Value:
-    """A part of one tensor, which can refuse to be saved."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.zeros(1000)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["tensor"]
-
-
 def _state() -> dict[str, Any]:
-    return {"value": _Value()}
+    return {"value": Part(torch.zeros(1000))}
 
 
 @pytest.mark.parametrize(
@@ -122,10 +109,10 @@ def test_a_program_that_changes_its_working_directory_finds_its_checkpoints_on_b
 
 
 def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path) -> None:
-    made: list[_Value] = []
+    made: list[Part] = []
 
     def make() -> dict[str, Any]:
-        made.append(_Value())
+        made.append(Part(torch.zeros(1000)))
         return {"value": made[-1]}
 
     options: dict[str, Any] = {
@@ -138,7 +125,7 @@ def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path
         assert checkpointer.find_latest() == -1
         assert checkpointer.resume() == 0
         for step in range(4):
-            made[-1].tensor += 1
+            made[-1].value += 1
             checkpointer.step(step)
     with Checkpointer(make, **options) as checkpointer:
         assert checkpointer.find_latest() == 3
@@ -149,7 +136,7 @@ def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path
         assert checkpointer.find_latest() == 3
         assert checkpointer.resume() == 4
 
-    assert [value.tensor[0].item() for value in made] == [4.0, 4.0, 4.0]
+    assert [part.value[0].item() for part in made] == [4.0, 4.0, 4.0]
 
 
 def _train_while_the_store_is_away(

@@ -9,21 +9,15 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, Elsewhere, MismatchError
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import Part, stores
 from tests.ranks import node_store, run_ranks
 
 
-class _Job:
+class _Job(Part):
     """A value that tells which step was loaded, and from where."""
 
     def __init__(self) -> None:
-        self.value = torch.zeros(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
+        super().__init__(torch.zeros(1))
 
     def run(
         self, elsewhere: Elsewhere | None, to: int, places: dict[str, Any], *, shared: bool = False

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, MismatchError
+from tests.checkpointer.loops import Part
 
 
 class _Adam(torch.optim.AdamW):
@@ -41,15 +42,9 @@ class _Growing(_Counting):
             group.update(self.new)
 
 
-class _Part:
+class _Part(Part):
     def __init__(self) -> None:
-        self.value = 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
+        super().__init__(1)
 
 
 class _RenamedPart(_Part):

@@ -92,7 +92,7 @@ def _save_on_each_and_load_on_each(
 def test_fsdp_models_and_optimizers_go_from_any_number_of_ranks_to_any_other(
     tmp_path: Path,
 ) -> None:
-    counts = (1, 2, 4)
+    counts = (1, 3)
     told = run_sharded(_save_on_each_and_load_on_each, counts[-1], tmp_path, counts)
 
     assert sorted(told[0]) == sorted(product(counts, counts))

@@ -45,6 +45,7 @@ __all__ = [
     "save",
     "state_of",
     "tensor_of",
+    "told_by",
     "write",
 ]
 
@@ -133,6 +134,15 @@ def registry() -> ExtensionRegistry:
     found = ExtensionRegistry()
     found.register(Zipped)
     return found
+
+
+def told_by(call: Callable[[], Any]) -> str:
+    """What a call raised, also if it is no error of ours; empty if nothing."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - what is not ours is told to one rank only
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def tensor_of(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:

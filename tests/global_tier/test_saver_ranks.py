@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tests.global_tier.states import (
     load_with_torch,
     save,
     tensor_of,
+    told_by,
     write,
 )
 from tests.ranks import run_ranks
@@ -55,15 +55,6 @@ def model_of(rank: int, seed: int, layers: int = 60) -> dict[str, Any]:
 
 def model_of_all(seed: int, layers: int = 60) -> dict[str, Any]:
     return {k: v for rank in range(2) for k, v in model_of(rank, seed, layers).items()}
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    """What a call raised; empty if nothing."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - what is not ours is told to one rank only
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def require_saved(path: Path, wanted: dict[str, Any]) -> None:
@@ -242,14 +233,14 @@ def _fail_on(rank: int, root: Path, what: str, victim: int, coordinator: int) ->
     writer.reset(path)
     writer.save_id = "0" * 32
 
-    told = error_of(
+    told = told_by(
         lambda: _save_as_a_queue_that_knows_no_errors(writer, state, coordinator, planner)
     )
 
     writer.fails = False
     dist.barrier()
     writer.reset(root / "2")
-    told_next = error_of(
+    told_next = told_by(
         lambda: _save_as_a_queue_that_knows_no_errors(
             writer, model_of(rank, 2, _FEW), coordinator, None
         )
@@ -283,7 +274,7 @@ def _forget_on_one_rank(rank: int, world_size: int, root: Path, forgetful: int) 
         writer = writers[number > 0 and rank == forgetful]
         state = model_of(rank, number)
         writer.reset(root / str(number))
-        told.append(error_of(partial(save, writer, state, timeout_s=TIMEOUT_S)))
+        told.append(told_by(partial(save, writer, state, timeout_s=TIMEOUT_S)))
     for writer in writers:
         writer.close()
     return told

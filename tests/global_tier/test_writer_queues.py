@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from localckpt.global_tier.storage_writer import (
     save_state_dict_async_plan,
 )
 from tests.async_save import work
-from tests.global_tier.states import Counts, assert_same, load_with_ours, tensor_of
+from tests.global_tier.states import Counts, assert_same, load_with_ours, tensor_of, told_by
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
@@ -139,20 +138,12 @@ def _worker_is_killed(rank: int, world_size: int, root: Path) -> tuple[str, str,
         queue.schedule_async_request(request)
         if hanging is not None:
             os.kill(int(work.await_file(hanging)), signal.SIGKILL)
-        told = _error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        told = told_by(lambda: queue.maybe_finalize_async_calls(blocking=True))
         there = sorted(file.name for file in (root / "0").iterdir())
         writer.reset(root / "1")
-        told_next = _error_of(lambda: carry_out(queue, request_of(writer, state_of(rank, 1))))
+        told_next = told_by(lambda: carry_out(queue, request_of(writer, state_of(rank, 1))))
     writer.close()
     return told, told_next, there
-
-
-def _error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except CheckpointingException as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.mark.fault("worker-dies")

@@ -46,7 +46,8 @@ def hang_once(kind: type, method: str, flag: Path, *, after: bool) -> None:
     setattr(kind, method, called)
 
 
-def main(folder: Path, slow: str, tier: str, *, steps: int) -> None:
+def main(folder: Path, slow: str, tier: str, *, steps: int = 1000) -> int:
+    """Train; return the first step."""
     # Of a program that does not end the log says where it is.
     faulthandler.dump_traceback_later(100.0)
     dist.init_process_group("gloo")
@@ -85,8 +86,9 @@ def main(folder: Path, slow: str, tier: str, *, steps: int) -> None:
             if slow and rank == 0 and step >= SLOW_FROM and is_quiet:
                 (folder / "slow").touch()
         tell(f"newest {checkpointer.newest}")
+    return first
 
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(message)s")
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], steps=int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from localckpt import Checkpointer, CheckpointingException, Every
 from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
-from tests.checkpointer.loops import stores
 from tests.events.sinks import Kept
 from tests.managers.jobs import damage, take_away
-from tests.ranks import node_store, run_ranks
 
 _NBYTES = 40_000
 
@@ -140,32 +137,6 @@ def test_a_job_that_is_stopped_says_why_and_how_long_it_waited(tmp_path: Path) -
     assert save.step == preempted.step
     assert [event.is_lost for event in sink.named("wait")][:1] == [True]
     assert sink.events[-1].outcome == "stopped"
-
-
-def _resume_and_save(rank: int, world_size: int) -> list[Event]:
-    sink = Kept()
-    _run(node_store(), sink, 2)
-    return sink.events
-
-
-def test_a_lost_node_is_seen_in_where_its_ranks_state_came_from(tmp_path: Path) -> None:
-    nodes = stores(tmp_path, 2)
-    run_ranks(_resume_and_save, 2, store_per_node=nodes)
-    shutil.rmtree(nodes[1])
-    nodes[1].mkdir()
-
-    events = run_ranks(_resume_and_save, 2, store_per_node=nodes)
-
-    resumes = [_named(of_rank, "resume")[0] for of_rank in events]
-    assert [(e.rank, e.tier, e.details["source"]) for e in resumes] == [
-        (0, "local", "own node"),
-        (1, "replicated", "peer rank 0"),
-    ]
-    assert len({event.details["job_run"] for event in resumes}) == 1
-    assert resumes[1].details["fetch_s"] > 0
-    for of_rank in events:
-        assert [event.outcome for event in _named(of_rank, "reprotected")] == ["ok"]
-        assert [event.tier for event in _named(of_rank, "save")] == ["replicated"]
 
 
 def test_a_damaged_file_is_recorded_when_it_is_put_aside(tmp_path: Path) -> None:

@@ -82,29 +82,16 @@ class Saved:
             trailer_in(content, len(content)).covered_nbytes  # type: ignore[union-attr]
             for content in self.contents
         ]
-        self._damaged: set[int] = set()
 
     def restore(self) -> None:
-        for number in self._damaged:
-            self.files[number].unlink(missing_ok=True)
-            self.files[number].write_bytes(self.contents[number])
-        self._damaged.clear()
-
-    def damage(self, number: int) -> Path:
-        """A file that the next damage, or :meth:`restore`, puts right."""
-        self.restore()
-        self._damaged.add(number)
-        return self.files[number]
+        for file, content in zip(self.files, self.contents, strict=True):
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
 
     def put(self, number: int, content: bytes) -> None:
-        """Replace one file's content."""
-        self.damage(number).write_bytes(content)
-
-    def flip(self, number: int, bit: int) -> None:
-        """Flip a bit of one file."""
-        with self.damage(number).open("r+b") as file:
-            file.seek(bit // 8)
-            file.write(bytes([self.contents[number][bit // 8] ^ 1 << bit % 8]))
+        """Replace one file's content; the other files are as they were."""
+        self.restore()
+        self.files[number].write_bytes(content)
 
     def require_found(self, number: int) -> None:
         """Loading raises, and names the file."""
@@ -204,7 +191,9 @@ def test_a_flipped_bit_is_found_but_for_some_of_a_trailer_by_who_knows_no_save(
     first, last = (0, covered - 1) if is_covered else (covered, size - 1)
     bit = data.draw(st.integers(8 * first, 8 * last + 7))
 
-    saved.flip(number, bit)
+    content = bytearray(saved.contents[number])
+    content[bit // 8] ^= 1 << bit % 8
+    saved.put(number, content)
 
     saved.require_found(number)
     saved.require_found_or_right(number)
@@ -277,7 +266,8 @@ def test_a_block_or_a_file_of_another_save_is_found(saved: Saved, tmp_path: Path
 def test_a_file_that_is_gone_or_empty_is_found(
     saved: Saved, remove: Callable[[Path], object]
 ) -> None:
-    remove(saved.damage(1))
+    saved.restore()
+    remove(saved.files[1])
 
     for save_id in (None, saved.save_id):
         with pytest.raises(CheckpointingException, match=saved.files[1].name):
@@ -285,7 +275,8 @@ def test_a_file_that_is_gone_or_empty_is_found(
 
 
 def test_a_file_that_is_a_link_is_refused(saved: Saved, tmp_path: Path) -> None:
-    file = saved.damage(0)
+    saved.restore()
+    file = saved.files[0]
     shutil.move(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
 

@@ -13,29 +13,20 @@ from torch.utils.data import DataLoader, TensorDataset
 import localckpt
 
 
-def main(folder: Path, *, guards: bool, batches: int) -> None:
-    """Train.
-
-    Args:
-        folder: Of the checkpoints.
-        guards: Whether the workers leave signals to their trainer.
-        batches: Of each step.
-    """
+def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    init = localckpt.worker_init_fn if guards else None
     data = TensorDataset(torch.ones(100_000, 4))
-    loader = iter(DataLoader(data, num_workers=2, worker_init_fn=init))
+    loader = iter(DataLoader(data, num_workers=2, worker_init_fn=localckpt.worker_init_fn))
     state = {"model": model, "optimizer": optimizer}
     local = folder / str(dist.get_rank())
     with localckpt.Checkpointer(state, local=local, every=100_000, grace_s=10.0) as checkpointer:
         first = checkpointer.resume()
         print(f"resumed {first}", flush=True)
         for step in range(first, first + 10_000):
-            for _ in range(batches):
-                (batch,) = next(loader)
-                model(batch).sum().backward()
+            (batch,) = next(loader)
+            model(batch).sum().backward()
             dist.barrier()
             optimizer.step()
             optimizer.zero_grad()
@@ -47,4 +38,4 @@ def main(folder: Path, *, guards: bool, batches: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), guards=sys.argv[2] == "guards", batches=int(sys.argv[3]))
+    main(Path(sys.argv[1]))

@@ -34,16 +34,14 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def _torchrun(
-    folder: Path, environment: dict[str, str], *program: str
-) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run the program on two ranks."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     log = folder / "log"
     with (
         log.open("w") as output,
         subprocess.Popen(
-            [sys.executable, *command, "-m", "tests.checkpointer.loader_program", *program],
+            [sys.executable, *command, "-m", "tests.checkpointer.loader_program", str(folder)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -83,7 +81,7 @@ def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_in_order(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     log = tmp_path / "log"
-    with _torchrun(tmp_path, environment, str(tmp_path), "guards", "1") as launcher:
+    with _torchrun(tmp_path, environment) as launcher:
         _await(log, "step 30\n")
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(_PATIENCE_S)

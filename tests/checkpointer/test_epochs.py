@@ -190,7 +190,7 @@ def test_the_loop_over_epochs_of_the_documents_goes_on_after_each_step(
     assert count == 9
 
 
-def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
+def _lives_of_stateful() -> list[Any]:
     loaders = import_upstream("torchdata.stateful_dataloader")
 
     def make(workers: int, sampler: Any = None) -> Any:
@@ -207,20 +207,7 @@ def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
     ]
 
 
-@needs("torchdata")
-def test_a_stateful_loader_goes_on_by_its_own_state_whoever_has_looked_at_it(
-    tmp_path: Path,
-) -> None:
-    (outcomes,) = run_ranks(
-        _lives_of_stateful, 1, store_per_node=[tmp_path], init_group=False, timeout_s=170
-    )
-
-    for expected, found, count in outcomes:
-        assert found == expected
-        assert count > 6
-
-
-def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
+def _warnings_of_plain_loops() -> list[str]:
     """Warnings of loops over a stateful loader that is a part of the state."""
     loaders = import_upstream("torchdata.stateful_dataloader")
     handler = logging.handlers.BufferingHandler(1000)
@@ -229,7 +216,7 @@ def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
         for kind in ("", "goes on", "looks", "by batches"):
             loader = loaders.StatefulDataLoader(_DATA, 2, num_workers=workers)
             state = {"model": torch.nn.Linear(1, 1), "loader": loader}
-            local = node_store() / str(workers)
+            local = node_store() / f"plain {workers}"
             with localckpt.Checkpointer(state, local=local, max_attempts=None) as checkpointer:
                 first = checkpointer.resume()
                 if kind in ("looks", "by batches"):
@@ -242,10 +229,21 @@ def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
     return [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
 
 
-@needs("torchdata")
-def test_a_look_at_a_stateful_loader_before_a_plain_loop_is_warned_of(tmp_path: Path) -> None:
-    (told,) = run_ranks(_look_in_a_plain_loop, 1, store_per_node=[tmp_path], timeout_s=170)
+def _use_stateful_loaders(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
+    return _lives_of_stateful(), _warnings_of_plain_loops()
 
+
+@needs("torchdata")
+def test_a_stateful_loader_goes_on_by_its_own_state_and_a_look_before_a_plain_loop_is_warned_of(
+    tmp_path: Path,
+) -> None:
+    ((outcomes, told),) = run_ranks(
+        _use_stateful_loaders, 1, store_per_node=[tmp_path], init_group=False, timeout_s=170
+    )
+
+    for expected, found, count in outcomes:
+        assert found == expected
+        assert count > 6
     lost = [text for text in told if "has taken its place" in text]
     assert len(lost) == 2
     assert all(text.startswith("'loader' is a StatefulDataLoader") for text in lost)

@@ -20,8 +20,8 @@ def main(folder: Path) -> None:
     data = TensorDataset(torch.ones(100_000, 4))
     loader = iter(DataLoader(data, num_workers=2, worker_init_fn=localckpt.worker_init_fn))
     state = {"model": model, "optimizer": optimizer}
-    local = folder / str(dist.get_rank())
-    with localckpt.Checkpointer(state, local=local, every=100_000, grace_s=10.0) as checkpointer:
+    places = {"local": folder / str(dist.get_rank()), "shared": folder / "shared"}
+    with localckpt.Checkpointer(state, **places, every=100_000, grace_s=10.0) as checkpointer:
         first = checkpointer.resume()
         print(f"resumed {first}", flush=True)
         for step in range(first, first + 10_000):

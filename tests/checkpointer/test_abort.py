@@ -49,9 +49,12 @@ class _Part:
 
 def _resources() -> dict[str, int]:
     process = psutil.Process()
+    # What a store in shared memory still has, it may map.
+    mapped = [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/")]
     return {
         "threads": process.num_threads(),
         "descriptors": process.num_fds(),
+        "removed shared memory": sum(not Path(path).exists() for path in mapped),
         "keys": default_store().num_keys(),
         "memory": process.memory_info().rss,
     }
@@ -64,7 +67,7 @@ def _descriptors() -> list[Path]:
 def _settled() -> dict[str, int]:
     """What is held once the copies that a rejoin makes again are over, or given up."""
     until = time.monotonic() + 2 * _TIMEOUT_S
-    most = {"threads": 6, "descriptors": 18}
+    most = {"threads": 6, "descriptors": 18, "removed shared memory": 0}
     least = _resources()
     while time.monotonic() < until and any(least[name] > most[name] for name in most):
         time.sleep(0.05)
@@ -89,7 +92,7 @@ def _train(checkpointer: localckpt.Checkpointer, part: _Part, step: int, moves: 
 
 
 def _abort_and_rejoin(
-    rank: int, world_size: int, shared: Path, rounds: int
+    rank: int, world_size: int, shared: Path, rounds: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, int]], set[str], float]:
     moves, alike = random.Random(rank), random.Random(7)
     part, said, longest_s, seen = _Part(), set[str](), 0.0, list[dict[str, int]]()
@@ -100,7 +103,7 @@ def _abort_and_rejoin(
         every=3,
         timeout_s=_TIMEOUT_S,
         quiet=True,
-        replication_factor=2,
+        **options,
     )
     step = checkpointer.resume()
     for number in range(rounds):
@@ -141,14 +144,16 @@ def _abort_and_rejoin(
     return seen, said, longest_s
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("aborted")
+@pytest.mark.parametrize("options", [{"replication_factor": 2}, {"memory": True}], ids=str)
 def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
-    tmp_path: Path, long_form: bool
+    options: dict[str, Any], tmp_path: Path, shm_roots: Any, long_form: bool
 ) -> None:
     rounds = 200 if long_form else 13
     outcomes = run_ranks(
-        *(_abort_and_rejoin, 2, tmp_path / "shared", rounds),
-        store_per_node=stores(tmp_path, 2),
+        *(_abort_and_rejoin, 2, tmp_path / "shared", rounds, options),
+        store_per_node=shm_roots(2) if "memory" in options else stores(tmp_path, 2),
         timeout_s=600.0 if long_form else 240.0,
         group_timeout_s=4 * _TIMEOUT_S,
     )
@@ -157,7 +162,7 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
         assert longest_s < 2.5
         assert "AbortedError" in said
         # Of an abort a thread that is late may leave one key.
-        slacks = {"threads": 2, "descriptors": 2, "keys": 40 + rounds}
+        slacks = {"threads": 2, "descriptors": 2, "removed shared memory": 0, "keys": 40 + rounds}
         for name, slack in slacks.items():
             assert seen[-1][name] <= seen[0][name] + slack, name
         assert seen[-1]["memory"] < seen[0]["memory"] + ((64 + rounds) << 20)

@@ -207,6 +207,20 @@ def test_a_start_of_a_manager_counts_from_its_first_save_on(tmp_path: Path) -> N
     assert found == [2, 2, 2, 2, 2, 1]
 
 
+def test_a_load_from_shared_storage_that_failed_does_not_count(tmp_path: Path) -> None:
+    options = {"shared": tmp_path / "shared", "shared_every": localckpt.Every(steps=3)}
+    _start(tmp_path / "local", 6, **options)
+    shutil.rmtree(tmp_path / "local")
+
+    for _ in range(3):
+        state = {"layer": torch.nn.Linear(4, 5)}
+        changed = localckpt.Checkpointer(state, local=tmp_path / "local", max_attempts=2, **options)
+        with changed, pytest.raises(localckpt.MismatchError):
+            changed.resume()
+
+    assert _start(tmp_path / "local", 0, **options) == 6
+
+
 @pytest.mark.parametrize("told_by", [signal.SIGTERM, signal.SIGINT])
 def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
     told_by: signal.Signals, tmp_path: Path

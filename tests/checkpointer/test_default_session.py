@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 
 import localckpt
+from localckpt.checkpointer import life
+from localckpt.cli import output
+from localckpt.managers import local
 from localckpt.managers.manager import agreed_session
 from localckpt.ranks.ranks import Ranks
 from localckpt.storage.names import default_session
+from tests.cli.commands import call
 from tests.ranks import run_ranks
 
 
@@ -37,6 +42,28 @@ def test_script_arguments_and_folder_name_a_session(
     assert names[-1] == names[0]
     assert len(set(names)) == len(programs)
     assert all(name.startswith("train-") for name in names)
+
+
+def test_two_programs_never_meet_and_a_restart_finds_its_own(
+    shm_roots: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root,) = shm_roots(1)
+    for user in (life, local, output):
+        monkeypatch.setattr(user, "default_root", lambda: root)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/a/train.py", raising=False)
+    firsts, sessions = [], []
+
+    for argument in ("--lr=1", "--lr=2", "--lr=1"):
+        monkeypatch.setattr(sys, "argv", ["", argument])
+        state = {"layer": torch.nn.Linear(2, 2)}
+        with localckpt.Checkpointer(state, memory=True, every=1) as checkpointer:
+            firsts.append(checkpointer.resume())
+            checkpointer.step(firsts[-1])
+            sessions.append(checkpointer.manager.session_id)
+
+    assert firsts == [0, 0, 1]
+    assert sessions[0] == sessions[2] != sessions[1]
+    assert all(session in call("ls").out for session in sessions)
 
 
 def _agreed(rank: int, world_size: int, folders: list[Path]) -> str:

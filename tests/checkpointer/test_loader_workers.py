@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import localckpt
 from localckpt.checkpointer.parts import TrainingState
@@ -68,16 +68,17 @@ def _await(log: Path, line: str) -> None:
         time.sleep(0.05)
 
 
-def _first(rank: int, world_size: int, folder: Path) -> int:
+def _first(rank: int, world_size: int, nodes: Path, shared: Path | None = None) -> int:
     """The step that a rank of the program goes on with."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     state = {"model": model, "optimizer": optimizer}
-    with localckpt.Checkpointer(state, local=folder / str(rank)) as checkpointer:
+    local = nodes / str(rank)
+    with localckpt.Checkpointer(state, local=local, shared=shared) as checkpointer:
         return checkpointer.resume()
 
 
-def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_in_order(
+def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_with_the_last_step_on_both_tiers(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     log = tmp_path / "log"
@@ -87,13 +88,53 @@ def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_in_order(
         launcher.wait(_PATIENCE_S)
     stopped = [int(n) for n in re.findall(r"^stopped (\d+)$", log.read_text(), re.MULTILINE)]
 
-    first, second = run_ranks(_first, 2, tmp_path)
+    of_nodes = run_ranks(_first, 2, tmp_path)
+    of_shared = run_ranks(_first, 2, tmp_path / "other nodes", tmp_path / "shared")
 
     assert len(stopped) == 2
-    assert stopped[0] == stopped[1] == first - 1 == second - 1
+    assert of_nodes == of_shared == [step + 1 for step in stopped]
 
 
 # One rank.
+
+
+def _train(folder: str, batches: int) -> None:
+    """Train until a signal ends a loader's workers, before the last batch of step 20."""
+    model = torch.nn.Linear(4, 1)
+    loader = iter(DataLoader(TensorDataset(torch.ones(1000, 4)), num_workers=2))
+    with localckpt.Checkpointer({"m": model}, local=folder, every=100_000) as checkpointer:
+        for step in range(checkpointer.resume(), 500):
+            for number in range(batches):
+                if step == 20 and number == batches - 1:
+                    # A worker takes a signal of its own trainer for an end in order.
+                    family = [psutil.Process(), *psutil.Process().children()]
+                    subprocess.run(["kill", *(str(each.pid) for each in family)], check=True)
+                    time.sleep(1)
+                model(*next(loader)).sum().backward()
+            model.zero_grad()
+            checkpointer.step(step)
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("batches", "is_saved"), [(1, True), (2, False)])
+def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_has_changed(
+    batches: int, is_saved: bool, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    program = f"from {__name__} import _train; _train({str(tmp_path)!r}, {batches})"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        check=False,
+        env=environment,
+    )
+
+    assert "DataLoader worker" in ended.stderr
+    assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
+    with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
+        assert checkpointer.resume() == (20 if is_saved else 0)
 
 
 class _Stuck(Dataset[int]):

@@ -39,6 +39,7 @@ from localckpt.global_tier import root as root_module
 from localckpt.global_tier import staging
 from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.folders import CommitRecord
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.events.sinks import Kept
 from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
 from tests.global_tier.models import (
@@ -145,13 +146,17 @@ def _save_models(rank: int, world_size: int, root: Path, counts: tuple[int, ...]
         for saved in counts:
             here = root / f"saved by {saved}"
             found: list[Any] = []
-            for folder in (_folder(here / "shared"), here / "by torch"):
+            by_us = CachedMetadataFileSystemReader(
+                here / "by torch", process_group=groups[count], share_metadata=False
+            )
+            # What we saved is read by torch, and the other way round.
+            for reader in (dcp.FileSystemReader(_folder(here / "shared")), by_us):
                 state = {
                     **states_of(*fsdp_model(mesh, seed=99)),
                     "iteration": 0,
                     "schedule": [0, {"at": 0}],
                 }
-                dcp.load(state, checkpoint_id=folder, process_group=groups[count])
+                dcp.load(state, storage_reader=reader, process_group=groups[count])
                 found.append(gathered(state))
             drained, by_torch = found
             assert_same(drained, by_torch)

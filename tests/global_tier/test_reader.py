@@ -62,8 +62,9 @@ def checkpoint(path: Path, state: dict[str, Any]) -> FileSystemWriterAsync:
     return writer
 
 
-def _load_an_object_on_one(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+def _load_an_object_on_one(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """By torch's interface for storage, with metadata that another reader has read."""
+    path = root / str(rank)
     metadata = CachedMetadataFileSystemReader(path).read_metadata()
     reader = CachedMetadataFileSystemReader(path, timeout_s=20.0)
     state: dict[str, Any] = {"text": ""} if rank else {"text": "", "weight": torch.zeros(2)}
@@ -74,10 +75,14 @@ def _load_an_object_on_one(rank: int, world_size: int, path: Path) -> dict[str, 
     return state
 
 
-def test_a_rank_that_loads_no_tensor_still_reads_the_metadata_with_the_others(
+def test_one_rank_reads_the_metadata_for_all_even_for_one_that_loads_no_tensor(
     tmp_path: Path,
 ) -> None:
-    checkpoint(tmp_path, {"text": "saved", "weight": torch.ones(2)})
+    checkpoint(tmp_path / "0", {"text": "saved", "weight": torch.ones(2)})
+    # Only the first rank's directory has metadata.
+    (tmp_path / "1").mkdir()
+    for file in data_files(tmp_path / "0"):
+        os.link(file, tmp_path / "1" / file.name)
 
     first, second = run_ranks(_load_an_object_on_one, 2, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,19 +23,26 @@ KILLED_AT = 10
 WAIT_S = 60.0
 
 
-def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
+def test_goes_on_from_the_nodes_or_from_shared_storage_if_what_is_good_there_is_newer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    undisturbed, newer = tmp_path / "undisturbed", tmp_path / "newer"
+    damaged, lost = tmp_path / "damaged", tmp_path / "lost"
     _run(RANKS, undisturbed)
-    _run_until_killed(killed)
+    _run_until_killed(newer)
+    for copy in (damaged, lost):
+        shutil.copytree(newer, copy)
     # In a tensor: the first block is read to find the shard.
-    damage(_shards(killed, 8)[1], 0.9)
+    damage(_shards(damaged, 8)[1], 0.9)
+    shutil.rmtree(lost / "local")
+    chosen = {newer: "8, from the nodes"}
+    chosen |= dict.fromkeys((damaged, lost), "7, from shared storage")
 
-    _run(RANKS, killed)
+    for folder, told in chosen.items():
+        _run(RANKS, folder)
 
-    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
-    assert_same(_end_of(killed), _end_of(undisturbed))
+        assert f"goes on after iteration {told}" in capfd.readouterr().out
+        assert_same(_end_of(folder), _end_of(undisturbed))
 
 
 def _run_until_killed(folder: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +238,22 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
 
 
+def test_close_in_a_finally_block_counts_a_start_that_failed(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    checkpointer = _checkpointer(tmp_path)
+    checkpointer.step(checkpointer.resume())
+
+    with pytest.raises(RuntimeError), closing(checkpointer):
+        raise RuntimeError
+
+    assert len(_noted(tmp_path, 0)) == 1
+
+
 def test_a_later_checkpoint_that_is_complete_ends_the_count(tmp_path: Path) -> None:
     _start(tmp_path, 6)
     _fail(tmp_path)
+    told = "Of iteration 5: the job was resumed from it 1 time and made no progress"
+    assert told in call("explain", tmp_path).out
 
     assert _fail(tmp_path, 3) == 6
 

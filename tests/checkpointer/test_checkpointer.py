@@ -82,6 +82,17 @@ def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_pa
     assert iterations_on(tmp_path) == {0}
 
 
+def test_a_checkpoint_that_is_not_there_is_neither_pinned_nor_marked_good(tmp_path: Path) -> None:
+    with Checkpointer(_state(), local=tmp_path) as checkpointer:
+        checkpointer.resume()
+
+        for call in (checkpointer.pin, checkpointer.unpin):
+            with pytest.raises(CheckpointingException, match="there is no shared storage"):
+                call(0)
+        with pytest.raises(CheckpointingException, match="no checkpoint to mark as good"):
+            checkpointer.mark_good()
+
+
 def test_a_program_that_changes_its_working_directory_finds_its_checkpoints_on_both_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,3 +236,19 @@ def test_ranks_at_different_steps_or_in_the_middle_of_one_are_named() -> None:
         judge_ends([(5, True), (6, True)])
     with pytest.raises(localckpt.CheckpointingException, match="on rank 1 the error came in"):
         judge_ends([(5, True), (5, False)])
+
+
+def test_a_worker_that_its_trainer_could_not_find_is_ended_by_signals(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr("localckpt.checkpointer.workers._end_with", lambda trainer: None)
+    before = signal.getsignal(signal.SIGTERM)
+
+    localckpt.worker_init_fn(0)
+
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "Permission denied" in caplog.text

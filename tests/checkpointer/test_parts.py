@@ -28,6 +28,7 @@ from localckpt.checkpointer.parts import ModulePart, RandomPart
         ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
         ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
         ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
+        (torch.nn.Linear(1, 1), "the training state is a Linear: give a dict of parts by name"),
         ({3: torch.nn.Linear(1, 1)}, "must be a name"),
         ({"rng": torch.nn.Linear(1, 1)}, "rng=False leaves them out"),
     ],

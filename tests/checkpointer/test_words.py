@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from localckpt import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
     PeerLostError,
+    UnsafeGlobalError,
 )
-from tests.checkpointer.loops import stores
+from tests.checkpointer.loops import save_once, stores
 from tests.ranks import DeadRank, node_store, run_ranks
 
 _S = 1.5
@@ -85,6 +87,45 @@ def test_a_lone_call_names_itself_and_timeout_s(what: str, call: str, tmp_path: 
     assert "give the Checkpointer a longer timeout_s" in text
     assert "rank 1" in text
     assert not [word for word in _NEVER if word in text], text
+
+
+def test_objects_say_what_they_are(tmp_path: Path) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared"
+    checkpointer = Checkpointer(_state(), local=local, shared=shared, session_id="my-run")
+    manager = f"<LocalCheckpointManager of session 'my-run' in '{local}', rank 0 of 1>"
+
+    assert repr(checkpointer.manager) == manager
+    assert repr(checkpointer).startswith(f"<Checkpointer not resumed, {manager}, <GlobalCheck")
+    checkpointer.resume()
+    checkpointer.step(4)
+    assert repr(checkpointer).startswith("<Checkpointer after step 4, ")
+    checkpointer.close()
+    assert repr(checkpointer).startswith("<Checkpointer closed, ")
+    with LocalCheckpointManager(local, "my-run", read_only=True) as reader:
+        assert repr(reader).endswith("rank 0 of 1, read only>")
+
+
+class _Conf:
+    pass
+
+
+def test_a_class_of_the_script_that_is_imported_now_is_told_by_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"conf": (_Conf, lambda conf: None)}
+    with monkeypatch.context() as script:
+        script.setattr(_Conf, "__module__", "__main__")
+        script.setattr(sys.modules["__main__"], "_Conf", _Conf, raising=False)
+        save_once(state, local=tmp_path, safe_globals=[_Conf])
+
+    with (
+        pytest.raises(UnsafeGlobalError) as caught,
+        Checkpointer(state, local=tmp_path, safe_globals=[_Conf]) as checkpointer,
+    ):
+        checkpointer.resume()
+
+    assert f"{__name__}._Conf is allowed, and was saved as __main__._Conf" in str(caught.value)
+    assert "pass safe_globals=[(_Conf, '__main__._Conf')]" in str(caught.value)
 
 
 def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:

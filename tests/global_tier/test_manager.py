@@ -219,6 +219,8 @@ def _disagree(rank: int, world_size: int, root: Path) -> None:
         for one in range(world_size):
             assert f"rank {one}: plan the save of iteration {5 + one}" in told
         manager.save(state_of(7, rank), 7, is_async=True)
+        told = error_of(lambda: manager.save(state_of(7, rank), 7, is_async=True))
+        assert "iteration 7 cannot be saved after 7" in told
         assert_loads(manager, rank, 7)
         told = error_of(lambda: loaded_by(manager, rank, 7 - rank), MismatchError)
         assert 'rank 1: ["", 6]' in told

@@ -11,6 +11,7 @@ import torch
 
 from localckpt import (
     Best,
+    CheckpointingException,
     GlobalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
@@ -86,6 +87,17 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
     assert record.metrics == {"loss": 0.7}
     assert record.retention == Retention(last=1, every=50, best=Best("loss", count=2))
     assert leftovers_in(tmp_path) == []
+
+
+def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, {1: None})
+    with manager_on(tmp_path, read_only=True) as manager:
+        for call in (manager.pin, manager.unpin):
+            with pytest.raises(CheckpointingException, match="read_only=True"):
+                call(1)
+
+    assert _reasons(tmp_path) == {1: ("newest", "all")}
 
 
 def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def _load_an_object_on_one(rank: int, world_size: int, root: Path) -> dict[str, 
     path = root / str(rank)
     metadata = CachedMetadataFileSystemReader(path).read_metadata()
     reader = CachedMetadataFileSystemReader(path, timeout_s=20.0)
-    state: dict[str, Any] = {"text": ""} if rank else {"text": "", "weight": torch.zeros(2)}
+    state: dict[str, Any] = {"text": "", "not saved": 7}
+    state |= {} if rank else {"weight": torch.zeros(2)}
     planner = ReshardingLoadPlanner(allow_partial_load=True)
     planner.set_up_planner(state, metadata)
     reader.set_up_storage_reader(metadata, rank == 0)
@@ -88,6 +89,7 @@ def test_one_rank_reads_the_metadata_for_all_even_for_one_that_loads_no_tensor(
 
     assert first["weight"].eq(1).all()
     assert first["text"] == second["text"] == "saved"
+    assert first["not saved"] == second["not saved"] == 7
 
 
 def test_a_reader_can_be_copied_and_pickled_as_that_of_torch_can(tmp_path: Path) -> None:
@@ -261,6 +263,8 @@ def test_metadata_of_another_torch_and_python_is_read(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(of_python_3_13)
 
     assert_same(load_with_ours(tmp_path, state_of(1)), state_of(1))
+    some = {"shapes": state_of(1)["shapes"]}
+    assert_same(load_with_ours(tmp_path, some), some)
 
 
 def _with_properties_of_another_release(more: tuple[Any, ...]) -> bytes:

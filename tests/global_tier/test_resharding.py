@@ -205,6 +205,17 @@ def test_tensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
     run_sharded(_load_into_meta, 2, tmp_path)
 
 
+def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path: Path) -> None:
+    full = values_of("full", (5, 3))
+    wanted: dict[str, Any] = {"nested": {"weight": torch.empty(5, 3, device="meta")}}
+
+    with manager_on(tmp_path) as manager:
+        manager.save({"nested": {"weight": full}}, 1, is_async=True)
+        manager.load(into=wanted)
+
+    assert_same(wanted["nested"]["weight"], full)
+
+
 def _load_into_tied_dtensors(rank: int, world_size: int, root: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     one, other = values_of("one", (5, 3)), values_of("other", (5, 3))

@@ -60,6 +60,7 @@ from tests.global_tier.states import state_of as state_of_all_kinds
 from tests.managers.jobs import assert_same, damage, error_of, make_manager
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.state_dict.states import assert_same as assert_same_values
+from tests.upstream.environment import import_upstream, needs
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -509,6 +510,22 @@ def test_a_state_that_dcp_has_no_form_for_is_refused(state: Any, told: str, tmp_
         assert told in error_of(lambda: job.promote(5), MismatchError)
 
         assert_same(job.nodes.load()[0], state)
+    assert not list(tmp_path.glob("shared/*iteration*"))
+
+
+def _promote_megatron(rank: int, world_size: int, root: Path) -> str:
+    core = import_upstream("megatron.core.dist_checkpointing.mapping")
+    part = core.ShardedTensor.from_rank_offsets("layers.weight", torch.ones(2))
+    with Job(root) as job:
+        job.nodes.save(localckpt.BasicTensorAwareStateDict({"layer": {"w": part}}), 5)
+        return error_of(lambda: job.promote(5), MismatchError)
+
+
+@needs("megatron.core")
+def test_sharded_tensors_of_megatron_core_are_no_objects_on_shared_storage(tmp_path: Path) -> None:
+    (told,) = run_ranks(_promote_megatron, 1, tmp_path)
+
+    assert "layer.w is a ShardedTensor of Megatron-Core" in told
     assert not list(tmp_path.glob("shared/*iteration*"))
 
 

@@ -18,7 +18,6 @@ help:
 	@echo 'make test-matrix  the tests on each Python and torch that is supported, and a table of how'
 	@echo '              they did; MATRIX="3.12:2.8.0 3.13:newest" or TESTS=tests/storage: only these'
 	@echo 'make faults   the long forms of all tests of faults, and the table of what was run;'
-	@echo '              GO_ON=1: only what has not held in the run before, and the table of both;'
 	@echo '              TESTS=tests/storage: only these;'
 	@echo '              SEED= or STEPS=: the random campaign alone, for as long as it takes'
 	@echo 'make mutants  break the product in one line after the other; the tests fail for each'
@@ -56,13 +55,10 @@ test-matrix: test-tools
 	$(PYTHON) tests/matrix.py $(MATRIX) -- $(SIDE_BY_SIDE) $(TESTS)
 
 faults: $(STAMP) $(UPSTREAM) test-tools
-	$(if $(SEED)$(STEPS)$(GO_ON),,rm -f $(RESULTS))
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD)) $(PATIENCE)
 
-RESULTS = build/faults.jsonl
-
 # Every worker takes the next test, one at a time: most of a file may be one long form.
-SPREAD = --numprocesses 4 --dist load --maxschedchunk 1 --results $(RESULTS) $(TESTS)
+SPREAD = --numprocesses 4 --dist load --maxschedchunk 1 $(TESTS)
 
 CAMPAIGN = $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/faults/test_campaign.py
 

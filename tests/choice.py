@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-from tests.faults.results import version_of
 
 __all__ = ["Choice", "drawn"]
 
@@ -45,7 +44,7 @@ class Choice:
     def __init__(self, is_all: bool) -> None:
         self._is_all = is_all
         # Set for the workers, which collect the tests anew.
-        self._draw = os.environ.setdefault(_DRAW, version_of(Path(__file__).parent))
+        self._draw = os.environ.setdefault(_DRAW, _version_of(Path(__file__).parent))
 
     def pytest_report_header(self) -> str:
         return "rows: all" if self._is_all else f"rows: {_DRAW}={self._draw!r} draws them again"
@@ -83,6 +82,18 @@ class Choice:
     def _but(self, count: int, items: list[pytest.Item]) -> set[str]:
         names = {item.nodeid for item in items}
         return names - drawn(names, count, self._draw)
+
+
+def _version_of(root: Path) -> str:
+    """The commit that is checked out, and whether something was changed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=30, check=False
+        )
+    except FileNotFoundError:
+        return "an unknown commit"
+    return done.stdout.strip() or "an unknown commit"
 
 
 def _test(item: pytest.Item) -> str:

@@ -44,10 +44,11 @@ _TORCHS_OWN = "torchs-own"
 # Files that take half a minute or more. One worker runs a file, so at the end of a run all others
 # would wait for the one that began last.
 _LONGEST = (
-    *("faults/test_refused.py", "managers/test_behind_training.py", "faults/test_network.py"),
+    *("faults/test_refused.py", "managers/test_behind_training.py", "faults/test_power_cut.py"),
+    "faults/test_network.py",
     *("faults/test_interrupted.py", "faults/test_killed.py", "test_restarts.py"),
     *("faults/test_campaign.py", "managers/test_failed_saves.py", "upstream/test_queues.py"),
-    *("storage/test_faults.py", "global_tier/test_saver_ranks.py"),
+    "global_tier/test_saver_ranks.py",
     "global_tier/test_manager_failures.py",
     *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
     *("state_dict/test_large.py", "integrations/test_nvrx.py"),
@@ -82,12 +83,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only tests of faults and long forms, and their table",
     )
     group.addoption(
-        "--results",
-        type=Path,
-        help="with --faults: keep what came of each test in this file, leave out what held before "
-        "according to it, and count that in the table",
-    )
-    group.addoption(
         "--integrations",
         action="store_true",
         help="all that runs in a framework, of which there is one example each without this",
@@ -109,9 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "example: of a framework, run at all times")
     config.addinivalue_line("markers", "rows(n): run n of the rows only, without --faults")
     option = config.getoption
-    config.pluginmanager.register(
-        FaultTable(option("--faults"), option("--results"), leads=_leads(config))
-    )
+    config.pluginmanager.register(FaultTable(option("--faults")))
     config.pluginmanager.register(Choice(option("--integrations") or option("--faults")))
     # torch's stores look up a name for the address of each connection, for log messages only. It
     # takes seconds where no name server answers.

@@ -61,48 +61,6 @@ def test_a_call_is_done_on_all_ranks_in_the_same_poll(
     assert first[3]
 
 
-def _waits(rank: int, world_size: int, kind: type[AsyncCaller], directory: Path) -> Any:
-    with_nothing = kind(timeout_s=PATIENCE_S)
-    done = with_nothing.is_current_async_call_done(blocking=True)
-    caller = kind(timeout_s=PATIENCE_S)
-    caller.schedule_async_call(
-        AsyncRequest(work.write_slowly, (directory / f"{rank}", 0.1 * rank), [])
-    )
-    done = done and caller.is_current_async_call_done(blocking=True)
-    caller.close()
-    return done, all((directory / f"{r}").exists() for r in range(world_size))
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_blocking_question_returns_when_the_call_is_over_on_all_ranks(
-    kind: type[AsyncCaller], tmp_path: Path
-) -> None:
-    assert run_ranks(_waits, 2, kind, tmp_path) == [(True, True)] * 2
-
-
-def _fails(rank: int, world_size: int) -> Any:
-    caller = PersistentAsyncCaller(timeout_s=PATIENCE_S)
-    caller.schedule_async_call(
-        AsyncRequest(work.fail_or_not, ("fail_storage" if rank == 1 else "nothing",), [])
-    )
-    raised = _error_of(caller)
-    caller.schedule_async_call(AsyncRequest(work.nothing, (), []))
-    again = _error_of(caller)
-    caller.close()
-    return raised, again
-
-
-@pytest.mark.fault("worker-dies")
-def test_an_error_of_one_rank_is_raised_on_every_rank_and_the_next_call_works() -> None:
-    results = run_ranks(_fails, 2)
-
-    (kind, text), again = results[0]
-    assert results == [results[0]] * 2
-    assert kind == "StorageError"
-    assert "(fail_or_not) failed on rank 1: StorageError: no space left" in text
-    assert again is None
-
-
 def _hangs(rank: int, world_size: int, directory: Path) -> Any:
     caller = TemporalAsyncCaller(timeout_s=1.0)
     caller.schedule_async_call(
@@ -139,23 +97,3 @@ def test_ranks_that_are_at_different_calls_raise_who_is_where() -> None:
     assert first == second
     assert first[0] == "MismatchError"
     assert "rank 0 is at call 1 (nothing), rank 1 is at call 2 (nothing)" in first[1]
-
-
-def _one_does_not_ask(rank: int, world_size: int) -> Any:
-    caller = ThreadAsyncCaller(timeout_s=0.5)
-    caller.schedule_async_call(AsyncRequest(None, (), []))
-    start = time.monotonic()
-    raised = None if rank == 1 else _error_of(caller)
-    seconds = time.monotonic() - start
-    dist.barrier()
-    caller.close()
-    return raised, seconds
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_rank_that_does_not_ask_is_named_within_the_timeout() -> None:
-    ((kind, text), seconds), _ = run_ranks(_one_does_not_ask, 2)
-
-    assert kind == "PeerLostError"
-    assert "rank 1" in text
-    assert seconds < 0.5 + 0.5

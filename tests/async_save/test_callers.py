@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from localckpt.async_save.callers import (
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.processes import NotSendableError, Priority
+from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from localckpt.waiting import wait_until
@@ -62,13 +61,6 @@ def outcome(caller: AsyncCaller, function: Any, *args: Any, **kwargs: Any) -> Ba
 
 @pytest.mark.parametrize("kind", ALL)
 class TestEveryCaller:
-    def test_carries_out_a_call_with_its_arguments(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        assert outcome(make(kind), work.write, tmp_path / "a", text="words") is None
-
-        assert (tmp_path / "a").read_text() == "words"
-
     def test_does_not_hold_up_who_schedules(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
     ) -> None:
@@ -115,12 +107,6 @@ class TestEveryCaller:
         assert isinstance(outcome(caller, work.leave, 3), SystemExit)
 
         assert outcome(caller, work.write, tmp_path / "a") is None
-
-    def test_without_a_function_is_done_at_once(self, make: Any, kind: type[AsyncCaller]) -> None:
-        assert make(kind).schedule_async_call(request(None)).done()
-
-    def test_with_nothing_scheduled_is_done(self, make: Any, kind: type[AsyncCaller]) -> None:
-        assert make(kind).is_current_async_call_done(blocking=True)
 
     def test_close_waits_for_what_is_scheduled_and_leaves_no_thread(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
@@ -173,18 +159,6 @@ class TestEveryCaller:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def test_preload_runs_before_the_call_is_scheduled(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller = make(kind)
-
-        caller.schedule_async_call(
-            AsyncRequest(work.write, (tmp_path / "a", "raw"), [], preload_fn=lambda: "staged")
-        )
-
-        assert caller.is_current_async_call_done(blocking=True)
-        assert (tmp_path / "a").read_text() == "staged"
-
     def test_a_call_that_was_given_up_does_not_stop_those_after_it(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
     ) -> None:
@@ -222,24 +196,6 @@ class TestEveryProcess:
         assert told["ignores_sigint"]
         assert told["leads_session"]
 
-    def test_steps_back_as_far_as_is_asked(self, kind: Any, tmp_path: Path) -> None:
-        caller = kind(timeout_s=PATIENCE_S, nice=0, idle_io=False)
-
-        assert outcome(caller, work.describe_process, tmp_path / "a") is None
-
-        caller.close()
-        told = json.loads((tmp_path / "a").read_text())
-        assert told["niceness"] == os.nice(0)
-        assert told["io_class"] == psutil.Process().ionice().ioclass
-
-    def test_collects_no_garbage_during_a_call(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        assert outcome(make(kind), work.describe_process, tmp_path / "a") is None
-
-        assert not json.loads((tmp_path / "a").read_text())["collects_garbage"]
-        assert gc.isenabled()
-
     @pytest.mark.parametrize(
         ("number", "named"),
         [(signal.SIGKILL, "SIGKILL: out of memory?"), (signal.SIGUSR2, "SIGUSR2")],
@@ -254,21 +210,6 @@ class TestEveryProcess:
         assert type(error) is WorkerDiedError
         assert named in str(error)
         assert outcome(caller, work.write, tmp_path / "a") is None
-
-    def test_a_silent_exit_is_an_error_too(self, make: Any, kind: type[AsyncCaller]) -> None:
-        error = outcome(make(kind), os._exit, 5)
-
-        assert type(error) is WorkerDiedError
-        assert "exit code 5" in str(error)
-
-    def test_an_error_that_cannot_be_rebuilt_comes_as_text(
-        self, make: Any, kind: type[AsyncCaller]
-    ) -> None:
-        error = outcome(make(kind), work.fail_unrebuildable)
-
-        assert type(error) is CheckpointingException
-        assert str(error) == "UnrebuildableError: kept apart: this"
-        assert "in fail_unrebuildable" in str(error.__cause__)
 
     def test_abort_ends_what_runs_and_what_waits(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
@@ -302,13 +243,6 @@ class TestEveryProcess:
 
 
 class TestThread:
-    def test_runs_in_this_process(self, make: Any) -> None:
-        pids: list[int] = []
-
-        assert outcome(make(ThreadAsyncCaller), work.note_pid, pids) is None
-
-        assert pids == [os.getpid()]
-
     def test_abort_waits_for_the_call_that_uses_memory_of_this_process(
         self, make: Any, tmp_path: Path
     ) -> None:
@@ -324,16 +258,6 @@ class TestThread:
         assert not (tmp_path / "b").exists()
 
 
-def test_a_priority_that_cannot_be_given_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait(PATIENCE_S)
-
-    with caplog.at_level("INFO"):
-        Priority(10, True).give(gone.pid)
-
-    assert f"process {gone.pid} keeps" in caplog.text
-
-
 class TestWorker:
     def test_is_one_process_for_all_calls_without_torch(self, make: Any, tmp_path: Path) -> None:
         caller = make(PersistentAsyncCaller)
@@ -344,17 +268,6 @@ class TestWorker:
         first, second = (json.loads((tmp_path / name).read_text()) for name in "ab")
         assert first["pid"] == second["pid"] == caller.worker_pid
         assert not first["torch"]
-
-    def test_is_ready_before_the_first_call_when_warmed_up(self, make: Any, tmp_path: Path) -> None:
-        caller = make(PersistentAsyncCaller)
-
-        caller.warm_up()
-        caller._join(time.monotonic() + PATIENCE_S)
-
-        pid = caller.worker_pid
-        assert pid is not None
-        outcome(caller, work.describe_process, tmp_path / "a")
-        assert json.loads((tmp_path / "a").read_text())["pid"] == pid
 
     def test_finds_modules_where_the_trainer_does_at_the_time_of_the_call(
         self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,26 +281,6 @@ class TestWorker:
 
         assert outcome(caller, found_late.call, tmp_path / "a") is None
         assert (tmp_path / "a").read_text() == "found"
-
-    def test_modules_of_the_working_directory_do_not_hide_others(
-        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for name in ("json", "queue", "pickle", "signal"):
-            (tmp_path / f"{name}.py").write_text("raise RuntimeError('wrong module')\n")
-        monkeypatch.chdir(tmp_path)
-
-        assert outcome(make(PersistentAsyncCaller), work.nothing) is None
-
-    def test_arguments_are_as_they_were_at_the_call(self, make: Any, tmp_path: Path) -> None:
-        caller, gate, words = make(PersistentAsyncCaller), tmp_path / "gate", ["then"]
-        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
-
-        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
-        words.append("now")
-        work.write(gate)
-
-        assert call.wait(PATIENCE_S)
-        assert (tmp_path / "b").read_text() == "then"
 
     @pytest.mark.parametrize(
         ("function", "args"),
@@ -412,23 +305,11 @@ class TestWorker:
         assert str(error) == "a number is wrong"
         assert outcome(caller, work.write, tmp_path / "a") is None
 
-    def test_collects_garbage_between_calls(self, make: Any, tmp_path: Path) -> None:
-        caller = make(PersistentAsyncCaller)
-
-        assert outcome(caller, work.leave_a_cycle, tmp_path / "collected") is None
-
-        assert work.await_file(tmp_path / "collected")
-
     def test_its_last_output_is_in_the_error(self, make: Any) -> None:
         error = outcome(make(PersistentAsyncCaller), work.die, signal.SIGABRT, "so it ends")
 
         assert "SIGABRT" in str(error)
         assert "so it ends" in str(error)
-
-    def test_what_it_prints_is_logged(self, make: Any, caplog: pytest.LogCaptureFixture) -> None:
-        assert outcome(make(PersistentAsyncCaller), print, "a word on the way") is None
-
-        assert "a word on the way" in caplog.text
 
     def test_a_worker_that_died_while_idle_is_replaced_without_an_error(self, make: Any) -> None:
         caller = make(PersistentAsyncCaller)
@@ -456,13 +337,6 @@ class TestWorker:
         assert work.await_end(pid)
         assert outcome(caller, work.nothing) is None
 
-    def test_a_large_request_gets_through(self, make: Any, tmp_path: Path) -> None:
-        text = "x" * 3_000_000
-
-        assert outcome(make(PersistentAsyncCaller), work.write, tmp_path / "a", text) is None
-
-        assert (tmp_path / "a").stat().st_size == len(text)
-
 
 class TestFork:
     def test_calls_what_cannot_be_pickled(self, make: Any, tmp_path: Path) -> None:
@@ -475,35 +349,6 @@ class TestFork:
         assert outcome(make(TemporalAsyncCaller), closure) is None
 
         assert (tmp_path / "a").exists()
-
-    def test_sees_memory_as_it_was_at_the_call_even_when_it_has_to_wait(
-        self, make: Any, tmp_path: Path
-    ) -> None:
-        caller, gate, words = make(TemporalAsyncCaller), tmp_path / "gate", ["then"]
-        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
-
-        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
-        words.append("now")
-        work.write(gate)
-
-        assert call.wait(PATIENCE_S)
-        assert (tmp_path / "b").read_text() == "then"
-
-    def test_does_not_run_what_the_trainer_does_on_a_signal(
-        self, make: Any, tmp_path: Path
-    ) -> None:
-        before = signal.signal(signal.SIGTERM, lambda *_: work.write(tmp_path / "handled"))
-        try:
-            error = outcome(make(TemporalAsyncCaller), work.die, signal.SIGTERM)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-        assert "SIGTERM" in str(error)
-        assert not (tmp_path / "handled").exists()
-
-
-def _write_words(path: Path, words: list[str]) -> None:
-    work.write(path, " ".join(words))
 
 
 class _State:

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.async_save import work
-from tests.faults.table import fixed_rows
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -133,13 +131,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[Way, str], Trainer]]:
         process.communicate(timeout=PATIENCE_S)
 
 
-_ROWS = product((_from_file, _torchrun), ENDS)
-# As what has no file does.
-_OTHERS = product((_from_words, _from_stdin, _notebook), ["in flight"])
-_IN_SHORT = {(_from_file, "left"), (_torchrun, "in flight"), (_notebook, "in flight")}
-
-
-@pytest.mark.parametrize(("way", "end"), fixed_rows([*_ROWS, *_OTHERS], _IN_SHORT))
+@pytest.mark.rows(3)
+@pytest.mark.parametrize(
+    ("way", "end"),
+    [
+        *((_from_file, end) for end in ENDS),
+        *((way, "in flight") for way in (_from_words, _from_stdin, _notebook, _torchrun)),
+    ],
+)
 def test_a_trainer_calls_what_it_imports_and_what_it_defines_and_ends(
     start: Callable[[Way, str], Trainer], tmp_path: Path, way: Way, end: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ import pytest
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.async_save.request import runs_in_trainer
-from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
+from localckpt.errors import CheckpointingException, StorageError
 from tests.async_save import work
 
 PATIENCE_S = 20.0
@@ -65,20 +64,6 @@ def queue() -> Iterator[AsyncCallsQueue]:
     queue.close(abort=True)
 
 
-def test_a_call_is_finalized_by_polls_once_it_is_over(owner: Owner, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-
-    number = owner.schedule(work.write_when, tmp_path / "a", gate, name="a")
-
-    assert owner.queue.maybe_finalize_async_calls() == []
-    assert owner.queue.get_num_unfinalized_calls() == 1
-    assert owner.finalized == []
-    work.write(gate)
-    assert owner.poll_until_over() == [number]
-    assert owner.finalized == ["a"]
-    assert (tmp_path / "a").exists()
-
-
 def test_a_blocking_poll_finalizes_everything_in_order(owner: Owner, tmp_path: Path) -> None:
     numbers = [owner.schedule(work.append, tmp_path / "log", w, 0.01, name=w) for w in "abc"]
 
@@ -123,22 +108,6 @@ def test_the_worker_takes_what_can_be_sent_and_a_fork_the_rest(
     assert len({a, b, os.getpid()}) == 3
 
 
-def test_a_call_without_a_function_still_finalizes(owner: Owner) -> None:
-    owner.schedule(None, name="a")
-
-    assert owner.queue.maybe_finalize_async_calls() == [0]
-    assert owner.finalized == ["a"]
-
-
-def test_preload_runs_before_the_call_is_scheduled(owner: Owner, tmp_path: Path) -> None:
-    owner.queue.schedule_async_request(
-        AsyncRequest(work.write, (tmp_path / "a", "raw"), [], preload_fn=lambda: "staged")
-    )
-    owner.queue.wait_until_finished()
-
-    assert (tmp_path / "a").read_text() == "staged"
-
-
 def test_a_preload_that_fails_is_raised_when_the_call_is_finalized(owner: Owner) -> None:
     owner.queue.schedule_async_request(
         AsyncRequest(work.nothing, (), [], preload_fn=work.fail_storage)
@@ -174,18 +143,6 @@ def test_an_error_is_raised_once_the_failure_functions_ran_and_later_calls_work(
     assert owner.finalized == ["good"]
 
 
-@pytest.mark.fault("worker-dies")
-def test_death_by_signal_is_named_and_the_next_call_works(owner: Owner, tmp_path: Path) -> None:
-    owner.schedule(work.die, signal.SIGKILL)
-
-    with pytest.raises(WorkerDiedError, match="SIGKILL: out of memory"):
-        owner.queue.wait_until_finished()
-
-    owner.schedule(work.write, tmp_path / "a")
-    owner.queue.wait_until_finished()
-    assert (tmp_path / "a").exists()
-
-
 def test_a_finalize_function_that_raises_does_not_stop_later_calls(owner: Owner) -> None:
     owner.queue.schedule_async_request(AsyncRequest(None, (), [work.fail_value]))
     owner.schedule(None, name="b")
@@ -195,16 +152,6 @@ def test_a_finalize_function_that_raises_does_not_stop_later_calls(owner: Owner)
 
     assert owner.queue.get_num_unfinalized_calls() == 1
     assert owner.queue.maybe_finalize_async_calls() == [1]
-
-
-def test_a_finalize_function_may_schedule(owner: Owner, tmp_path: Path) -> None:
-    def again() -> None:
-        owner.schedule(work.write, tmp_path / "a", name="again")
-
-    owner.queue.schedule_async_request(AsyncRequest(None, (), [again]))
-
-    assert owner.queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-    assert owner.finalized == ["again"]
 
 
 def test_check_for_errors_raises_without_waiting_and_keeps_the_call(
@@ -313,14 +260,6 @@ def test_close_with_abort_finalizes_nothing_and_runs_the_failure_functions(
     assert not our_children()
 
 
-def test_leaving_the_with_block_finalizes(tmp_path: Path) -> None:
-    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
-        owner = Owner(queue)
-        owner.schedule(work.write, tmp_path / "a", name="a")
-
-    assert owner.finalized == ["a"]
-
-
 def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, our_children: Children
 ) -> None:
@@ -364,43 +303,6 @@ def test_stop_functions_run_before_the_queue_waits_for_its_calls(how: str) -> No
     assert over == [True]
 
 
-def test_a_queue_that_is_closed_runs_no_stop_function(queue: AsyncCallsQueue) -> None:
-    told, finalized = list[str](), list[str]()
-    stop, finalize = (lambda: told.append("stop")), (lambda: finalized.append("finalized"))
-
-    queue.schedule_async_request(AsyncRequest(AsyncCall(None, stop_fns=[stop]), (), [finalize]))
-    queue.close()
-
-    assert (told, finalized) == ([], ["finalized"])
-
-
-def test_warm_up_has_the_worker_ready_before_the_first_call(
-    queue: AsyncCallsQueue, tmp_path: Path, our_children: Children
-) -> None:
-    queue.warm_up()
-    deadline = time.monotonic() + PATIENCE_S
-    while not (children := our_children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-    Owner(queue).schedule(work.describe_process, tmp_path / "a")
-    queue.wait_until_finished()
-
-    assert json.loads((tmp_path / "a").read_text())["pid"] == children[0].pid
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_its_processes_have_the_priority_that_is_asked_for(
-    tmp_path: Path, persistent: bool
-) -> None:
-    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S, nice=1, idle_io=False) as queue:
-        Owner(queue).schedule(work.describe_process, tmp_path / "a")
-
-    told = json.loads((tmp_path / "a").read_text())
-    assert told["niceness"] == min(os.nice(0) + 1, 19)
-    assert told["io_class"] == psutil.Process().ionice().ioclass
-
-
 def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -> None:
     class State:
         """Stands for something large."""
@@ -418,30 +320,3 @@ def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -
 
     assert gone() is None
     assert owner.queue.maybe_finalize_async_calls() == [0]
-
-
-def test_a_queue_that_was_only_made_costs_nothing(our_children: Children) -> None:
-    before = threading.active_count()
-
-    queue = AsyncCallsQueue()
-
-    assert queue.maybe_finalize_async_calls(blocking=True) == []
-    assert threading.active_count() == before
-    assert not our_children()
-    queue.close()
-
-
-def test_a_queue_that_is_dropped_takes_its_worker_with_it(
-    tmp_path: Path, our_children: Children
-) -> None:
-    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
-    Owner(queue).schedule(work.describe_process, tmp_path / "a")
-    queue.wait_until_finished()
-    pid = json.loads((tmp_path / "a").read_text())["pid"]
-    caller = queue._worker
-    caller._join(time.monotonic() + PATIENCE_S)
-
-    del queue, caller
-
-    assert work.await_end(pid)
-    assert not our_children()

@@ -52,20 +52,6 @@ def test_a_finalize_function_can_be_added_until_the_request_is_frozen() -> None:
         frozen.add_finalize_fn(work.nothing)
 
 
-def test_what_is_added_after_freezing_does_not_reach_the_frozen_request() -> None:
-    request = AsyncRequest(None, (), [])
-    frozen = request.freeze()
-
-    request.add_finalize_fn(work.nothing)
-
-    assert list(frozen.finalize_fns) == []
-
-
-def test_a_request_without_a_list_says_that_nothing_can_be_added() -> None:
-    with pytest.raises(CheckpointingException, match="list"):
-        AsyncRequest(None, (), ()).add_finalize_fn(work.nothing)
-
-
 def test_execute_sync_does_everything_in_order() -> None:
     seen: list[Any] = []
     request = AsyncRequest(
@@ -81,27 +67,9 @@ def test_execute_sync_does_everything_in_order() -> None:
     assert seen == ["preload", ("work", 1, 2, 3), "first", "second"]
 
 
-def test_what_preload_returns_stands_in_for_the_second_argument() -> None:
-    seen: list[Any] = []
-
-    AsyncRequest(
-        lambda *a: seen.append(a), (1, 2, 3), [], preload_fn=lambda: "staged"
-    ).execute_sync()
-
-    assert seen == [(1, "staged", 3)]
-
-
 def test_preload_that_returns_a_value_for_an_argument_that_is_not_there_is_an_error() -> None:
     with pytest.raises(CheckpointingException, match="second argument"):
         AsyncRequest(print, (1,), [], preload_fn=lambda: "staged").execute_sync()
-
-
-def test_execute_sync_without_a_function_still_finalizes() -> None:
-    seen: list[str] = []
-
-    AsyncRequest(None, (), [lambda: seen.append("finalized")]).execute_sync()
-
-    assert seen == ["finalized"]
 
 
 @pytest.mark.parametrize("where", ["preload_fn", "async_fn"])
@@ -123,23 +91,6 @@ def test_execute_sync_that_fails_runs_the_failure_functions_and_does_not_finaliz
 
     assert seen == [raised.value]
     assert isinstance(raised.value.__cause__, StorageError)
-
-
-def test_a_failure_function_that_fails_does_not_hide_the_error_nor_the_next_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seen: list[BaseException] = []
-
-    def spoil(error: BaseException) -> None:
-        raise RuntimeError("spoiled")
-
-    request = AsyncRequest(AsyncCall(work.fail_value, failure_fns=[spoil, seen.append]), (), [])
-
-    with pytest.raises(CheckpointingException, match="a number is wrong"):
-        request.execute_sync()
-
-    assert len(seen) == 1
-    assert "spoiled" in caplog.text
 
 
 class _Marked:
@@ -177,23 +128,10 @@ def test_a_function_is_named_through_a_partial() -> None:
     assert function_name(None) == function_name(AsyncCall(None)) == "no function"
 
 
-def test_a_request_of_plain_functions_can_be_pickled() -> None:
-    request = AsyncRequest(work.write, (1,), [work.nothing])
-
-    assert pickle.loads(pickle.dumps(request)) == request
-
-
 def test_another_process_gets_the_function_of_a_call_and_nothing_else() -> None:
     call = AsyncCall(work.write, failure_fns=[lambda _: None])
 
     assert pickle.loads(pickle.dumps(call)) is work.write
-
-
-def test_a_queue_of_another_library_is_never_given_a_call_without_function() -> None:
-    request = AsyncRequest(None, (), []).freeze()
-
-    assert request.async_fn is not None
-    request.async_fn()
 
 
 def test_who_freezes_a_request_is_handed_what_another_process_can_run() -> None:

@@ -5,30 +5,21 @@ Each is a small image with a part that was changed by hand, or at random.
 
 from __future__ import annotations
 
-import collections
-import decimal
-import fractions
 import json
-import pickle
-import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 from hypothesis import strategies as st
 
-from localckpt.state_dict.safe_globals import _VALUES
 from tests.faults.images import Parts, identity_in, sealed
 
 __all__ = [
-    "BOMBS",
     "ODD_ROWS",
     "Forged",
     "claiming",
     "headers",
     "identities",
-    "pickles",
     "small_state",
     "tables",
 ]
@@ -58,78 +49,6 @@ def small_state(iteration: int) -> dict[str, Any]:
         "iteration": iteration,
     }
 
-
-class Call:
-    """Pickles as a call of any function, whatever comes of it."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any, state: Any = None) -> None:
-        self._reduced = (function, args) if state is None else (function, args, state)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
-
-
-def _nested_key(depth: int) -> bytes:
-    """A tuple in a tuple in a tuple, as a key: to hash it takes as many frames of C."""
-    return b"\x80\x05}" + b")" + pickle.TUPLE1 * depth + b"K\x01s."
-
-
-def _laughs(depth: int) -> bytes:
-    """A list that holds one list twice, which holds one list twice, and so on."""
-    text = b"\x80\x05]\x94"
-    for level in range(depth):
-        text += b"]\x94(" + 2 * (pickle.BINGET + bytes([level])) + b"e"
-    return text + b"."
-
-
-def _bare(module: str, name: str) -> bytes:
-    """The opcodes that push a global."""
-    return (
-        b"".join(
-            pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode() for text in (module, name)
-        )
-        + pickle.STACK_GLOBAL
-    )
-
-
-_POINTERS = b"A" * 8
-_FORGED_DTYPE = Call(
-    numpy.dtype,
-    "V8",
-    state=(3, "|", None, ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1, 0),
-)
-
-BOMBS: dict[str, bytes] = {
-    # Bytes that are taken for addresses of objects.
-    "an array of objects out of bytes": pickle.dumps(
-        Call(list, Call(numpy.ndarray, (1,), "O", _POINTERS))
-    ),
-    "an array of a forged dtype": pickle.dumps(Call(numpy.ndarray, (1,), _FORGED_DTYPE, _POINTERS)),
-    # Few bytes that take much memory.
-    "a memo of 1 GB": b"\x80\x05N" + pickle.LONG_BINPUT + struct.pack("<I", 1 << 26) + b".",
-    "a list out of a range": pickle.dumps(Call(list, range(10_000_000))),
-    "a set out of a range": pickle.dumps(Call(set, range(3_000_000))),
-    "a counter out of a range": pickle.dumps(Call(collections.Counter, range(3_000_000))),
-    "a deque out of a range": pickle.dumps(Call(collections.deque, range(10_000_000))),
-    "a size out of a range": pickle.dumps(Call(torch.Size, range(5_000_000))),
-    "bytes of 1 GB": pickle.dumps(Call(bytes, 1 << 30)),
-    "a string of 1 TB": b"\x80\x05" + pickle.BINUNICODE8 + struct.pack("<Q", 1 << 40) + b".",
-    "bytes of 1 TB": b"\x80\x05" + pickle.BINBYTES8 + struct.pack("<Q", 1 << 40) + b".",
-    "an array of 1 TB": pickle.dumps(Call(numpy.ndarray, (1 << 40,))),
-    "a tensor of 1 TB": pickle.dumps(Call(torch.Tensor, 1 << 38)),
-    # Few bytes that take for ever.
-    "a fraction of a huge power": pickle.dumps(Call(fractions.Fraction, "1e100000000")),
-    "an integer of a huge power": pickle.dumps(Call(int, Call(decimal.Decimal, "1e100000000"))),
-    # Depths at which C runs out of stack.
-    "a key of tuples in tuples": _nested_key(300_000),
-    "lists in lists": b"\x80\x05" + b"(" * 300_000 + b"l" * 300_000 + b".",
-    "sharing without end": _laughs(200),
-    # Classes of the running program, changed.
-    "attributes for a class": b"\x80\x05"
-    + _bare("argparse", "Namespace")
-    + b"N}\x8c\x03fooK\x01s\x86b.",
-}
-"""Pickles that run nothing, and are not to be read all the same."""
 
 ODD_ROWS: dict[str, Any] = {
     "slot in a list": {0: ["weight"]},
@@ -287,49 +206,3 @@ def tables(draw: st.DrawFn, image: bytes) -> Forged:
             rows[number] = value = draw(_ODD)
             steps.append(f"row {number} = {value!r:.80}")
     return Forged(", ".join(steps), parts.with_rows(rows).image())
-
-
-_ALLOWED = [(module, name) for module, names in sorted(_VALUES.items()) for name in names]
-_CONSTANTS = st.sampled_from(
-    [
-        *(b"N", b"\x88", b"\x89", b"K\x00", b"K\x01", b"K\x07", b"M\xff\xff", b"J\xff\xff\xff\xff"),
-        *(b"\x8c\x00", b"\x8c\x01a", b"\x8c\x01O", b"\x8c\x02u1", b"\x8c\x02V8", b"\x8c\x05dtype"),
-        *(b"C\x00", b"C\x08AAAAAAAA", b"G\x3f\xf8" + bytes(6)),
-        *(b"K\x00Q", b"K\x01Q", b"K\x63Q", b"NQ", b"\x96" + struct.pack("<Q", 4) + b"abcd"),
-        *(b"h\x00", b"h\x01", b"j\xff\x00\x00\x00"),
-    ]
-)
-
-
-def _values(marker: str) -> st.SearchStrategy[bytes]:
-    refused = [("os", "system"), ("posix", "system"), ("builtins", "eval"), ("builtins", "exec")]
-    run = pickle.dumps(f"touch {marker}", 0)[:-1]
-    names = st.sampled_from(_ALLOWED) | st.sampled_from(_ALLOWED + refused)
-    classes = names.map(lambda name: _bare(*name))
-    leaves = _CONSTANTS | classes | st.just(run)
-
-    def more(inner: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
-        several = st.lists(inner, max_size=3).map(b"".join)
-        tuples = several.map(lambda items: b"(" + items + b"t")
-        lists = several.map(lambda items: b"](" + items + b"e")
-        pairs = st.tuples(inner, inner).map(b"".join)
-        dicts = st.lists(pairs, max_size=2).map(lambda items: b"}(" + b"".join(items) + b"u")
-        sets = several.map(lambda items: b"\x8f(" + items + b"\x90")
-        calls = st.tuples(classes, tuples).map(lambda call: b"".join(call) + b"R")
-        made = st.tuples(classes, tuples).map(lambda call: b"".join(call) + b"\x81")
-        built = st.tuples(calls | made | classes, inner).map(lambda pair: b"".join(pair) + b"b")
-        kept = inner.map(lambda value: value + b"\x94")
-        return tuples | lists | dicts | sets | calls | made | built | kept
-
-    return st.recursive(leaves, more, max_leaves=8)
-
-
-@st.composite
-def pickles(draw: st.DrawFn, image: bytes, marker: str) -> Forged:
-    """The image with a pickle that makes whatever it can."""
-    body = draw(_values(marker))
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 4]))):
-        place = draw(st.integers(0, len(body)))
-        body = body[:place] + draw(st.binary(min_size=1, max_size=2)) + body[place + 1 :]
-    pickled = b"\x80\x05" + body + b"."
-    return Forged(repr(pickled), Parts.of(image).replace(pickled=pickled).image())

@@ -16,9 +16,9 @@ OLDER, NEWEST = 7, 8
 _ROOM_NBYTES = 2 << 30
 
 
-def write_store(kind: str, root: Path) -> tuple[Path, bytes]:
+def write_store(root: Path) -> tuple[Path, bytes]:
     """A store with two checkpoints; the file of the newer one, and what is in it."""
-    with make_manager(kind, root, "job", keep_last=2) as manager:
+    with make_manager("disk", root, "job", keep_last=2) as manager:
         for iteration in (OLDER, NEWEST):
             manager.save(small_state(iteration), iteration)
     _, path = sorted(root.rglob("*.safetensors"))

@@ -1,187 +1,60 @@
 """The faults that must be survived; a test says by ``@pytest.mark.fault(...)`` which it makes.
 
-``make faults`` prints the table of faults, what happens, and how many cases were run, counted in
-that run, and in those that it goes on with, and nowhere else.
+``make faults`` prints the table of faults and how many cases were run, counted in that run and
+nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests.faults.results import Outcome, Result, Results, version_of
-
-__all__ = ["FAULTS", "FaultTable", "fixed_rows"]
+__all__ = ["FAULTS", "FaultTable"]
 
 FAULTS = {
-    "kill-save": (
-        "SIGKILL at a system call of a save",
-        "the older checkpoint stands, or the new one is whole; the next start removes the rest",
-    ),
-    "kill-load": (
-        "SIGKILL at a system call of receiving a replica, of a load, of cleaning up",
-        "the source is untouched, and the load can be run again",
-    ),
-    "power-cut": (
-        "power lost after an fsync or a rename",
-        "what was finalized is there, else the one before",
-    ),
-    "torn-file": (
-        "a file cut short, or zeros at its end",
-        "seen; another copy or an older checkpoint; the bad file is quarantined",
-    ),
-    "flipped-bit": (
-        "a flipped bit, anywhere in a file",
-        "seen; another copy or an older checkpoint; the bad file is quarantined",
-    ),
-    "wrong-place": (
-        "a good file, or a good block, in the place of another",
-        "refused",
-    ),
-    "partial-io": (
-        "short writes and reads, EINTR, EAGAIN",
-        "the rest is written, or it is an error",
-    ),
-    "refused-io": (
-        "ENOSPC, EDQUOT, EROFS, EACCES, EIO at any call",
-        "a typed error on every rank; older checkpoints stand, space is given back",
-    ),
+    "kill-save": "SIGKILL at a system call of a save",
+    "kill-load": "SIGKILL at a system call of receiving a replica, of a load, of cleaning up",
+    "power-cut": "power lost after an fsync or a rename",
+    "torn-file": "a file cut short, or zeros at its end",
+    "flipped-bit": "a flipped bit, anywhere in a file",
+    "wrong-place": "a good file, or a good block, in the place of another",
+    "partial-io": "short writes and reads, EINTR, EAGAIN",
+    "refused-io": "ENOSPC, EDQUOT, EROFS, EACCES, EIO at any call",
     "unusable-store": (
-        "a directory that is missing, read-only, another user's, full, or without inodes",
-        "an error at the start or at the save, with the path and the cure",
+        "a directory that is missing, read-only, another user's, full, or without inodes"
     ),
-    "lost-nodes": (
-        "any set of nodes lost",
-        "exact to the limit; past it an older checkpoint, or an error that names the shards",
-    ),
-    "lost-during-recovery": (
-        "a node lost while another one is restored",
-        "the others raise in time; the next start finds what is left",
-    ),
-    "silent-peer": (
-        "a peer dies, stops or never calls in the middle of a save",
-        (
-            "an error within the deadline that names it, or a save that says that it lacks copies; "
-            "local copies stay good"
-        ),
-    ),
-    "aborted": (
-        "abort() at any moment, and the same processes join again",
-        "every call ends at once; the newest complete checkpoint comes back; nothing is left",
-    ),
-    "survivors": (
-        "a rank lost, replaced, or stopped, while the others keep their processes",
-        "all go on from the newest complete checkpoint; who comes back late harms nothing",
-    ),
-    "cut-network": (
-        "the network is cut",
-        "an error within the deadline, or a save that says that it lacks copies; never two answers",
-    ),
-    "disagreement": (
-        "ranks disagree on iteration, session, world size or version",
-        "an error on every rank that says who has what",
-    ),
-    "two-jobs": (
-        "two jobs, or two managers, on one directory",
-        "the second is refused and told who is there, or kept apart by its session",
-    ),
-    "late-writer": (
-        "a writer of an attempt that is over",
-        "its files are not counted",
-    ),
-    "old-files": (
-        "a node that returns with older files",
-        "generations are never mixed",
-    ),
-    "clock": (
-        "clocks that jump, equal file times",
-        "no effect",
-    ),
-    "moved-ranks": (
-        "ranks on other nodes after a restart, several nodes on one host",
-        "every rank gets its own shard",
-    ),
-    "world-size": (
-        "a restart with another number of ranks",
-        "with `elastic=True` what was saved, resharded; else an error that says what can be done",
-    ),
-    "bad-copies": (
-        "a bad own copy, a bad replica, or both",
-        "the good one is taken; with none an older checkpoint",
-    ),
-    "worker-dies": (
-        "the async worker is killed, crashes, or stops",
-        "the next poll raises with the cause on every rank; the save after it works",
-    ),
-    "trainer-dies": (
-        "the trainer is killed while its worker writes",
-        "the worker finishes or cleans up; nothing is left after the next start",
-    ),
-    "interrupted": (
-        "SIGTERM, Ctrl-C, exit, or fork with a save in flight",
-        "drained or given up; no hang at exit",
-    ),
-    "many-saves": (
-        "thousands of saves in one life, more of them than polls",
-        "memory, descriptors, threads and keys stay flat",
-    ),
-    "changed-state": (
-        "tensors changed as soon as save returns",
-        "the values at the call are saved",
-    ),
-    "changed-program": (
-        "the program changed between two starts",
-        "the same values, or an error before anything is changed that lists both sides",
-    ),
-    "divergent-replica": (
-        "a bit of one replica of a tensor flipped in memory",
-        "an error on every rank that names the rank, its node and the tensor; nothing is kept",
-    ),
-    "hard-state": (
-        "states with empty, shared, overlapping, huge, very many or odd values",
-        "bit for bit, aliases kept",
-    ),
-    "not-rebuilt": (
-        "an object that cannot be rebuilt, or memory that runs out, at a load",
-        "an error on every rank that names it; no file is renamed, and nothing older is taken",
-    ),
-    "hostile-file": (
-        "a file made to run code, exhaust memory, or reach out of its store",
-        "refused before anything is allocated or followed",
-    ),
-    "hostile-store": (
-        "a stranger writes into the job's key-value store",
-        "an error of ours on all ranks; nothing of it is run",
-    ),
-    "random-sequence": (
-        "random sequences of the above",
-        "all guarantees hold; a failing seed is printed",
-    ),
+    "lost-nodes": "any set of nodes lost",
+    "lost-during-recovery": "a node lost while another one is restored",
+    "silent-peer": "a peer dies, stops or never calls in the middle of a save",
+    "aborted": "abort() at any moment, and the same processes join again",
+    "survivors": "a rank lost, replaced, or stopped, while the others keep their processes",
+    "cut-network": "the network is cut",
+    "disagreement": "ranks disagree on iteration, session, world size or version",
+    "two-jobs": "two jobs, or two managers, on one directory",
+    "late-writer": "a writer of an attempt that is over",
+    "old-files": "a node that returns with older files",
+    "clock": "clocks that jump, equal file times",
+    "moved-ranks": "ranks on other nodes after a restart, several nodes on one host",
+    "world-size": "a restart with another number of ranks",
+    "bad-copies": "a bad own copy, a bad replica, or both",
+    "worker-dies": "the async worker is killed, crashes, or stops",
+    "trainer-dies": "the trainer is killed while its worker writes",
+    "interrupted": "SIGTERM, Ctrl-C, exit, or fork with a save in flight",
+    "many-saves": "thousands of saves in one life, more of them than polls",
+    "changed-state": "tensors changed as soon as save returns",
+    "changed-program": "the program changed between two starts",
+    "divergent-replica": "a bit of one replica of a tensor flipped in memory",
+    "hard-state": "states with empty, shared, overlapping, huge, very many or odd values",
+    "not-rebuilt": "an object that cannot be rebuilt, or memory that runs out, at a load",
+    "hostile-file": "a file made to run code, exhaust memory, or reach out of its store",
+    "hostile-store": "a stranger writes into the job's key-value store",
+    "random-sequence": "random sequences of the above",
 }
-"""Each fault by a short name: what it is, and what must happen."""
+"""Each fault by a short name; ``docs/guarantees.md`` says what must happen."""
 
 _FAULTS_MADE = "faults"
-
-
-def fixed_rows(table: Iterable[Any], in_short: Collection[Any]) -> list[Any]:
-    """Rows for ``parametrize``: the whole table with ``--faults``, else those in short."""
-    rows = list(table)
-    assert all(row in rows for row in in_short), in_short
-    return [
-        pytest.param(
-            *(row if isinstance(row, tuple) else (row,)),
-            id="-".join(map(_name, row if isinstance(row, tuple) else (row,))),
-            marks=() if row in in_short else pytest.mark.long,
-        )
-        for row in rows
-    ]
-
-
-def _name(value: Any) -> str:
-    return str(getattr(value, "__name__", value))
 
 
 class FaultTable:
@@ -192,17 +65,11 @@ class FaultTable:
 
     Args:
         alone: Run the tests of faults and the long forms of others, and print the table.
-        path: Where results are kept. Tests that held according to this file are not run, and the
-            table counts them.
-        leads: It is the process that hears of all tests.
     """
 
-    def __init__(self, alone: bool, path: Path | None, leads: bool) -> None:
+    def __init__(self, alone: bool) -> None:
         self._alone = alone
-        self._leads = leads
-        self._results = Results(path)
-        self._version = version_of(Path(__file__).parent) if alone and leads else ""
-        self._not_held: set[str] = set()
+        self._counts = {fault: Counter[str]() for fault in FAULTS}
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
@@ -221,29 +88,21 @@ class FaultTable:
     def _is_run(self, item: pytest.Item) -> bool:
         is_long = item.get_closest_marker("long") is not None
         makes_faults = bool(dict(item.user_properties)[_FAULTS_MADE])
-        is_ours = is_long or makes_faults if self._alone else not is_long
-        return is_ours and not self._results.held(item.nodeid)
+        return is_long or makes_faults if self._alone else not is_long
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not (self._alone and self._leads):
+        if report.when != "call" and report.passed:
             return
-        if not report.passed:
-            self._not_held.add(report.nodeid)
-            self._add(report, "FAILED" if report.failed else "skipped")
-        elif report.when == "teardown" and report.nodeid not in self._not_held:
-            self._add(report, "held")
-
-    def _add(self, report: pytest.TestReport, outcome: Outcome) -> None:
-        properties = dict(report.user_properties)
-        faults = tuple(str(fault) for fault in properties.get(_FAULTS_MADE, ()))
-        cases = int(str(properties.get("cases", 1)))
-        self._results.add(Result(report.nodeid, outcome, faults, cases, self._version))
+        properties: dict[str, Any] = dict(report.user_properties)
+        cases = int(properties.get("cases", 1)) if report.passed else 1
+        for fault in properties.get(_FAULTS_MADE, ()):
+            self._counts[fault]["held" if report.passed else report.outcome] += cases
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._alone:
             return
         terminalreporter.section("faults")
-        for name, (what, then) in FAULTS.items():
-            terminalreporter.write_line(f"{self._results.counts(name):>24}  {what}: {then}")
-        for told in self._results.told():
-            terminalreporter.write_line(told)
+        for name, what in FAULTS.items():
+            counted = ({"held": 0} | self._counts[name]).items()
+            told = ", ".join(f"{count} {outcome}" for outcome, count in counted)
+            terminalreporter.write_line(f"{told:>24}  {what}")

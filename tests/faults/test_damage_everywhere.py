@@ -7,7 +7,7 @@ is loaded. Two ranks that keep each other's replicas play a selection.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ import pytest
 from tests.faults.damage import cut, exchanged, flip, flips, foreign, mixed_state, zeroed
 from tests.faults.images import regions
 from tests.faults.lives import Lives
-from tests.managers.jobs import KINDS, assert_same, make_manager
+from tests.managers.jobs import assert_same, make_manager
 from tests.ranks import run_ranks
 from tests.storage.test_files import make_cold
 
-Dirs = Callable[[int], list[Path]]
 Cases = Iterable[tuple[str, bytes]]
 
 _OLDER, _NEWEST = 7, 8
@@ -30,11 +29,10 @@ _ATTEMPT = "of another attempt"
 class _Node:
     """The store of a job of one rank that has saved twice, and whose newer file is damaged."""
 
-    def __init__(self, kind: str, root: Path) -> None:
-        self._kind = kind
+    def __init__(self, root: Path) -> None:
         self._root = root
         self._cases = 0
-        with make_manager(kind, root, "job", keep_last=2) as manager:
+        with make_manager("disk", root, "job", keep_last=2) as manager:
             for iteration in (_OLDER, _NEWEST):
                 manager.save(mixed_state(0, iteration), iteration)
         older, self._path = sorted(root.rglob("*.safetensors"))
@@ -60,7 +58,7 @@ class _Node:
             make_cold(self._path)
         aside = self._path.with_name(f"{self._path.name}.corrupt")
         try:
-            with make_manager(self._kind, self._root, "job", keep_last=2) as manager:
+            with make_manager("disk", self._root, "job", keep_last=2) as manager:
                 assert manager.find_latest() in (_OLDER, _NEWEST)
                 # In new tensors, or in those of the caller, which a bad file has half filled.
                 into = self._into if self._cases % 2 else None
@@ -72,26 +70,22 @@ class _Node:
         finally:
             aside.unlink(missing_ok=True)
 
-    def is_whole(self) -> None:
-        """The newer file as it was is what is loaded."""
-        self.is_loaded(self.newest)
-
     def is_loaded(self, content: bytes) -> None:
         """With this in the place of the newer file, its iteration is loaded."""
         self._path.write_bytes(content)
-        with make_manager(self._kind, self._root, "job", keep_last=2) as manager:
+        with make_manager("disk", self._root, "job", keep_last=2) as manager:
             assert manager.find_latest() == _NEWEST
             assert_same(manager.load()[0], mixed_state(0, _NEWEST))
 
 
-@pytest.fixture(params=KINDS)
-def node(request: pytest.FixtureRequest, node_dirs: Dirs, shm_roots: Dirs) -> Iterator[_Node]:
-    made = _Node(request.param, (node_dirs if request.param == "disk" else shm_roots)(1)[0])
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[_Node]:
+    made = _Node(tmp_path)
 
     yield made
 
     # It was the damage, and nothing else.
-    made.is_whole()
+    made.is_loaded(made.newest)
 
 
 def _play(node: _Node, cases: Cases, record_property: Any, **options: Any) -> None:
@@ -123,9 +117,8 @@ def test_a_flipped_bit_is_seen_wherever_it_is(
 
 @pytest.mark.fault("flipped-bit")
 def test_a_flipped_bit_is_seen_when_it_comes_from_the_disk(
-    node_dirs: Dirs, long_form: bool, record_property: Any
+    node: _Node, long_form: bool, record_property: Any
 ) -> None:
-    node = _Node("disk", node_dirs(1)[0])
     chosen = flips(node.newest, every=False)[:: 1 if long_form else 8]
 
     _play(node, _flipped(node, chosen), record_property, cold=True)
@@ -158,13 +151,11 @@ def test_a_good_file_in_the_place_of_another_is_taken_for_what_it_is(
 
 @pytest.mark.fault("wrong-place")
 def test_a_good_file_of_an_attempt_that_nobody_gave_up_counts_by_its_iteration(
-    node: _Node, record_property: Any
+    node: _Node,
 ) -> None:
     other = dict(foreign(node.newest, node.older))[_ATTEMPT]
 
     node.is_loaded(other)
-
-    record_property("cases", 1)
 
 
 _PLACES = ("own", "replica", "both")
@@ -188,10 +179,10 @@ def _ways(newest: bytes, older: bytes, others: bytes, every: bool) -> list[tuple
 
 
 def _play_together(
-    rank: int, world_size: int, kind: str, base: Path, every: bool
+    rank: int, world_size: int, base: Path, every: bool
 ) -> list[tuple[str, str, int, str]]:
     """Rank 1's newest shard is bad; what each case was, and what came of it on this rank."""
-    lives = Lives(kind, base, rank, (1, 2))
+    lives = Lives("disk", base, rank, (1, 2))
     with lives.life(None, keep_last=2) as manager:
         for iteration in (_OLDER, _NEWEST):
             manager.save(mixed_state(rank, iteration), iteration)
@@ -224,13 +215,10 @@ def _copies(root: Path, owner: int, iteration: int) -> list[Path]:
 
 @pytest.mark.fault("flipped-bit", "torn-file", "wrong-place", "bad-copies")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["disk", pytest.param("memory", marks=pytest.mark.long)])
 def test_the_replica_is_taken_whatever_is_wrong_with_the_own_copy(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs, long_form: bool, record_property: Any
+    tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
-    base = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-
-    zero, one = run_ranks(_play_together, 2, kind, base, long_form, timeout_s=1200.0)
+    zero, one = run_ranks(_play_together, 2, tmp_path, long_form, timeout_s=1200.0)
 
     for (what, place, *at_zero), (_, _, *at_one) in zip(zero, one, strict=True):
         loaded = _OLDER if place == "both" else _NEWEST

@@ -7,7 +7,6 @@ gloo's, with and without this library. So the forks here end by ``os._exit``, as
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 import localckpt
-from tests.managers.jobs import KINDS, MAX_S, cliques, error_of, make_manager, resume, state_of
+from tests.managers.jobs import MAX_S, cliques, error_of, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
@@ -34,66 +33,12 @@ _CHILD_S = 20
 _ROUNDS, _ROUNDS_IN_LONG_FORM = 6, 75
 
 
-def _leave(rank: int, world_size: int, kind: str, shared: Path) -> None:
-    replicas = cliques(1, 2)
-    endings: dict[str, Callable[[], Any]] = {
-        "sys.exit": lambda: sys.exit(7),
-        "an exception": lambda: 1 / 0,
-        "the end": lambda: None,
-    }
-    children = []
-    iteration = 0
-    with contextlib.ExitStack() as parent_only:
-        for ending in endings.values():
-            iteration += 1
-            is_child = False
-            try:
-                with (
-                    localckpt.GlobalCheckpointManager(shared, timeout=MAX_S) as global_tier,
-                    localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-                    make_manager(*(kind, node_store(), "run", replicas)) as manager,
-                ):
-                    # Large enough to be under way, with its replica, when the fork leaves.
-                    state = state_of(rank, iteration, 4_000_000)
-                    global_tier.save({"n": iteration}, iteration)
-                    request = manager.save(state, iteration, is_async=True)
-                    queue.schedule_async_request(request)
-                    if (child := os.fork()) == 0:
-                        is_child = True
-                        parent_only.pop_all()
-                        signal.alarm(_CHILD_S)
-                        ending()
-                    else:
-                        children.append(child)
-                        queue.maybe_finalize_async_calls(blocking=True)
-                        manager.save(state_of(rank, iteration + 100), iteration + 100)
-                        resume(manager, rank, iteration + 100)
-                        iteration += 100
-                        assert global_tier.find_latest() == iteration - 100
-            except (SystemExit, ZeroDivisionError):
-                assert is_child
-            finally:
-                if is_child:
-                    os._exit(0)
-    replicas.close()
-    assert [_exit_code(child) for child in children] == [0] * len(endings)
-
-
 def _exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_that_leaves_the_blocks_takes_nothing_from_the_trainer(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs, tmp_path: Path
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    run_ranks(_leave, 2, kind, tmp_path / "shared", store_per_node=nodes)
-
-
-def _use_in_a_fork(rank: int, world_size: int, kind: str) -> None:
-    with make_manager(kind, node_store(), "run") as manager:
+def _use_in_a_fork(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), "run") as manager:
         manager.save(state_of(rank, 1), 1)
         if (child := os.fork()) == 0:
             code = 1
@@ -113,13 +58,8 @@ def _use_in_a_fork(rank: int, world_size: int, kind: str) -> None:
         assert resume(manager, rank, 3) == "own node"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_that_saves_or_loads_raises_whose_the_manager_is(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(1)
-
-    run_ranks(_use_in_a_fork, 1, kind, store_per_node=nodes)
+def test_a_fork_that_saves_or_loads_raises_whose_the_manager_is(node_dirs: Dirs) -> None:
+    run_ranks(_use_in_a_fork, 1, store_per_node=node_dirs(1))
 
 
 class _Forker:
@@ -185,14 +125,12 @@ class _Forker:
             thing.__dict__.clear()
 
 
-def _save_and_fork(
-    rank: int, world_size: int, kind: str, shared: Path, rounds: int, seed: int
-) -> int:
+def _save_and_fork(rank: int, world_size: int, shared: Path, rounds: int, seed: int) -> int:
     with (
         cliques(1, 2) as replicas,
         localckpt.GlobalCheckpointManager(shared, keep_last=2, timeout=MAX_S) as global_tier,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-        make_manager(kind, node_store(), "run", replicas) as manager,
+        make_manager("disk", node_store(), "run", replicas) as manager,
     ):
         forker = _Forker(seed + rank, [manager, queue, global_tier, replicas])
 
@@ -214,24 +152,20 @@ def _save_and_fork(
     return len(forker.children)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_forks_at_random_moments_disturb_no_save(
-    kind: str,
     node_dirs: Dirs,
-    shm_roots: Dirs,
     tmp_path: Path,
     long_form: bool,
     pytestconfig: pytest.Config,
     record_property: Callable[[str, object], None],
 ) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
     rounds = _ROUNDS_IN_LONG_FORM if long_form else _ROUNDS
     seed = pytestconfig.getoption("--seed") or random.randrange(10**6)
     print(f"seed {seed}")
 
     forks = run_ranks(
-        *(_save_and_fork, 2, kind, tmp_path / "shared", rounds, seed),
-        store_per_node=nodes,
+        *(_save_and_fork, 2, tmp_path / "shared", rounds, seed),
+        store_per_node=node_dirs(2),
         timeout_s=60.0 + 5 * rounds,
     )
 

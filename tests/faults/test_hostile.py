@@ -26,13 +26,11 @@ from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 from tests.faults.forged import (
-    BOMBS,
     ODD_ROWS,
     Forged,
     claiming,
     headers,
     identities,
-    pickles,
     small_state,
     tables,
 )
@@ -53,7 +51,7 @@ _READ_S = 10.0
 def store(node_dirs: Dirs) -> tuple[Path, Path, bytes]:
     """The store, the file of its newer checkpoint, and what is in it."""
     root = node_dirs(1)[0]
-    return root, *write_store("disk", root)
+    return root, *write_store(root)
 
 
 def _load(root: Path, claims_to_be_older: bool = False) -> str:
@@ -86,19 +84,6 @@ def _read_in_time(root: Path) -> str:
     ((outcome, grown),) = run_ranks(_read_alone, 1, root, init_group=False, timeout_s=_READ_S)
     assert grown < _ALLOWED_NBYTES, f"{outcome}, and {grown >> 20} MiB were taken"
     return str(outcome)
-
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_pickle_that_is_a_bomb_is_refused_or_does_no_harm(
-    bomb: str, store: tuple[Path, Path, bytes]
-) -> None:
-    root, path, image = store
-    path.write_bytes(Parts.of(image).replace(pickled=BOMBS[bomb]).image())
-
-    outcome = _read_in_time(root)
-
-    assert outcome != "nothing"
 
 
 @pytest.mark.fault("hostile-file")
@@ -194,21 +179,13 @@ def test_a_header_and_a_skeleton_that_contradict_each_other_write_to_no_tensor(
 
 # At random.
 
-_STRATEGIES = {
-    "identity": lambda image, _: identities(image),
-    "header": lambda image, _: headers(image),
-    "table": lambda image, _: tables(image),
-    "pickle": pickles,
-}
+_STRATEGIES = {"identity": identities, "header": headers, "table": tables}
 
 
-def _read_many(
-    rank: int, world_size: int, what: str, base: Path, examples: int, marker: Path
-) -> int:
-    whole = base / "whole"
-    path, image = write_store("disk", whole)
+def _read_many(rank: int, world_size: int, what: str, base: Path, examples: int) -> int:
+    whole, root = base / "whole", base / "node"
+    path, image = write_store(whole)
     limit_memory()
-    root = base / "node"
     cases = 0
 
     @seed(1)
@@ -219,7 +196,7 @@ def _read_many(
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-    @given(_STRATEGIES[what](image, str(marker)))
+    @given(_STRATEGIES[what](image))
     def check(forged: Forged) -> None:
         nonlocal cases
         cases += 1
@@ -232,7 +209,6 @@ def _read_many(
         assert _escapes(forged.image, base / "forged") == []
         outcome = _load(root, _claims_to_be_older(forged.image))
         assert growth() < _ALLOWED_NBYTES
-        assert not marker.exists()
         if outcome in ("the older one", "the forged one", "nothing"):
             go_on(root)
 
@@ -251,34 +227,37 @@ def _claims_to_be_older(image: bytes) -> bool:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", _STRATEGIES)
 def test_whatever_is_changed_at_random_is_an_error_of_ours_or_does_no_harm(
-    what: str, node_dirs: Dirs, tmp_path: Path, long_form: bool, record_property: Any
+    what: str, tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
-    base = node_dirs(1)[0]
     examples = 1000 if long_form else 15
-    marker = tmp_path / "it-ran"
 
     try:
-        (cases,) = run_ranks(
-            _read_many, 1, what, base, examples, marker, init_group=False, timeout_s=1700.0
-        )
+        args = (what, tmp_path, examples)
+        (cases,) = run_ranks(_read_many, 1, *args, init_group=False, timeout_s=1700.0)
     except RanksFailedError as error:
-        last = (base / "last").read_text() if (base / "last").exists() else "none"
-        pytest.fail(f"{error}\nthe last case: {last}")
+        pytest.fail(f"{error}\nthe last case: {(tmp_path / 'last').read_text()}")
 
     record_property("cases", cases)
-    assert not marker.exists()
 
 
 # What a header may claim.
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("world_size", [0, 2, 1_000_000, 3_000_000, 10**18], ids=str)
-def test_a_claimed_number_of_ranks_costs_no_memory_and_hides_no_other_checkpoint(
-    world_size: int, store: tuple[Path, Path, bytes]
+@pytest.mark.parametrize(
+    "claims",
+    [
+        *({"world_size": str(count)} for count in (2, 3_000_000, 10**18)),
+        # What is no text keeps no other checkpoint from being found.
+        {"session": "\ud800"},
+    ],
+    ids=ascii,
+)
+def test_what_a_header_claims_costs_no_memory_and_hides_no_other_checkpoint(
+    claims: dict[str, str], store: tuple[Path, Path, bytes]
 ) -> None:
     root, path, image = store
-    path.write_bytes(claiming(image, world_size=str(world_size)))
+    path.write_bytes(claiming(image, **claims))
 
     assert _read_in_time(root) == "the older one"
 
@@ -299,7 +278,7 @@ def test_an_iteration_that_could_not_be_read_again_is_not_saved(
     store: tuple[Path, Path, bytes],
 ) -> None:
     root, _, _ = store
-    for digits in (18, 19, 20, 40):
+    for digits in (18, 19, 20):
         with make_manager("disk", root, "job", keep_last=2) as manager:
             manager.find_latest()
             try:
@@ -311,19 +290,7 @@ def test_an_iteration_that_could_not_be_read_again_is_not_saved(
 
 
 @pytest.mark.fault("hostile-file")
-def test_a_session_that_is_no_text_does_not_keep_the_others_from_being_found(
-    store: tuple[Path, Path, bytes],
-) -> None:
-    root, path, image = store
-    path.write_bytes(claiming(image, session="\ud800"))
-
-    assert _read_in_time(root) == "the older one"
-
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(
-    "text", ["9" * 19, "9" * 30, "9" * 5000, "-1", "", "\0", "x", "[" * 3000], ids=lambda t: t[:20]
-)
+@pytest.mark.parametrize("text", ["9" * 19, "9" * 5000, "-1"], ids=len)
 def test_a_garbled_number_of_attempts_does_not_make_later_saves_unreadable(
     text: str, store: tuple[Path, Path, bytes]
 ) -> None:

@@ -9,10 +9,8 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Iterable
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,29 +18,39 @@ from localckpt import CheckpointingException
 from tests.cli.commands import Answer, call
 from tests.faults.forged import small_state
 from tests.faults.small_store import NEWEST, limit_memory, write_store
-from tests.faults.table import fixed_rows
-from tests.managers.jobs import KINDS, make_manager
+from tests.managers.jobs import make_manager
 from tests.ranks import run_ranks
 from tests.state_dict.states import assert_same
+
+pytestmark = pytest.mark.fault("hostile-file")
 
 Dirs = Callable[[int], list[Path]]
 
 _READ_S = 10.0
 
 
-def _take_up(rank: int, world_size: int, kind: str, root: Path) -> list[str]:
+def _take_up(rank: int, world_size: int, root: Path) -> list[str]:
     """Start a job on a store and save twice; errors of ours on the way."""
     limit_memory()
     refused = []
     for iteration in (20, 21):
         try:
-            with make_manager(kind, root, "job", keep_last=1, timeout=5.0) as manager:
+            with make_manager("disk", root, "job", keep_last=1, timeout=5.0) as manager:
                 if manager.find_latest() != -1:
                     manager.load()
                 manager.save(small_state(iteration), iteration)
         except CheckpointingException as error:
             refused.append(f"{type(error).__name__}: {error}")
     return refused
+
+
+_COMMANDS = ("ls", "verify", "explain", "inspect", "clean")
+
+
+def _look(rank: int, world_size: int, root: Path, path: Path) -> dict[str, Answer]:
+    """What the commands say of a store; ``inspect`` of the file alone."""
+    limit_memory()
+    return {name: call(name, path if name == "inspect" else root) for name in _COMMANDS}
 
 
 def _make_fifo(path: Path) -> None:
@@ -75,77 +83,46 @@ def _make_folder(path: Path) -> None:
     (path / "inside").write_text("kept")
 
 
-_THINGS = {
-    "fifo": _make_fifo,
-    "device": _make_zero,
-    "socket": _make_socket,
-    "folder": _make_folder,
-}
-_NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".notes", "../../node-token"]
-
-
-def _rows(*columns: Iterable[str]) -> list[Any]:
-    """Most of a store is the same whatever it is made of: in short, each value once, on a disk."""
-    values = [list(column) for column in columns]
-    longest = max(map(len, values))
-    in_short = {
-        ("disk", *(column[number % len(column)] for column in values)) for number in range(longest)
-    }
-    return fixed_rows(product(KINDS, *values), in_short)
-
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(("kind", "thing", "name"), _rows(_THINGS, _NAMES))
-def test_what_is_no_file_holds_up_nobody_and_is_not_written_to(
-    kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-    path, _ = write_store(kind, root)
-    _THINGS[thing](path.parent / name)
-
-    (refused,) = run_ranks(_take_up, 1, kind, root, init_group=False, timeout_s=_READ_S)
-
-    # Either it is told, with its path, or the job goes on as if it were not there.
-    assert all(str(root) in text for text in refused)
-    if not refused:
-        with make_manager(kind, root, "job") as manager:
-            assert manager.find_latest() == 21
-            assert_same(manager.load()[0], small_state(21))
-
-
-_COMMANDS = ("ls", "verify", "explain", "inspect", "clean")
-
-
-def _without_ages(listing: str) -> list[str]:
-    """The lines below the first, without the ages of the checkpoints, which grow meanwhile."""
-    return [re.sub(r"\d+ s  ", "", line) for line in listing.splitlines()[1:]]
-
-
-def _look(rank: int, world_size: int, root: Path, path: Path) -> dict[str, Answer]:
-    """What the commands say of a store; ``inspect`` of the file alone."""
-    limit_memory()
-    return {name: call(name, path if name == "inspect" else root) for name in _COMMANDS}
-
-
 def _make_link_to_zero(path: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(
-    ("kind", "thing", "name"), _rows([*_THINGS, "link to a device"], [*_NAMES, "../../.lock"])
-)
-def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
-    kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+_THINGS = [_make_fifo, _make_zero, _make_socket, _make_folder, _make_link_to_zero]
+_NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".notes", "../../node-token"]
+
+
+@pytest.mark.rows(5)
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("make", _THINGS[:-1])
+def test_what_is_no_file_holds_up_nobody_and_is_not_written_to(
+    make: Callable[[Path], None], name: str, tmp_path: Path
 ) -> None:
-    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
-    shard, _ = write_store(kind, root)
+    path, _ = write_store(tmp_path)
+    make(path.parent / name)
+
+    (refused,) = run_ranks(_take_up, 1, tmp_path, init_group=False, timeout_s=_READ_S)
+
+    # Either it is told, with its path, or the job goes on as if it were not there.
+    assert all(str(tmp_path) in text for text in refused)
+    if not refused:
+        with make_manager("disk", tmp_path, "job") as manager:
+            assert manager.find_latest() == 21
+            assert_same(manager.load()[0], small_state(21))
+
+
+@pytest.mark.rows(5)
+@pytest.mark.parametrize("name", [*_NAMES, "../../.lock"])
+@pytest.mark.parametrize("make", _THINGS)
+def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
+    make: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    shard, _ = write_store(tmp_path)
     path = shard.parent / name
-    _THINGS.get(thing, _make_link_to_zero)(path)
+    make(path)
     before = path.lstat().st_mode
 
-    (told,) = run_ranks(_look, 1, root, path, init_group=False, timeout_s=_READ_S)
+    (told,) = run_ranks(_look, 1, tmp_path, path, init_group=False, timeout_s=_READ_S)
 
     assert path.lstat().st_mode == before
     assert {told[command].status for command in ("ls", "verify", "explain")} == {0}
@@ -156,81 +133,68 @@ def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
         assert answer.err.count("\n") == (answer.status == 2)
 
 
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(("kind", "name"), _rows([*_NAMES, "../../.lock"]))
-def test_commands_neither_follow_nor_change_what_links_in_a_store_lead_to(
-    kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+def _without_ages(listing: str) -> list[str]:
+    """The lines below the first, without the ages of the checkpoints, which grow meanwhile."""
+    return [re.sub(r"\d+ s  ", "", line) for line in listing.splitlines()[1:]]
+
+
+_LINKED = [*_NAMES, ".notes.new", "../../node-token.new", "../../.lock"]
+
+
+@pytest.mark.parametrize("name", _LINKED)
+def test_links_in_a_store_to_a_file_outside_are_neither_followed_nor_changed(
+    name: str, node_dirs: Dirs
 ) -> None:
-    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
-    path, image = write_store(kind, root)
+    root, outside = node_dirs(2)
+    path, image = write_store(root)
     (outside / "kept").write_bytes(image)
-    (path.parent / name).unlink(missing_ok=True)
+    link = path.parent / name
+    link.unlink(missing_ok=True)
     before = _without_ages(call("ls", root).out)
-    (path.parent / name).symlink_to(outside / "kept")
+    link.symlink_to(outside / "kept")
 
     (told,) = run_ranks(_look, 1, root, path, init_group=False, timeout_s=_READ_S)
 
     assert _without_ages(told["ls"].out) == before
     assert told["verify"].out.count("2 good") == 1
-    assert (path.parent / name).is_symlink()
-    assert (outside / "kept").read_bytes() == image
-    assert [p.name for p in outside.iterdir()] == ["kept"]
+    assert link.is_symlink()
 
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(
-    ("kind", "name"), _rows([*_NAMES, ".notes.new", "../../node-token.new", "../../.lock"])
-)
-def test_nothing_is_written_through_a_link_to_a_file_outside(
-    kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
-    path, image = write_store(kind, root)
-    (outside / "kept").write_bytes(image)
-    (path.parent / name).unlink(missing_ok=True)
-    (path.parent / name).symlink_to(outside / "kept")
-
-    run_ranks(_take_up, 1, kind, root, init_group=False, timeout_s=_READ_S)
+    # Nor by a job.
+    run_ranks(_take_up, 1, root, init_group=False, timeout_s=_READ_S)
 
     assert (outside / "kept").read_bytes() == image
     assert [p.name for p in outside.iterdir()] == ["kept"]
 
 
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
-    path, image = write_store(kind, root)
-    for name in ("a.recycled", "b.dirty", path.name, ".notes", ".owner"):
+def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(node_dirs: Dirs) -> None:
+    root, outside = node_dirs(2)
+    path, image = write_store(root)
+    names = {"a.recycled", "b.dirty", path.name, ".notes", ".owner"}
+    for name in names:
         (outside / name).write_bytes(image)
     (path.parent.parent / "5").symlink_to(outside)
 
-    with make_manager(kind, root, "job", keep_last=1) as manager:
+    with make_manager("disk", root, "job", keep_last=1) as manager:
         assert manager.find_latest() == NEWEST
         manager.load()
         manager.save(small_state(9), 9)
 
-    assert {p.name for p in outside.iterdir()} == {
-        *("a.recycled", "b.dirty", path.name, ".notes", ".owner")
-    }
+    assert {p.name for p in outside.iterdir()} == names
     assert all(p.read_bytes() == image for p in outside.iterdir())
 
 
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_a_file_with_another_name_elsewhere_is_not_overwritten(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
-    path, image = write_store(kind, root)
-    # As a backup does that links what has not changed (cp --link, rsync --link-dest).
-    os.link(path, outside / "kept")
 
     with make_manager(kind, root, "job", keep_last=1) as manager:
-        manager.find_latest()
-        manager.load()
+        manager.save(small_state(8), 8)
+        (path,) = root.rglob("*.safetensors")
+        image = path.read_bytes()
+        # As a backup does that links what has not changed (cp --link, rsync --link-dest).
+        os.link(path, outside / "kept")
         for iteration in range(9, 13):
             manager.save(small_state(iteration), iteration)
 

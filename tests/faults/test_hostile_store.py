@@ -38,7 +38,6 @@ from localckpt.ranks.store_part import StorePart
 from localckpt.ranks.values import Message
 from tests.async_save.work import await_ends_of_threads
 from tests.checkpointer.loops import stores
-from tests.faults.table import fixed_rows
 from tests.ranks import node_store, run_ranks
 
 _MOST_NBYTES = 64 << 20
@@ -344,15 +343,10 @@ def _play(
     return played, raised, foreign
 
 
-_ROWS = list(product(_PROTOCOLS, (0, 1), ("bytes", "json")))
-_IN_SHORT = {
-    *(("decide", 0, "json"), ("queue", 1, "bytes"), ("shared", 0, "bytes"), ("local", 1, "json")),
-    *(("drain", 1, "json"), ("front door", 1, "bytes"), ("elastic", 0, "bytes")),
-}
-
-
+@pytest.mark.rows(6)
 @pytest.mark.fault("hostile-store")
-@pytest.mark.parametrize(("protocol", "victim", "kind"), fixed_rows(_ROWS, _IN_SHORT))
+@pytest.mark.parametrize("protocol", _PROTOCOLS)
+@pytest.mark.parametrize(("victim", "kind"), product((0, 1), ("bytes", "json")))
 def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
     protocol: str, victim: int, kind: str, tmp_path: Path, long_form: bool
 ) -> None:

@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -20,29 +21,16 @@ import pytest
 import torch.distributed as dist
 
 from tests.async_save import work
-from tests.faults.table import fixed_rows
-from tests.managers.jobs import (
-    KINDS,
-    cliques,
-    files,
-    iterations_on,
-    make_manager,
-    resume,
-    state_of,
-)
+from tests.managers.jobs import cliques, files, iterations_on, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
 
 pytestmark = pytest.mark.fault("interrupted")
-
-Dirs = Callable[[int], list[Path]]
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 40.0
 _HELD_S = 0.3
 """How long a save is held up after the interruption: a trainer that does not wait is seen to."""
 _OLDER, _NEWER = 1, 2
-_LONG = pytest.mark.long
-_ONE_WAY = fixed_rows(KINDS, {"disk"})
 
 # Two checkpoints come first and one is kept, so that the save in flight overwrites a file.
 _TRAINER = """
@@ -54,13 +42,13 @@ import localckpt
 from tests.async_save import work
 from tests.managers.jobs import MAX_S, before_commit, cliques, make_manager, state_of
 
-here, root, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+here, root = Path(sys.argv[1]), Path(sys.argv[2])
 blocks = contextlib.ExitStack()
 rank, replicas = 0, None
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
     rank, replicas = dist.get_rank(), cliques(1, 2)
-manager = make_manager(kind, root, "job", replicas, keep_last=1)
+manager = make_manager("disk", root, "job", replicas, keep_last=1)
 queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
 
 def hold_up(ckpt_id):
@@ -111,14 +99,11 @@ class _Trainers:
     Args:
         here: Where they tell how far they are.
         roots: The store of each.
-        kind: How they save.
         script: What they do.
         port: Of the store where they meet; ``None`` for a rank that knows no other.
     """
 
-    def __init__(
-        self, here: Path, roots: list[Path], kind: str, script: str, port: int | None
-    ) -> None:
+    def __init__(self, here: Path, roots: list[Path], script: str, port: int | None) -> None:
         self.here = here
         file = here / "train.py"
         file.write_text(_TRAINER + script)
@@ -134,7 +119,7 @@ class _Trainers:
             }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(file), str(here), str(root), kind],
+                [sys.executable, str(file), str(here), str(root)],
                 cwd=here,
                 env=env if port is None else {**env, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
@@ -175,27 +160,24 @@ class _Trainers:
             process.communicate(timeout=_PATIENCE_S)
 
 
-Start = Callable[..., _Trainers]
+@contextmanager
+def _trainers(
+    here: Path, roots: list[Path], script: str, port: int | None = None
+) -> Iterator[_Trainers]:
+    started = _Trainers(here, roots, script, port)
+    try:
+        started.await_in_flight()
+        yield started
+    finally:
+        started.kill()
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[_Trainers] = []
-
-    def begin(roots: list[Path], kind: str, script: str, port: int | None = None) -> _Trainers:
-        started.append(_Trainers(tmp_path, roots, kind, script, port))
-        return started[-1]
-
-    yield begin
-
-    for trainers in started:
-        trainers.kill()
-
-
-def _start_again(rank: int, root: Path, kind: str, strategy: object = None) -> int:
+def _start_again(rank: int, world_size: int) -> int:
     """A next life: the older or the newer checkpoint is there, whole; then one more is saved."""
-    options = {"keep_last": 1}
-    with make_manager(kind, root, "job", strategy, **options) as manager:
+    with (
+        cliques(1, 2) if world_size > 1 else nullcontext() as replicas,
+        make_manager("disk", node_store(), "job", replicas, keep_last=1) as manager,
+    ):
         found = int(manager.find_latest())
         assert found in (_OLDER, _NEWER)
         resume(manager, rank, found)
@@ -211,102 +193,7 @@ def _assert_only_shards(roots: list[Path], iterations: set[int]) -> None:
     assert [path for root in roots for path in root.rglob(".owner")] == []
 
 
-def _assert_a_next_life(root: Path, kind: str) -> int:
-    found = _start_again(0, root, kind)
-    _assert_only_shards([root], {7})
-    return found
-
-
-@pytest.mark.parametrize("kind", _ONE_WAY)
-def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
-) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, _IN_BLOCKS.format(then="sys.exit(3)"))
-    trainers.await_in_flight()
-
-    trainers.let_saves_go_on()
-
-    codes, output = trainers.end()
-    assert codes == {3}, output
-    _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(root, kind) == _NEWER
-
-
-@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
-def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
-) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, _WITHOUT_BLOCKS.format(then="1 / 0"))
-    trainers.await_in_flight()
-
-    trainers.let_saves_go_on()
-
-    codes, output = trainers.end()
-    assert codes == {1}, output
-    assert _assert_a_next_life(root, kind) == _NEWER
-
-
 _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
-
-
-@pytest.mark.parametrize(
-    ("kind", "doing"),
-    fixed_rows(product(KINDS, (_WAITING, _TRAINING)), {("disk", _WAITING), ("memory", _TRAINING)}),
-)
-def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, doing: str
-) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, _IN_BLOCKS.format(then=doing))
-    trainers.await_in_flight()
-    # Time to begin to wait.
-    time.sleep(0.1)
-
-    trainers.signal(signal.SIGINT)
-    trainers.let_saves_go_on()
-
-    codes, output = trainers.end()
-    assert codes == {-signal.SIGINT}, output
-    _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(root, kind) == _NEWER
-
-
-@pytest.mark.parametrize("kind", _ONE_WAY)
-def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
-) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, _IN_BLOCKS.format(then=_TRAINING))
-    trainers.await_in_flight()
-
-    for _ in range(2):
-        trainers.signal(signal.SIGINT)
-        time.sleep(_HELD_S)
-    trainers.let_saves_go_on()
-
-    codes, output = trainers.end()
-    assert codes == {-signal.SIGINT}, output
-    _assert_a_next_life(root, kind)
-
-
-@pytest.mark.parametrize("kind", fixed_rows(KINDS, {"memory"}))
-def test_sigterm_ends_a_trainer_at_once_and_the_next_start_removes_what_is_left(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
-) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, _IN_BLOCKS.format(then=_TRAINING))
-    trainers.await_in_flight()
-
-    trainers.signal(signal.SIGTERM)
-    trainers.let_saves_go_on()
-
-    codes, output = trainers.end()
-    assert codes == {-signal.SIGTERM}, output
-    _assert_a_next_life(root, kind)
-
-
 # As a data loader forks, as a script does, and as a library that leaves by itself.
 _FORKING = """
 for leave in (os._exit, sys.exit):
@@ -325,58 +212,63 @@ queue.maybe_finalize_async_calls(blocking=True)
 """
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
-    "script",
+    ("script", "then", "signals", "code", "finishes"),
     [
-        pytest.param(_IN_BLOCKS, id="in blocks"),
-        pytest.param(_WITHOUT_BLOCKS, id="without", marks=_LONG),
+        pytest.param(_IN_BLOCKS, "sys.exit(3)", [], 3, True, id="exits"),
+        pytest.param(_WITHOUT_BLOCKS, "1 / 0", [], 1, True, id="ends without closing anything"),
+        pytest.param(_IN_BLOCKS, _WAITING, [2], -2, True, id="is interrupted while it waits"),
+        pytest.param(_IN_BLOCKS, _TRAINING, [2], -2, True, id="is interrupted while it trains"),
+        # The save may be given up.
+        pytest.param(_IN_BLOCKS, _TRAINING, [2, 2], -2, False, id="is interrupted twice"),
+        pytest.param(_IN_BLOCKS, _TRAINING, [15], -15, False, id="is terminated"),
+        pytest.param(_IN_BLOCKS, _FORKING, [], 0, True, id="forks"),
     ],
 )
-@pytest.mark.parametrize("kind", _ONE_WAY)
-def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, script: str
+def test_a_trainer_with_a_save_in_flight_leaves_one_that_is_whole_and_nothing_else(
+    script: str, then: str, signals: list[int], code: int, finishes: bool, tmp_path: Path
 ) -> None:
-    (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    forking = _FORKING.replace("\n", "\n    ") if script == _IN_BLOCKS else _FORKING
+    root = tmp_path / "node"
+    root.mkdir()
+    if script == _IN_BLOCKS:
+        then = textwrap.indent(then, "    ").lstrip()
 
-    trainers = start([root], kind, script.format(then=forking))
+    with _trainers(tmp_path, [root], script.format(then=then)) as trainers:
+        # Time to begin to wait.
+        time.sleep(0.1)
+        for number in signals:
+            trainers.signal(signal.Signals(number))
+            time.sleep(_HELD_S * (len(signals) > 1))
+        trainers.let_saves_go_on()
+        codes, output = trainers.end()
 
-    codes, output = trainers.end()
-    assert codes == {0}, output
-    assert _assert_a_next_life(root, kind) == _NEWER
+    assert codes == {code}, output
+    if finishes and script == _IN_BLOCKS:
+        _assert_only_shards([root], {_OLDER, _NEWER})
+    (found,) = run_ranks(_start_again, 1, init_group=False, store_per_node=[root])
+    assert found == _NEWER or not finishes
+    _assert_only_shards([root], {7})
 
 
-def _start_all_again(rank: int, world_size: int, kind: str) -> int:
-    with cliques(1, 2) as replicas:
-        return _start_again(rank, node_store(), kind, replicas)
-
-
-@pytest.mark.parametrize("kind", _ONE_WAY)
 @pytest.mark.parametrize(
-    "way",
-    fixed_rows(("SIGINT", "sys.exit(3)", "SIGTERM"), {"SIGINT"}),
+    "way", ["SIGINT", *(pytest.param(w, marks=pytest.mark.long) for w in ("exit", "SIGTERM"))]
 )
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, way: str
+    way: str, tmp_path: Path, node_dirs: Callable[[int], list[Path]]
 ) -> None:
-    roots = _stores(kind, 2, node_dirs, shm_roots)
+    roots = node_dirs(2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    number = getattr(signal, way, None)
-    then = way if number is None else _TRAINING
-    trainers = start(roots, kind, _IN_BLOCKS.format(then=then), store.port)
-    trainers.await_in_flight()
+    script = _IN_BLOCKS.format(then="sys.exit(3)" if way == "exit" else _TRAINING)
 
-    if number is not None:
-        trainers.signal(number)
-    trainers.let_saves_go_on()
+    with _trainers(tmp_path, roots, script, store.port) as trainers:
+        if way != "exit":
+            trainers.signal(signal.Signals[way])
+        trainers.let_saves_go_on()
+        codes, output = trainers.end()
 
-    codes, output = trainers.end()
-    assert codes == {3 if number is None else -number}, output
-    found = run_ranks(_start_all_again, 2, kind, store_per_node=roots)
+    assert codes == {3 if way == "exit" else -signal.Signals[way]}, output
+    found = run_ranks(_start_again, 2, store_per_node=roots)
     _assert_only_shards(roots, {7})
     assert found in ([_NEWER] * 2, [_OLDER] * 2)
     assert way == "SIGTERM" or found == [_NEWER] * 2
-
-
-def _stores(kind: str, count: int, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
-    return (node_dirs if kind == "disk" else shm_roots)(count)

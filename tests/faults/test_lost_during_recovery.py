@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from localckpt import PeerLostError
-from tests.faults.table import fixed_rows
 from tests.managers.jobs import assert_same, cliques, error_of, files, make_manager, state_of
 from tests.ranks import node_store, run_ranks
 
@@ -39,9 +38,6 @@ _POINTS = [
     (2, "all of it"),
     (2, "after all"),
 ]
-
-
-_ROWS = [("disk", *point) for point in _POINTS] + [("memory", *point) for point in _POINTS[::3]]
 
 
 def _die() -> None:
@@ -111,18 +107,16 @@ def _make_mortal(repl: Any, point: str) -> None:
     repl.retrieve_image = retrieve_image
 
 
-def _save_all(rank: int, world_size: int, kind: str) -> None:
+def _save_all(rank: int, world_size: int) -> None:
     repl = cliques(1, 3)
-    with make_manager(kind, node_store(), "job", repl) as manager:
+    with make_manager("disk", node_store(), "job", repl) as manager:
         manager.save(state_of(rank, _NEWEST, _NBYTES), _NEWEST)
     repl.close()
 
 
-def _load_while_one_dies(
-    rank: int, world_size: int, kind: str, victim: int, point: str
-) -> tuple[str, float]:
+def _load_while_one_dies(rank: int, world_size: int, victim: int, point: str) -> tuple[str, float]:
     repl = cliques(1, 3, _TIMEOUT_S)
-    with make_manager(kind, node_store(), "job", repl, timeout=_TIMEOUT_S) as manager:
+    with make_manager("disk", node_store(), "job", repl, timeout=_TIMEOUT_S) as manager:
         assert manager.find_latest() == _NEWEST
         if rank == victim:
             _make_mortal(repl, point)
@@ -133,9 +127,9 @@ def _load_while_one_dies(
     return text, took_s
 
 
-def _load_again(rank: int, world_size: int, kind: str) -> str:
+def _load_again(rank: int, world_size: int) -> str:
     repl = cliques(1, 3)
-    with make_manager(kind, node_store(), "job", repl) as manager:
+    with make_manager("disk", node_store(), "job", repl) as manager:
         assert manager.find_latest() == _NEWEST
         state, _ = manager.load()
         assert_same(state, state_of(rank, _NEWEST, _NBYTES))
@@ -144,18 +138,19 @@ def _load_again(rank: int, world_size: int, kind: str) -> str:
     return source
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fault("lost-during-recovery")
-@pytest.mark.parametrize(("kind", "victim", "point"), fixed_rows(_ROWS, {("disk", 0, "read 3")}))
+@pytest.mark.parametrize(("victim", "point"), _POINTS)
 def test_who_is_lost_while_a_node_is_restored_is_named_and_the_next_start_loads(
-    kind: str, victim: int, point: str, node_dirs: Dirs, shm_roots: Dirs
+    victim: int, point: str, node_dirs: Dirs
 ) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(3)
-    run_ranks(_save_all, 3, kind, store_per_node=nodes)
+    nodes = node_dirs(3)
+    run_ranks(_save_all, 3, store_per_node=nodes)
     _empty(nodes[2])
     before = [files(node) for node in nodes[:2]]
 
     told = run_ranks(
-        _load_while_one_dies, 3, kind, victim, point, store_per_node=nodes, expect_dead=[victim]
+        *(_load_while_one_dies, 3, victim, point), store_per_node=nodes, expect_dead=[victim]
     )
 
     for rank in {0, 1, 2} - {victim}:
@@ -165,14 +160,14 @@ def test_who_is_lost_while_a_node_is_restored_is_named_and_the_next_start_loads(
     assert [files(node) for node in nodes[:2]] == before
     # Its process was restarted on the same node, or on an empty one.
     sources = {0: "own node", 1: "own node", 2: "peer rank 0"}
-    others = (node_dirs if kind == "disk" else shm_roots)(3)
+    others = node_dirs(3)
     for node, other in zip(nodes, others, strict=True):
         shutil.copytree(node, other, dirs_exist_ok=True)
-    assert run_ranks(_load_again, 3, kind, store_per_node=nodes) == list(sources.values())
+    assert run_ranks(_load_again, 3, store_per_node=nodes) == list(sources.values())
     _empty(others[victim])
     left = min({0, 1} - {victim})
     sources |= dict.fromkeys((victim, 2), f"peer rank {left}")
-    assert run_ranks(_load_again, 3, kind, store_per_node=others) == list(sources.values())
+    assert run_ranks(_load_again, 3, store_per_node=others) == list(sources.values())
 
 
 def _empty(node: Path) -> None:

@@ -1,59 +1,103 @@
-"""The power is cut after every system call of a save and of what comes after it.
+"""The power is cut before every system call of a save that changes something, and at the end.
 
-The job runs on a small ext4 of its own. Whenever it has changed or synced something it is stopped,
-and what the device holds by then is mounted and loaded from.
+The job runs on a small ext4 of its own. While such a call waits, what the device holds by then is
+mounted and loaded from.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localckpt
+from localckpt.global_tier import data_files
 from localckpt.storage.owner import owner_of
 from localckpt.storage.write import sync_folder
-from tests.faults.loop_disk import DiskAfterPowerCut, LoopDisk, loop_disk
-from tests.faults.stops import stops_of
-from tests.faults.table import fixed_rows
-from tests.managers.jobs import assert_same, make_manager, save, state_of
-from tests.ranks import announce, await_announced, start_ranks
+from tests.faults import shared
+from tests.faults.loop_disk import LoopDisk, loop_disk
+from tests.faults.traced import Call, Fault, Watched, watch
+from tests.managers.jobs import MAX_S, assert_same, make_manager, save, state_of
+from tests.ranks import run_ranks
 
 __all__ = ["loop_disk"]
 
-_SYNCS = "fsync,fdatasync"
-# What some are called differs from machine to machine.
-_CHANGES = (
-    "?rename,?renameat,?renameat2,?unlink,?unlinkat,?mkdir,?mkdirat,fallocate,ftruncate,pwrite64"
-)
 # Two digest blocks, and not a whole number of pages.
 _NBYTES = 1_200_003
 _FIRST_LIFE, _SECOND_LIFE = range(1, 4), range(4, 6)
+_NUMEL = 2000
+
+
+@dataclass(frozen=True)
+class _Job:
+    """How a job saves, and how durable names are that nobody has synced.
+
+    Attributes:
+        keep_last: How many checkpoints stay.
+        is_queued: Saves are behind training.
+        is_buffered: Files are written through the page cache, as on a file system that takes no
+            O_DIRECT; else past it.
+        names_at_once: The kernel makes names durable at once, not only when somebody asks.
+    """
+
+    keep_last: int
+    is_queued: bool
+    is_buffered: bool
+    names_at_once: bool
+
+    def manager(self, root: Path) -> Any:
+        return make_manager("disk", root, "job", keep_last=self.keep_last, timeout=60.0)
+
+    def shared_manager(self, root: Path) -> localckpt.GlobalCheckpointManager:
+        options = {"keep_last": self.keep_last, "thread_count": 1, "timeout": MAX_S}
+        return localckpt.GlobalCheckpointManager(root, **options)
 
 
 def _train(
-    rank: int, world_size: int, root: Path, told: Path, how: str, keep_last: int, written: str
+    rank: int, world_size: int, job: _Job, disk: Path, told: Path, address: str, fault: Fault | None
 ) -> None:
-    announce("ready")
-    await_announced("go")
-    for iterations in (_FIRST_LIFE, _SECOND_LIFE):
-        queue = None if how == "sync" else localckpt.AsyncCallsQueue(timeout_s=60.0)
-        with _manager(root, keep_last, how) as manager, queue or nullcontext():
-            if written == "buffered":
-                # As on a file system that takes no O_DIRECT.
-                manager.store._direct = False
-            if manager.find_latest() != -1:
-                manager.load()
-            for iteration in iterations:
-                _tell(told, f"begins {iteration}")
-                save(manager, _state(iteration), iteration, queue)
-                _tell(told, f"saved {iteration}")
+    with Watched(address).section(fault):
+        for iterations in (_FIRST_LIFE, _SECOND_LIFE):
+            queue = localckpt.AsyncCallsQueue(timeout_s=60.0) if job.is_queued else None
+            with job.manager(disk / "store") as manager, queue or nullcontext():
+                manager.store._direct &= not job.is_buffered
+                if manager.find_latest() != -1:
+                    manager.load()
+                for iteration in iterations:
+                    (told / f"begins {iteration}").touch()
+                    save(manager, _state(iteration), iteration, queue)
+                    (told / f"saved {iteration}").touch()
+
+
+def _train_with_shared_storage(
+    rank: int, world_size: int, job: _Job, disk: Path, told: Path, address: str, fault: Fault | None
+) -> None:
+    if job.is_buffered:
+        _take_no_direct_files()
+    with Watched(address).section(fault), job.shared_manager(disk / "store") as manager:
+        for iteration in _FIRST_LIFE:
+            (told / f"begins {iteration}").touch()
+            manager.save(shared.state_of(iteration, _NUMEL), iteration, is_async=True)
+            manager.wait_until_finished()
+            (told / f"saved {iteration}").touch()
+
+
+def _take_no_direct_files() -> None:
+    open_owned = data_files.open_owned
+
+    def refuse(path: Path, flags: int, *mode: int) -> io.FileIO:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_owned(path, flags, *mode)
+
+    data_files.open_owned = refuse  # type: ignore[assignment]
 
 
 def _state(iteration: int) -> dict[str, Any]:
@@ -61,55 +105,43 @@ def _state(iteration: int) -> dict[str, Any]:
     return state_of(0, iteration, _NBYTES - 10_000 * iteration)
 
 
-def _manager(root: Path, keep_last: int, how: str = "sync") -> Any:
-    return make_manager("disk", root, "job", keep_last=keep_last, timeout=60.0)
+_Check = Callable[[_Job, Path, int, int], None]
 
 
-def _tell(told: Path, what: str) -> None:
-    fd = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(fd, f"{what}\n".encode())
-    os.close(fd)
+def _cut_everywhere(
+    disk: LoopDisk, train: Callable[..., None], check: _Check, job: _Job, fault: Fault | None = None
+) -> list[str]:
+    """Run a job, and cut the power before each of its calls and at its end; these calls."""
+    cuts, told = list[str](), disk.root.with_name("told")
+    told.mkdir()
+
+    def cut(call: Call | None) -> None:
+        if job.names_at_once:
+            disk.commit_names()
+        # Other threads of the job go on meanwhile.
+        saved = newest("saved")
+        after = disk.cut_power()
+        begun = newest("begins")
+        try:
+            with after.mounted() as root:
+                check(job, root / "store", saved, begun)
+        except Exception as error:
+            raise AssertionError(f"{saved} was saved, {begun} begun, before {call}") from error
+        cuts.append(call.name if call else "the end")
+
+    def newest(what: str) -> int:
+        return max((int(path.name.split()[1]) for path in told.glob(f"{what} *")), default=-1)
+
+    with watch(disk.root, before=cut) as watching:
+        args = (job, disk.root, told, watching.address, fault)
+        run_ranks(train, 1, *args, init_group=False, timeout_s=1200.0)
+    cut(None)
+    return cuts
 
 
-def _told(told: Path, what: str) -> int:
-    """The last iteration of which this was told; -1 if of none."""
-    lines = told.read_text().splitlines() if told.exists() else []
-    return max((int(line.split()[1]) for line in lines if line.startswith(what)), default=-1)
-
-
-def _cuts(
-    disk: LoopDisk,
-    tmp_path: Path,
-    how: str,
-    keep_last: int,
-    written: str,
-    names: str,
-    syncs: str = "",
-) -> Iterator[tuple[DiskAfterPowerCut, int, int, str]]:
-    """Cut the power again and again: ``(disk, last saved, last begun, after which call)``.
-
-    Args:
-        written: Past the page cache (``"direct"``) or through it (``"buffered"``).
-        names: Whether the kernel makes names durable at once, or only when somebody asks.
-        syncs: What happens in place of an fsync.
-    """
-    calls = {_CHANGES: "", _SYNCS: syncs}
-    told = tmp_path / "told"
-    args = (disk.root / "store", told, how, keep_last, written)
-    with start_ranks(_train, 1, *args, init_group=False) as group:
-        group.await_announced("ready")
-        with stops_of(group.pids[0], calls, tmp_path / "trace") as stops:
-            group.announce("go")
-            for call in stops:
-                if names == "at once":
-                    disk.commit_names()
-                yield disk.cut_power(), _told(told, "saved"), _told(told, "begins"), call
-        group.join()
-
-
-def _find_and_load(root: Path, keep_last: int, saved: int, begun: int) -> None:
+def _find_and_load(job: _Job, root: Path, saved: int, begun: int) -> None:
     """What was saved is there, or what was being saved; and nothing else is taken for it."""
-    with _manager(root, keep_last) as manager:
+    with job.manager(root) as manager:
         found = manager.find_latest()
         assert saved <= found <= begun
         if found != -1:
@@ -120,79 +152,87 @@ def _find_and_load(root: Path, keep_last: int, saved: int, begun: int) -> None:
     assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".recycled", ".corrupt")]
 
 
-def _name(call: str) -> str:
-    """The system call that a line of a trace begins with."""
-    return call.split("(")[0].split()[-1].removesuffix("at").removesuffix("at2")
-
-
-def _as_after_a_reboot(root: Path) -> None:
-    """Who owned a folder is gone: nobody has survived."""
-    for path in root.rglob(".owner"):
+def _check(job: _Job, store: Path, saved: int, begun: int) -> None:
+    for path in store.rglob(".owner"):
         owner = owner_of(path.parent)
         if owner is not None:
+            # Nobody has survived the reboot.
             path.write_text(str(replace(owner, boot="0" * 12)))
+    _find_and_load(job, store, saved, begun)
+    if saved > min(_FIRST_LIFE) and job.keep_last > 1:
+        # The one before is whole as well, if it comes to that.
+        max(store.rglob("*.safetensors")).unlink()
+        _find_and_load(job, store, saved - 1, begun - 1)
+    # It goes on from there, whatever was left.
+    with job.manager(store) as manager:
+        manager.save(_state(9), 9)
+    _find_and_load(job, store, 9, 9)
 
 
-def _check(after: DiskAfterPowerCut, keep_last: int, saved: int, begun: int) -> None:
-    with after.mounted() as root:
-        store = root / "store"
-        _as_after_a_reboot(store)
-        _find_and_load(store, keep_last, saved, begun)
-        if saved > min(_FIRST_LIFE) and keep_last > 1:
-            # The one before is whole as well, if it comes to that.
-            newest = max(store.rglob("*.safetensors"))
-            newest.unlink()
-            _find_and_load(store, keep_last, saved - 1, begun - 1)
-        # It goes on from there, whatever was left.
-        with _manager(store, keep_last) as manager:
-            manager.save(_state(9), 9)
-        _find_and_load(store, keep_last, 9, 9)
+def _check_shared_storage(job: _Job, store: Path, saved: int, begun: int) -> None:
+    with job.shared_manager(store) as manager:
+        found = manager.find_latest()
+        assert saved <= found <= begun
+        if found != -1:
+            shared.assert_loads(manager, found, _NUMEL)
+        manager.save(shared.state_of(9, _NUMEL), 9, is_async=False)
+    shared.assert_nothing_else(store)
 
 
-_WAYS = product(("sync", "thread"), (1, 2), ("direct", "buffered"), ("when asked", "at once"))
-_IN_SHORT = {("sync", 1, "direct", "when asked"), ("thread", 2, "buffered", "at once")}
+_LONG = pytest.mark.long
 
 
 @pytest.mark.fault("power-cut")
-@pytest.mark.usefixtures("can_attach")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("how", "keep_last", "written", "names"), fixed_rows(_WAYS, _IN_SHORT))
+@pytest.mark.parametrize(
+    "job",
+    [
+        _Job(1, is_queued=False, is_buffered=False, names_at_once=False),
+        _Job(2, is_queued=True, is_buffered=True, names_at_once=True),
+        pytest.param(_Job(2, False, True, False), marks=_LONG),
+        pytest.param(_Job(1, True, False, True), marks=_LONG),
+    ],
+)
 def test_what_was_saved_when_the_power_went_is_there_and_else_the_one_before(
-    how: str,
-    keep_last: int,
-    written: str,
-    names: str,
-    loop_disk: LoopDisk,
-    tmp_path: Path,
-    record_property: Any,
+    job: _Job, loop_disk: LoopDisk, record_property: Any
 ) -> None:
-    cuts = []
-
-    for after, saved, begun, call in _cuts(loop_disk, tmp_path, how, keep_last, written, names):
-        try:
-            _check(after, keep_last, saved, begun)
-        except Exception as error:
-            raise AssertionError(f"{saved} was saved, {begun} begun, last call {call}") from error
-        cuts.append(call)
+    cuts = _cut_everywhere(loop_disk, _train, _check, job)
 
     record_property("cases", len(cuts))
-    assert {"fsync", "rename", "unlink", "fallocate"} <= {_name(call) for call in cuts}
+    assert {"fsync", "rename", "unlink", "fallocate"} <= set(cuts)
 
 
 @pytest.mark.fault("power-cut")
-@pytest.mark.usefixtures("can_attach")
-def test_a_disk_that_lies_about_fsync_is_found_out(loop_disk: LoopDisk, tmp_path: Path) -> None:
-    lost = 0
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "job",
+    [
+        _Job(1, is_queued=True, is_buffered=True, names_at_once=True),
+        pytest.param(_Job(1, True, False, False), marks=_LONG),
+    ],
+)
+def test_what_was_saved_to_shared_storage_when_the_power_went_is_there(
+    job: _Job, loop_disk: LoopDisk, record_property: Any
+) -> None:
+    cuts = _cut_everywhere(loop_disk, _train_with_shared_storage, _check_shared_storage, job)
+
+    record_property("cases", len(cuts))
+    assert {"fsync", "rename", "mkdir"} <= set(cuts)
+
+
+@pytest.mark.fault("power-cut")
+def test_a_disk_that_lies_about_fsync_is_found_out(loop_disk: LoopDisk) -> None:
+    job, lost = _Job(1, is_queued=False, is_buffered=False, names_at_once=False), list[int]()
+
+    def count(job: _Job, store: Path, saved: int, begun: int) -> None:
+        if saved != -1 and not list(store.rglob("*.safetensors")):
+            lost.append(saved)
 
     # What makes a save durable does nothing and says that it has.
-    for after, saved, _, _ in _cuts(
-        loop_disk, tmp_path, "sync", 1, "direct", "when asked", syncs="retval=0"
-    ):
-        with after.mounted() as root:
-            there = len(list(root.rglob("*.safetensors")))
-            lost += saved != -1 and not there
+    lies = Fault(1, "skip", only=("fsync", "fdatasync"), lasts=True)
+    _cut_everywhere(loop_disk, _train, count, job, lies)
 
-    assert lost > 10
+    assert len(lost) > 10
 
 
 @pytest.mark.fault("power-cut")

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ import pytest
 from tests.managers.jobs import MAX_S
 
 __all__ = [
+    "CHANGES",
     "Call",
     "Fault",
     "Section",
@@ -69,7 +70,7 @@ class Call:
     @property
     def changes(self) -> bool:
         """Whether it may change what is in the store."""
-        return self.makes or self.name in _CHANGES
+        return self.makes or self.name in CHANGES
 
     def commits(self, iteration: int) -> bool:
         """Whether it gives the image of an iteration its name."""
@@ -90,8 +91,8 @@ class Fault:
 
     Attributes:
         nth: Which one, from 1; only calls that it can happen to are counted.
-        how: It fails with an ``"error"``, or is carried out in ``"short"``; or the process that
-            makes it is killed before it, or with its ``"job"``: trainer and worker.
+        how: It fails with an ``"error"``, is carried out in ``"short"``, or not at all, and said to
+            be (``"skip"``); or the watched process and its children are killed before it.
         code: The error.
         nbytes: How much a short call moves at most.
         lasts: All counted calls after it share its fate.
@@ -99,7 +100,7 @@ class Fault:
     """
 
     nth: int
-    how: Literal["error", "short", "kill", "kill job"]
+    how: Literal["error", "short", "skip", "kill"]
     code: int = 0
     nbytes: int = 0
     lasts: bool = False
@@ -157,15 +158,16 @@ class Watched:
 
 
 @contextmanager
-def watch(*roots: Path) -> Iterator[Watch]:
+def watch(*roots: Path, before: Callable[[Call], None] | None = None) -> Iterator[Watch]:
     """In a test: look after one process, which is given ``address``, until it has ended.
 
     Args:
         roots: The stores whose files count.
+        before: Called before each call in a section that changes them, while that call waits.
     """
     if why := _cannot_watch():
         pytest.skip(why)
-    watching = Watch(roots)
+    watching = Watch(roots, before)
     try:
         yield watching
     finally:
@@ -175,7 +177,8 @@ def watch(*roots: Path) -> Iterator[Watch]:
 class Watch:
     """Decides over the system calls of one process and its children; made by :func:`watch`."""
 
-    def __init__(self, roots: tuple[Path, ...]) -> None:
+    def __init__(self, roots: tuple[Path, ...], before: Callable[[Call], None] | None) -> None:
+        self._before = before
         self.address = f"localckpt-test-{uuid.uuid4().hex}"
         self.section = Section()
         """The section that the process is in, or was in last."""
@@ -273,15 +276,19 @@ class Watch:
         number, pid, _, nr, _, _, *args = _NOTICE.unpack(notice)
         value, code, flags = 0, 0, _CONTINUE
         call = self._look_at(pid, nr, args) if self._inside else None
+        if call is not None and call.changes and self._before is not None:
+            self._before(call)
         if call is not None and self._is_hit(call, pid, args):
             assert self._fault is not None
             if self._fault.how == "error":
                 code, flags = -self._fault.code, 0
             elif self._fault.how == "short":
                 value, flags = _carry_out_in_part(call.name, pid, args, self._fault.nbytes), 0
+            elif self._fault.how == "skip":
+                flags = 0
             else:
                 # No answer: with one, the call might still be made.
-                self._kill(pid, with_job=self._fault.how == "kill job")
+                self._kill()
                 return
         with contextlib.suppress(FileNotFoundError):
             fcntl.ioctl(listener, _SEND, _ANSWER.pack(number, value, code, flags))
@@ -313,16 +320,12 @@ class Watch:
             self.section.hit_at = len(self.section.calls) - 1
         return self._counted == fault.nth or (fault.lasts and self._counted > fault.nth)
 
-    def _kill(self, pid: int, *, with_job: bool) -> None:
+    def _kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             trainer = psutil.Process(self._trainer)
-            family = [trainer, *trainer.children(recursive=True)]
-            # The one that makes the call may be known by one of its threads.
-            caller = int(_status(pid)["Tgid"])
-            for process in family:
-                if with_job or process.pid == caller:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(signal.SIGKILL)
+            for process in (trainer, *trainer.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
         self.over.set()
 
 
@@ -412,7 +415,7 @@ _SPECS = {
     "pwritev2": _Spec(328, 287, fd=0),
     "statx": _Spec(332, 291, (1,), at=True),
 }
-_CHANGES = {
+CHANGES = {
     *("write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "fallocate"),
     *("truncate", "ftruncate", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat"),
     *("rename", "renameat", "renameat2", "setxattr", "lsetxattr"),
@@ -443,11 +446,6 @@ def _paths_of(spec: _Spec, pid: int, args: list[int]) -> Iterator[str]:
 def _memory(pid: int, address: int, nbytes: int) -> bytes:
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         return os.pread(memory.fileno(), nbytes, address)
-
-
-def _status(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 # Calls that move only some of their bytes.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ import pytest
 from localckpt.errors import StorageError
 from localckpt.storage.buffers import BufferPool
 from localckpt.storage.directory import DirectoryStore, MemoryStore
-from localckpt.storage.owner import Owner
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.sent import SentBuffer
 from tests.storage.shards import (
@@ -30,7 +27,6 @@ from tests.storage.shards import (
     older_than,
     retire,
     save,
-    slots_of,
     staged,
 )
 
@@ -168,79 +164,6 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     store.close()
 
 
-# What is imported late is read before: the interpreter may lie where only its own user can read.
-SOMEBODY = """
-import os, sys
-from localckpt.errors import StorageError
-from localckpt.storage.directory import DirectoryStore
-from localckpt.storage.directory import MemoryStore
-kind = {"DirectoryStore": DirectoryStore, "MemoryStore": MemoryStore}[sys.argv[1]]
-if os.geteuid() == 0:
-    os.setgroups([])
-    os.setgid(54_321)
-    os.setuid(54_321)
-try:
-    kind(sys.argv[2], "run", 0, 5.0)
-except StorageError as error:
-    print(error)
-    sys.exit(3)
-"""
-
-
-def opened_by_somebody(kind: type[DirectoryStore], root: Path) -> subprocess.CompletedProcess[str]:
-    """Open a store as a user who, unlike root, may not write anywhere."""
-    return subprocess.run(
-        [sys.executable, "-c", SOMEBODY, kind.__name__, str(root)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@pytest.mark.fault("unusable-store")
-@pytest.mark.parametrize("kind", [DirectoryStore, MemoryStore])
-def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
-    shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
-) -> None:
-    (theirs,) = shm_roots(1)
-    theirs.chmod(0o555)
-
-    done = opened_by_somebody(kind, theirs / "store")
-
-    theirs.chmod(0o700)
-    assert done.returncode == 3, done.stderr
-    assert f"could not use {theirs / 'store'}" in done.stdout
-    assert "permission denied: give this user a directory of its own" in done.stdout
-    assert list(theirs.iterdir()) == []
-
-
-@pytest.mark.fault("unusable-store")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("kind", [DirectoryStore, MemoryStore])
-def test_a_store_of_somebody_else_is_an_error_with_the_cure_and_stays_as_it_is(
-    shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
-) -> None:
-    (root,) = shm_roots(1)
-    root.chmod(0o755)
-    store = kind(root, "run", 0, 5.0)
-    save(store, identity(1))
-    store.close()
-    before = {path: path.lstat().st_ctime_ns for path in root.rglob("*")}
-
-    done = opened_by_somebody(kind, root)
-
-    assert done.returncode == 3, done.stderr
-    assert str(store.folder.parent) in done.stdout
-    assert "this user" in done.stdout
-    assert {path: path.lstat().st_ctime_ns for path in root.rglob("*")} == before
-    again = kind(root, "run", 0, 5.0)
-    assert found(again) == {identity(1)}
-    assert_loads(again, identity(1))
-    again.close()
-
-
 # The system calls of a save, each made to fail or to be the last one, until the save succeeds.
 
 WORKER = """
@@ -255,10 +178,6 @@ except StorageError as error:
     print(error)
     sys.exit(3)
 """
-
-# What it is called differs from machine to machine.
-RENAME = "?rename,?renameat,?renameat2"
-CALLS = ["openat", "fallocate", "pwrite64", "ftruncate", "fsync", "close", RENAME]
 
 
 def traced(
@@ -309,77 +228,6 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
     store.close()
 
 
-@pytest.mark.rows(4)
-@pytest.mark.fault("refused-io")
-@pytest.mark.usefixtures("can_trace")
-@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
-    tmp_path: Path, call: str, recycled: bool
-) -> None:
-    store = process_store(tmp_path)
-    save(store, identity(1), 50_000)
-    for nth in range(1, 10):
-        save(store, identity(2), 60_000)
-        if recycled:
-            store.prune(older_than(identity(3)), [])
-            save(store, identity(1), 50_000)
-        else:
-            retire(store, identity(2))
-            drop_recycled(store)
-        job = staged(store, identity(3), 60_000)
-        assert job.recycled == recycled
-
-        done = traced(job, tmp_path, f"{call}:error=EIO:when={nth}")
-
-        store.list_stored()
-        if done.returncode == 0:
-            break
-        assert done.returncode == 3, done.stderr
-        assert str(store.folder) in done.stdout
-        assert os.strerror(errno.EIO) in done.stdout
-        assert not job.dirty.exists()
-        store.discard(slots_of(store, identity(3)))
-        assert found(store) == {identity(1)}
-        assert_loads(store, identity(1), 50_000)
-    assert 1 < nth < 9
-    assert_loads(store, identity(3), 60_000)
-    store.close()
-
-
-@pytest.mark.rows(3)
-@pytest.mark.fault("kill-save")
-@pytest.mark.usefixtures("can_trace")
-@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_whole_new(
-    tmp_path: Path, call: str, recycled: bool
-) -> None:
-    for nth in range(1, 10):
-        disk = tmp_path / f"disk-{nth}"
-        store = process_store(disk)
-        save(store, identity(1), 50_000)
-        if recycled:
-            save(store, identity(2), 60_000)
-            retire(store, identity(2))
-        job = staged(store, identity(3), 60_000)
-        assert job.recycled == recycled
-
-        done = traced(job, tmp_path, f"{call}:signal=KILL:when={nth}")
-
-        killed(store)
-        again = DirectoryStore(disk, "run", 0, 5.0)
-        assert found(again) - {identity(3)} == {identity(1)}
-        for who in found(again):
-            assert_loads(again, who, 50_000 if who.iteration == 1 else 60_000)
-        assert not [p for p in again.folder.iterdir() if p.suffix == ".dirty"]
-        again.close()
-        shutil.rmtree(disk)
-        if done.returncode == 0:
-            break
-    assert 1 < nth < 9
-
-
 @pytest.mark.fault("partial-io")
 @pytest.mark.usefixtures("can_trace")
 def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path: Path) -> None:
@@ -407,14 +255,3 @@ def process_store(disk: Path) -> DirectoryStore:
     store = DirectoryStore(disk, "run", 0, 5.0)
     store._pool = BufferPool(SentBuffer)
     return store
-
-
-def drop_recycled(store: DirectoryStore) -> None:
-    for recycled in store.folder.glob("*.recycled"):
-        recycled.unlink()
-
-
-def killed(store: DirectoryStore) -> None:
-    """Make it look as if the process that opened the store were gone."""
-    me = Owner.me()
-    (store.folder / ".owner").write_text(str(Owner(me.boot, me.pid, 1)))

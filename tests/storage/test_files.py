@@ -28,7 +28,7 @@ from localckpt.state_dict.source import (
     ShardSource,
 )
 from localckpt.state_dict.targets import find_targets
-from localckpt.storage.files import FileSource, open_owned
+from localckpt.storage.files import FileSource
 from tests.ranks import run_ranks
 from tests.storage.shards import identity
 
@@ -144,29 +144,6 @@ def test_reads_of_any_range_give_its_bytes(source_of: Any) -> None:
         assert bytes(source.read(start, stop)) == data[start:stop]
 
 
-def test_long_reads_between_short_ones_give_their_bytes(source_of: Any) -> None:
-    data = random.Random(3).randbytes((4 << 20) + 100)
-    source = source_of(data)
-
-    for start, stop in [(5, 50), (1 << 20, 3 << 20), (0, 8), (2 << 20, len(data)), (7, 2 << 20)]:
-        assert bytes(source.read(start, stop)) == data[start:stop]
-
-
-def test_a_long_read_of_a_cold_file_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
-    path = tmp_path / "shard"
-    path.write_bytes(bytes(16 << 20))
-    make_cold(path)
-    if is_cached(path, 1 << 20):
-        pytest.skip("this file system keeps files in memory")
-
-    source = FileSource(path)
-    # Beyond what the kernel may have read ahead when it was asked.
-    source.read(10 << 20, 12 << 20)
-    source.close()
-
-    assert not is_cached(path, 11 << 20)
-
-
 def _cached_pages(path: Path, start: int, stop: int) -> int:
     """Number of a range's pages in the page cache; not asked for, as :func:`is_cached` does."""
     nbytes = path.stat().st_size
@@ -276,14 +253,6 @@ def test_an_open_file_is_closed_once_and_no_descriptor_stays(tmp_path: Path) -> 
         source.close()
 
     assert {*os.listdir("/proc/self/fd")} <= {*before}
-
-
-def test_a_directory_is_no_file_and_its_descriptor_is_closed(tmp_path: Path) -> None:
-    for _ in range(3):
-        with pytest.raises(IsADirectoryError):
-            open_owned(tmp_path, os.O_RDONLY)
-
-    assert str(tmp_path) not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in range(256)]
 
 
 def _read_without_memory(rank: int, world_size: int, path: Path) -> str:

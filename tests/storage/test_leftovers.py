@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localckpt.storage.owner import Owner, owner_of
+from localckpt.storage.owner import Owner
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     another_process,
@@ -41,16 +41,6 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     assert not [path for path in folder.iterdir() if path.name.endswith(".dirty")]
     assert found(store) == {identity(7)}
     assert_loads(store, identity(7))
-
-
-@pytest.mark.fault("trainer-dies")
-def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
-    with another_process(node.kind, node.root, rank=3) as process:
-        kill(process)
-
-    node(rank=0)
-
-    assert not [name for name in files(node.root) if name.endswith(".dirty")]
 
 
 @pytest.mark.fault("two-jobs")
@@ -98,32 +88,6 @@ def test_the_recycled_files_of_a_rank_that_went_elsewhere_are_removed_with_its_s
     store.prune(everything, adopted_ranks=[3])
 
     assert names(gone.folder) == {"owner"}
-
-
-@pytest.mark.fault("two-jobs")
-@pytest.mark.parametrize("owner", [Owner("0123456789ab", 1, 1), Owner("b", 2, 3)])
-def test_an_owner_of_another_boot_or_before_it_is_dead(node: Node, owner: Owner) -> None:
-    folder = node.root / "session-run" / "0"
-    folder.mkdir(parents=True)
-    (folder / ".owner").write_text(str(owner))
-    (folder / "000000000001.0.1.1.safetensors.dirty").write_bytes(b"half")
-
-    node()
-
-    assert owner_of(folder) == Owner.me()
-    assert names(folder) == {"owner"}
-
-
-@pytest.mark.fault("two-jobs")
-def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
-    me = Owner.me()
-    folder = node.root / "session-run" / "0"
-    folder.mkdir(parents=True)
-    (folder / ".owner").write_text(str(Owner(me.boot, me.pid, me.started - 1)))
-
-    store = node()
-
-    save(store, identity(1))
 
 
 def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> None:

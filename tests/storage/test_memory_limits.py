@@ -210,14 +210,6 @@ def test_in_a_container_with_room_for_one_buffer_saves_go_on_with_one(
     assert f"{container}/memory.limit_in_bytes, 450.0 MB" in log
 
 
-def test_ranks_in_one_container_are_planned_together(container: Path, tmp_path: Path) -> None:
-    ended = run_ranks(_save, 2, "disk", tmp_path, 70 * MB, 0, str(container))
-
-    assert [newest for newest, _ in ended] == ["newest: 4"] * 2
-    assert all("saves of ranks 0, 1 take" in log for _, log in ended)
-    assert all("with 1 staging buffers for each image" in log for _, log in ended)
-
-
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_in_a_container_without_room_the_first_save_says_so_before_anything_is_written(
     kind: str, container: Path, tmp_path: Path, shm_roots: Callable[[int], list[Path]]

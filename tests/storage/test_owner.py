@@ -14,29 +14,6 @@ from hypothesis import strategies as st
 from localckpt.storage.owner import Owner, Running
 
 
-def test_this_process_is_alive() -> None:
-    me = Owner.me()
-
-    assert me in Running()
-    assert me == Owner.of(os.getpid())
-    assert Owner.parse(str(me)) == me
-
-
-@pytest.mark.fault("two-jobs")
-def test_another_process_is_alive_until_it_is_killed() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = Owner.of(process.pid)
-    assert owner is not None
-
-    alive = owner in Running()
-    process.kill()
-    process.communicate(timeout=30)
-
-    assert alive
-    assert owner not in Running()
-    assert owner != Owner.me()
-
-
 @pytest.mark.fault("two-jobs")
 def test_a_process_that_nobody_has_reaped_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -13,7 +13,7 @@ import torch
 
 import localckpt
 from localckpt.errors import SaveFailedError, StorageError
-from localckpt.storage.preflight import file_system, try_out
+from localckpt.storage.preflight import file_system
 from tests.managers.jobs import assert_same, files, iterations_on
 from tests.ranks import node_store, run_ranks
 
@@ -35,12 +35,6 @@ def test_the_kind_of_file_system_is_the_one_that_is_mounted(path: str) -> None:
     )
 
     assert file_system(Path(path)) == told.stdout.split()[-1]
-
-
-def test_trying_a_directory_out_leaves_nothing_in_it(tmp_path: Path) -> None:
-    try_out(tmp_path, ".dirty")
-
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.fault("unusable-store")
@@ -89,17 +83,6 @@ def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
             modest.save(given, iteration)
         assert modest.find_latest() == 4
         assert_same(modest.load()[0], given)
-
-
-@pytest.mark.fault("unusable-store")
-def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str], Path]) -> None:
-    root = small_disk("size=64m,nr_inodes=16")
-
-    with (
-        localckpt.LocalCheckpointManager(root, keep_last=20) as manager,
-        pytest.raises(SaveFailedError, match=r"more files, and 21 checkpoints of 1 shards"),
-    ):
-        manager.save(state(), 1)
 
 
 def test_a_disk_that_is_memory_is_logged(

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from localckpt.errors import CorruptShardError, StorageError
+from localckpt.errors import StorageError
 from localckpt.storage.catalog import Problem, why_quarantined
-from localckpt.storage.owner import Owner
 from localckpt.storage.rank_folder import RankFolder
-from localckpt.storage.store import Slot
 from localckpt.storage.write import write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import (
@@ -34,18 +32,6 @@ from tests.storage.shards import (
 )
 
 
-def test_what_is_saved_is_found_and_loads(node: Node) -> None:
-    store = node(rank=2)
-    shards = [save(store, identity(n, rank=2)) for n in (1, 2, 10)]
-
-    records = [stored.record for stored in store.list_stored() if stored.record]
-
-    assert {record.identity for record in records} == set(shards)
-    for record in records:
-        assert record.nbytes > 100_000
-        assert_loads(store, record.identity)
-
-
 def test_a_save_that_was_not_written_is_not_there(node: Node) -> None:
     store = node()
 
@@ -58,17 +44,6 @@ def test_a_save_that_was_not_written_is_not_there(node: Node) -> None:
     job.buffer.give_back()
     store.discard(store.slots)
     assert store.slots == []
-
-
-def test_a_new_store_finds_what_an_older_one_saved(node: Node) -> None:
-    first = node()
-    save(first, identity(5))
-    first.close()
-
-    second = node()
-
-    assert found(second) == {identity(5)}
-    assert_loads(second, identity(5))
 
 
 def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
@@ -179,18 +154,6 @@ def test_what_a_shard_is_comes_from_the_file_not_from_its_name_or_folder(node: N
         assert_loads(store, identity(n))
 
 
-def test_two_copies_of_a_shard_are_one(node: Node) -> None:
-    store = node()
-    save(store, identity(1))
-    (file,) = store.folder.glob("*.safetensors")
-
-    shutil.copy(file, file.with_name("copy.safetensors"))
-
-    assert [stored.record.identity for stored in store.list_stored() if stored.record] == [
-        identity(1)
-    ]
-
-
 @pytest.mark.fault("wrong-place")
 def test_a_shard_of_another_session_is_not_counted(
     node: Node, caplog: pytest.LogCaptureFixture
@@ -203,16 +166,6 @@ def test_a_shard_of_another_session_is_not_counted(
 
     assert found(other) == set()
     assert "belongs to session 'one'" in caplog.text
-
-
-def test_the_same_iteration_of_two_generations_is_two_shards(node: Node) -> None:
-    store = node()
-    old, new = identity(95, epoch=1), identity(95, epoch=2)
-
-    save(store, old)
-    save(store, new)
-
-    assert found(store) == {old, new}
 
 
 def test_retired_shards_go_and_younger_ones_stay(node: Node) -> None:
@@ -307,32 +260,6 @@ def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) 
     assert_loads(store, identity(4))
 
 
-def test_discarding_what_is_not_there_does_nothing(node: Node) -> None:
-    store = node()
-    save(store, identity(1))
-
-    store.discard([Slot(identity(n), 10) for n in (2, 3)])
-
-    assert found(store) == {identity(1)}
-
-
-def test_a_shard_in_quarantine_is_kept_but_not_found(node: Node) -> None:
-    store = node()
-    save(store, identity(1))
-    save(store, identity(2))
-    store.list_stored()
-    file = min(store.folder.glob("*.safetensors"))
-    content = file.read_bytes()
-
-    store.quarantine(identity(1), Problem("damaged", "a test says so"))
-    store.quarantine(identity(1), Problem("damaged", "a second time"))
-
-    assert found(store) == {identity(2)}
-    assert file.with_name(f"{file.name}.corrupt").read_bytes() == content
-    with pytest.raises(StorageError, match="does not hold"):
-        store.open(identity(1))
-
-
 def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node) -> None:
     store = node()
     for n, why in enumerate(("the first", "the second")):
@@ -378,33 +305,6 @@ def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node)
 
     assert found(store) == {identity(2)}
     assert file.read_bytes() == content
-
-
-@pytest.mark.fault("flipped-bit")
-def test_damage_behind_the_header_is_seen_when_the_shard_is_loaded(node: Node) -> None:
-    store = node()
-    save(store, identity(1), nbytes=3 << 20)
-    (file,) = store.folder.glob("*.safetensors")
-    with open(file, "r+b") as f:
-        f.seek(2 << 20)
-        f.write(b"\xff")
-
-    assert found(store) == {identity(1)}
-    with pytest.raises(CorruptShardError, match="iteration 1 of rank 0"):
-        assert_loads(store, identity(1))
-
-
-def test_a_folder_is_given_up_by_close_and_the_shards_stay(node: Node) -> None:
-    store = node()
-    for n in (1, 2, 3):
-        save(store, identity(n))
-    store.prune(older_than(identity(3)), [])
-
-    store.close()
-    store.close()
-
-    assert names(store.folder) == {"safetensors"}
-    assert found(node()) == {identity(3)}
 
 
 @pytest.mark.fault("two-jobs")
@@ -466,17 +366,6 @@ def test_a_folder_that_others_can_write_to_is_refused_with_the_cure(node: Node, 
     node()
 
 
-@pytest.mark.fault("unusable-store", "hostile-file")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-@pytest.mark.parametrize("place", ["session-run", "session-run/0"])
-def test_a_folder_that_belongs_to_another_user_is_refused(node: Node, place: str) -> None:
-    node().close()
-    os.chown(node.root / place, 12345, -1)
-
-    with pytest.raises(StorageError, match="owner 12345"):
-        node()
-
-
 @pytest.mark.fault("hostile-file")
 def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     node: Node, tmp_path: Path
@@ -497,22 +386,6 @@ def test_links_pipes_and_folders_among_the_shards_are_not_followed(
 
 
 @pytest.mark.fault("hostile-file")
-def test_notes_in_a_folder_that_is_a_link_count_for_nothing(node: Node, tmp_path: Path) -> None:
-    store = node()
-    store.claim.begin_epoch(3, [store.claim.owner], 0.2)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / ".notes").write_text('{"epoch": 99}')
-    # Of a live process that is not of this job.
-    (elsewhere / ".owner").write_text(str(Owner.of(1)))
-    (store.folder.parent / "8").symlink_to(elsewhere)
-
-    store.claim.begin_epoch(4, [store.claim.owner], 0.2)
-
-    assert store.claim.newest_epoch() == 4
-
-
-@pytest.mark.fault("hostile-file")
 def test_a_link_in_place_of_a_recycled_file_is_not_written_through(
     node: Node, tmp_path: Path
 ) -> None:
@@ -526,17 +399,6 @@ def test_a_link_in_place_of_a_recycled_file_is_not_written_through(
 
     assert target.read_bytes() == b"precious"
     assert save(store, identity(2)) in found(store)
-
-
-@pytest.mark.fault("unusable-store")
-def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -> None:
-    file = node.root.parent / f"{node.root.name}-file"
-    file.touch()
-    try:
-        with pytest.raises(StorageError, match=f"{file}"):
-            node(root=file / "below")
-    finally:
-        file.unlink()
 
 
 @pytest.mark.fault("unusable-store")

@@ -67,17 +67,6 @@ def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
     store.close()
 
 
-def test_several_shards_are_written_by_one_call(store: DirectoryStore) -> None:
-    jobs = [staged(store, identity(1, rank)) for rank in range(3)]
-
-    for job in jobs:
-        write_shard(job)
-
-    assert found(store) == {identity(1, rank) for rank in range(3)}
-    assert not any(job.buffer.in_use for job in jobs)
-    store.close()
-
-
 def received(job: ShardWrite) -> ShardWrite:
     """The job of a replica: its digests came with it, and are to be checked."""
     BlockHasher(job.identity).fill(job.buffer.view[: job.nbytes], job.covered_nbytes)
@@ -113,15 +102,6 @@ def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, 
     assert not job.dirty.exists()
     assert found(store) == {kept}
     save(store, identity(3))
-
-
-def test_digests_that_are_done_are_taken_as_they_are(store: DirectoryStore) -> None:
-    job = received(staged(store, identity(1, rank=5)))
-
-    write_shard(dataclasses.replace(job, digests="done"))
-
-    assert_loads_after_scan(store, 5)
-    store.close()
 
 
 @pytest.mark.fault("refused-io")
@@ -163,20 +143,6 @@ def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
 
     assert not job.buffer.in_use
     assert save(store, identity(3)) in found(store)
-    store.close()
-
-
-@pytest.mark.fault("refused-io")
-def test_an_error_in_one_shard_leaves_those_before_it(store: DirectoryStore) -> None:
-    good, bad = (staged(store, identity(1, rank)) for rank in range(2))
-    bad.dirty.mkdir()
-
-    write_shard(good)
-    with pytest.raises(StorageError):
-        write_shard(bad)
-
-    assert found(store) == {good.identity}
-    bad.dirty.rmdir()
     store.close()
 
 

@@ -22,8 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from localckpt import CheckpointingException
 from tests.ranks import RankGroup, start_ranks
 
@@ -82,7 +80,6 @@ class Ranks:
         self._stack = contextlib.ExitStack()
         self._dead: set[int] = set()
         self._killed: set[int] = set()
-        self._orphans: list[psutil.Process] = []
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="job-")))
         try:
             with socket.socket(socket.AF_UNIX) as server:
@@ -140,39 +137,24 @@ class Ranks:
         return self.answers(limit_s)
 
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send one rank a signal, and nobody else: what it started lives on."""
+        """Send one rank a signal."""
         if sig == signal.SIGKILL:
-            self._orphans += _children(self.pids[rank])
             self._killed.add(rank)
         with contextlib.suppress(ProcessLookupError):
             self._group.kill(rank, sig)
 
-    def end(self, *, spare_workers: bool = False, leave: bool = False) -> None:
-        """End the job.
-
-        Args:
-            spare_workers: Kill the ranks only; what they started may finish.
-            leave: Let the ranks end by themselves, which they must do.
-        """
+    def end(self, *, leave: bool = False) -> None:
+        """Kill the job, or let its ranks end by themselves, which they must do."""
         try:
             if leave:
                 self.tell("leave")
                 self._group.join(_GONE_S, expect_dead=self._dead | self._killed)
-            elif spare_workers:
-                ranks = _processes(self.pids)
-                for rank in self.living:
-                    self.kill(rank)
-                _await_ends(ranks)
         finally:
             for connection in self._connections:
                 connection.close()
             with contextlib.redirect_stdout(self._shown):
                 self._stack.close()
             self.output = self._shown.getvalue()
-
-    def orphans_end(self) -> list[str]:
-        """Wait for what killed ranks had started; names what does not end."""
-        return _await_ends(self._orphans)
 
     def _accept(self, server: socket.socket) -> list[Connection]:
         by_rank: dict[int, Connection] = {}
@@ -232,45 +214,3 @@ def _carry_out(method: Callable[..., Any], args: Sequence[Any]) -> Answer:
     except BaseException:  # noqa: BLE001 - the test wants to see all of them
         crash = traceback.format_exc()
     return Answer(value, error, crash, took_s=time.monotonic() - started)
-
-
-def _processes(pids: Sequence[int]) -> list[psutil.Process]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _await_ends(processes: Collection[psutil.Process]) -> list[str]:
-    deadline = time.monotonic() + _GONE_S
-    while left := [process for process in processes if _is_running(process)]:
-        if time.monotonic() > deadline:
-            told = [f"{process.pid} {' '.join(_command(process))[:200]}" for process in left]
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            return told
-        time.sleep(0.02)
-    return []
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

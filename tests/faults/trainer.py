@@ -1,9 +1,8 @@
-"""What one rank of the campaign's job does, and the states that it saves."""
+"""A rank that does one command after another, and the states that it saves."""
 
 from __future__ import annotations
 
 import pickle
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import localckpt
 from localckpt import CheckpointingException, PeerLostError
-from tests.managers.jobs import make_manager, state_of
+from tests.managers.jobs import cliques, make_manager, state_of
 
 __all__ = ["SESSION", "Setup", "Trainer", "state_of_attempt"]
 
@@ -29,16 +28,12 @@ class Setup:
     kind: str
     world_size: int
     keep_last: int
-    lazy: bool
     timeout_s: float
     strict: bool = False
     elastic: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.world_size} ranks, {self.kind}, "
-            f"keep_last={self.keep_last}{', lazy' if self.lazy else ''}"
-        )
+        return f"{self.world_size} ranks, {self.kind}, keep_last={self.keep_last}"
 
 
 def state_of_attempt(rank: int, iteration: int, attempt: int) -> dict[str, Any]:
@@ -65,12 +60,7 @@ class Trainer:
         """Join the job, on a node."""
         setup = self._setup
         dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_S))
-        made = (
-            localckpt.LazyCliqueReplicationStrategy
-            if setup.lazy
-            else localckpt.CliqueReplicationStrategy.from_replication_params
-        )
-        self._repl = made(1, 2, timeout_s=setup.timeout_s)
+        self._repl = cliques(1, 2, setup.timeout_s)
         self._queue = localckpt.AsyncCallsQueue(timeout_s=setup.timeout_s)
         self._manager = make_manager(
             *(setup.kind, root, SESSION, self._repl),
@@ -79,10 +69,6 @@ class Trainer:
             strict=setup.strict,
             elastic=setup.elastic,
         )
-
-    def open_and_find(self, root: Path) -> int:
-        self.open(root)
-        return self.find()
 
     def find(self) -> int:
         """The newest checkpoint, looked for anew."""
@@ -93,13 +79,6 @@ class Trainer:
         """ID and state of what is loaded."""
         state, ckpt_id = self._manager.load()
         return tuple(ckpt_id), pickle.dumps(state)
-
-    def await_copies(self) -> int:
-        """How many shards of what was loaded have too few copies, once they were made again."""
-        deadline = time.monotonic() + 6 * self._setup.timeout_s
-        while self._manager.degraded and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return int(self._manager.degraded)
 
     def status(self) -> list[str]:
         return [str(durability) for durability in self._manager.status()]

@@ -1,0 +1,100 @@
+"""Shared storage of the tests of faults: its managers, its states, and what may lie there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localckpt import AsyncCallsQueue, GlobalCheckpointManager, LocalCheckpointManager
+from localckpt.global_tier import staging
+from localckpt.global_tier.folders import CommitRecord
+from tests.managers.jobs import MAX_S, assert_same
+from tests.ranks import node_store
+
+__all__ = ["NUMEL", "Drains", "assert_loads", "assert_nothing_else", "iterations_on", "state_of"]
+
+NUMEL = 600_000
+_ADMINISTRATION = {".localckpt.lock", ".localckpt.owner"}
+
+
+def state_of(iteration: int, numel: int = NUMEL, part: int | None = None) -> dict[str, Any]:
+    """A state of which every value tells the iteration.
+
+    Args:
+        part: The rank of a job of two, each of which has a half of the weights and all of the rest;
+            ``None`` for all.
+    """
+    random = torch.Generator().manual_seed(iteration)
+    halves = torch.randn(numel, generator=random).chunk(2)
+    return {
+        "weights": {f"{i}": half for i, half in enumerate(halves) if part in (None, i)},
+        "bias": torch.randn(numel, generator=random),
+        "optimizer": {"step": torch.tensor(float(iteration))},
+        "losses": [1.5, iteration],
+    }
+
+
+def iterations_on(root: Path) -> list[int]:
+    """Of all directories that are committed."""
+    return [CommitRecord.read(path.parent).iteration for path in root.glob("iteration_*/*.json")]
+
+
+def assert_nothing_else(root: Path) -> None:
+    """There are committed checkpoints, and the files of a root's administration."""
+    folders = {path for path in root.iterdir() if path.name not in _ADMINISTRATION}
+    for folder in folders:
+        record = CommitRecord.read(folder)
+        assert record is not None, sorted(root.rglob("*"))
+        names = {path.name for path in folder.iterdir()}
+        assert names == {*record.files, ".metadata", "localckpt.json"}
+
+
+def assert_loads(manager: GlobalCheckpointManager, iteration: int, *shape: Any) -> None:
+    """A manager loads an iteration bit for bit."""
+    into = state_of(0, *shape)
+    assert manager.load(into=into, iteration=iteration)[1].iteration == iteration
+    assert_same(into, state_of(iteration, *shape))
+
+
+class Drains:
+    """A rank whose node is drained to shared storage, in files so small that there are several."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+        self._rank = rank
+        self.nodes = LocalCheckpointManager(node_store(), timeout=MAX_S)
+        self.shared = GlobalCheckpointManager(root, timeout=MAX_S, local=self.nodes)
+        self._queue = AsyncCallsQueue(timeout_s=2 * MAX_S)
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        own = torch.Generator().manual_seed(1000 * iteration + self._rank)
+        common = torch.Generator().manual_seed(iteration)
+        return {
+            "common": {f"{n}": torch.randn(200_000, generator=common) for n in range(4)},
+            f"of {self._rank}": torch.randn(300_000, generator=own),
+            "losses": [1.5, iteration],
+        }
+
+    def save(self, iteration: int) -> None:
+        self.nodes.save(self.state(iteration), iteration)
+
+    def promote(self, iteration: int, rate_limit: float | None = None) -> None:
+        request = self.nodes.promote(iteration, to=self.shared, rate_limit=rate_limit)
+        self._queue.schedule_async_request(request)
+        self._queue.wait_until_finished()
+
+    def assert_drained(self, iteration: int) -> None:
+        """Shared storage has what the node had."""
+        into = self.state(0)
+        self.shared.load(into=into, iteration=iteration)
+        assert_same(into, self.state(iteration))
+
+    def __enter__(self) -> Drains:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        # In the order of a program that opens the queue last.
+        for opened in (self._queue, self.shared, self.nodes):
+            opened.__exit__(*error)

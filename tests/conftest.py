@@ -54,7 +54,7 @@ _LONGEST = (
     *("state_dict/test_large.py", "integrations/test_nvrx.py"),
     *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
     *("checkpointer/test_kinds_of_loops.py", "checkpointer/test_epochs.py"),
-    *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),
+    "faults/test_lost_nodes.py",
     *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
     *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
     *("integrations/test_transformers.py", "integrations/test_accelerate.py"),

@@ -211,6 +211,19 @@ class TestEveryProcess:
         assert named in str(error)
         assert outcome(caller, work.write, tmp_path / "a") is None
 
+    def test_a_call_sees_what_was_there_when_it_was_scheduled(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller, gate, words = make(kind), tmp_path / "gate", ["then"]
+        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+
+        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
+        words.append("now")
+        work.write(gate)
+
+        assert call.wait(PATIENCE_S)
+        assert (tmp_path / "b").read_text() == "then"
+
     def test_abort_ends_what_runs_and_what_waits(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
@@ -349,6 +362,10 @@ class TestFork:
         assert outcome(make(TemporalAsyncCaller), closure) is None
 
         assert (tmp_path / "a").exists()
+
+
+def _write_words(path: Path, words: list[str]) -> None:
+    work.write(path, " ".join(words))
 
 
 class _State:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,17 @@ class Rank:
         )
 
     def error_of(self, blocking: bool = True) -> Told | None:
-        try:
-            self.queue.maybe_finalize_async_calls(blocking)
-        except CheckpointingException as error:
-            return told(error)
-        return None
+        """What a poll raises; without ``blocking``, what the first of many does."""
+        deadline, raised = time.monotonic() + PATIENCE_S, None
+        while raised is None and time.monotonic() < deadline:
+            try:
+                self.queue.maybe_finalize_async_calls(blocking)
+            except CheckpointingException as error:
+                raised = told(error)
+            if blocking:
+                break
+            time.sleep(0.002)
+        return raised
 
 
 def told(error: BaseException) -> Told:
@@ -131,74 +137,64 @@ def test_calls_that_are_scheduled_as_often_as_they_are_polled_do_not_pile_up() -
         assert keys_after <= keys_before + 10
 
 
-@pytest.mark.fault("worker-dies")
-@pytest.mark.parametrize(("bad", "blocking"), [(0, False), (2, True)])
-def test_an_error_of_one_rank_is_the_same_error_on_every_rank(bad: int, blocking: bool) -> None:
-    results = run_ranks(_fail_by_name, 3, bad, blocking)
+# One call fails on all ranks, whatever it is that fails, and the next one is good.
 
-    raised, failed, finalized = results[0]
-    assert results == [results[0]] * 3
-    assert raised[0] == "StorageError"
-    assert f"call 0 (fail_or_not) failed on rank {bad}: StorageError: no space left" in raised[1]
-    assert failed == [raised]
-    assert finalized == ["second"]
+_CALLS: dict[str, Callable[[int, Path], tuple[Any, ...]]] = {
+    "one fails": lambda rank, _: (work.fail_or_not, ("nothing", "fail_storage")[rank]),
+    "each fails": lambda rank, _: (work.fail_or_not, ("fail_value", "fail_storage")[rank]),
+    "another call": lambda rank, _: ((work.nothing, work.write)[rank],),
+    "one hangs": lambda rank, path: (work.write_slowly, path / f"{rank}", 60 * rank),
+}
 
 
-def _fail_by_name(rank: int, world_size: int, bad: int, blocking: bool) -> Any:
-    one = Rank()
-    one.schedule(work.fail_or_not, "fail_storage" if rank == bad else "nothing", name="first")
-    one.schedule(work.nothing, name="second")
-    deadline = time.monotonic() + PATIENCE_S
-    raised = None
-    while raised is None and time.monotonic() < deadline:
-        raised = one.error_of(blocking)
-        time.sleep(0.002)
+def _fail(rank: int, world_size: int, how: str, blocking: bool, path: Path) -> Any:
+    one = Rank(timeout_s=1.5 if how == "one hangs" else PATIENCE_S)
+    one.schedule(*_CALLS[how](rank, path))
+    raised = one.error_of(blocking)
+    one.schedule(None if rank else work.nothing, name="next")
     one.queue.close()
     return raised, one.failed, one.finalized
 
 
-def _fail_differently(rank: int, world_size: int) -> Any:
-    one = Rank()
-    one.schedule(work.fail_or_not, ["fail_storage", "fail_value"][rank])
-    raised = one.error_of()
-    one.queue.close()
-    return raised
-
-
-@pytest.mark.fault("worker-dies")
-def test_different_errors_become_one_that_names_each_rank_and_cause() -> None:
-    first, second = run_ranks(_fail_differently, 2)
+@pytest.mark.fault("worker-dies", "disagreement")
+@pytest.mark.parametrize(
+    ("how", "blocking", "kind", "texts"),
+    [
+        ("one fails", True, "StorageError", ["failed on rank 1: StorageError: no space left"]),
+        ("one fails", False, "StorageError", ["call 0 (fail_or_not) failed on rank 1"]),
+        (
+            *("each fails", True, "CheckpointingException"),
+            ["rank 0: ValueError: a number is wrong", "rank 1: StorageError: no space left"],
+        ),
+        (
+            *("another call", True, "MismatchError"),
+            ["rank 0 is at call 0 (nothing), rank 1 is at call 0 (write)"],
+        ),
+        (
+            *("one hangs", True, "CheckpointingException"),
+            ["failed on rank 1: CheckpointingException: call 0 (write_slowly) was not over"],
+        ),
+    ],
+)
+def test_an_error_of_one_rank_is_the_same_error_on_every_rank(
+    how: str, blocking: bool, kind: str, texts: list[str], tmp_path: Path
+) -> None:
+    first, second = run_ranks(_fail, 2, how, blocking, tmp_path)
 
     assert first == second
-    assert first[0] == "CheckpointingException"
-    assert "rank 0: StorageError: no space left" in first[1]
-    assert "rank 1: ValueError: a number is wrong" in first[1]
-
-
-def _schedules_other(rank: int, world_size: int) -> Any:
-    one = Rank()
-    one.schedule(work.write if rank == 1 else work.nothing)
-    raised = one.error_of()
-    one.schedule(None, name="b")
-    one.queue.close()
-    return raised, one.failed, one.finalized
-
-
-@pytest.mark.fault("disagreement")
-def test_ranks_that_schedule_different_calls_raise_who_is_where() -> None:
-    results = run_ranks(_schedules_other, 2)
-
-    raised, failed, finalized = results[0]
-    assert results == [results[0]] * 2
-    assert raised[0] == "MismatchError"
-    assert "rank 0 is at call 0 (nothing), rank 1 is at call 0 (write)" in raised[1]
+    raised, failed, finalized = first
+    assert raised[0] == kind
+    assert all(text in raised[1] for text in texts), raised
     assert failed == [raised]
-    assert finalized == ["b"]
+    assert finalized == ["next"]
 
 
-def _polls_ahead(rank: int, world_size: int, directory: Path) -> Any:
+# Ranks that do not poll alike.
+
+
+def _polls_ahead(rank: int, directory: Path) -> Any:
     one, gate = Rank(), directory / "gate"
-    one.schedule(work.write_when, directory / f"{rank}", gate)
+    one.schedule(work.write_when, directory / f"{rank}", gate, name="a")
     one.queue.maybe_finalize_async_calls()
     dist.barrier()
     if rank == 0:
@@ -211,11 +207,7 @@ def _polls_ahead(rank: int, world_size: int, directory: Path) -> Any:
     return one.finalized
 
 
-def test_a_rank_that_is_one_poll_ahead_of_the_first_does_not_wait_for_it(tmp_path: Path) -> None:
-    assert run_ranks(_polls_ahead, 2, tmp_path) == [[""]] * 2
-
-
-def _polls_and_then_asks_nobody(rank: int, world_size: int, directory: Path) -> Any:
+def _polls_and_then_asks_nobody(rank: int, directory: Path) -> Any:
     one, gate = Rank(), directory / f"gate {rank}"
     one.schedule(None, name="polled")
     one.queue.maybe_finalize_async_calls()
@@ -230,12 +222,75 @@ def _polls_and_then_asks_nobody(rank: int, world_size: int, directory: Path) -> 
     return early, seconds < 2.0, one.finalized
 
 
-def test_a_verdict_on_a_call_is_void_once_the_call_was_finalized_without_the_ranks(
-    tmp_path: Path,
-) -> None:
-    results = run_ranks(_polls_and_then_asks_nobody, 2, tmp_path)
+def _one_waits(rank: int, directory: Path) -> Any:
+    one = Rank()
+    for blocking in (0, 1):
+        one.schedule(work.write_slowly, directory / f"{rank}", 0.1, name=f"{blocking}")
+        if rank == blocking:
+            one.queue.maybe_finalize_async_calls(blocking=True)
+        while len(one.finalized) == blocking:
+            one.queue.maybe_finalize_async_calls()
+            time.sleep(0.005)
+        dist.barrier()
+    one.queue.close()
+    return one.finalized
 
-    assert results == [([], True, ["polled", "next"])] * 2
+
+def _polls_nothing(rank: int, directory: Path) -> Any:
+    one = Rank()
+    one.schedule(None)
+    one.queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    store = _get_default_store()
+    before = store.num_keys()
+    if rank == 1:
+        for _ in range(100):
+            one.queue.maybe_finalize_async_calls()
+            one.queue.maybe_finalize_async_calls(blocking=True)
+    after = store.num_keys()
+    dist.barrier()
+    one.queue.close()
+    return before == after
+
+
+def _without_the_others(rank: int, directory: Path) -> Any:
+    one = Rank()
+    if rank == 1:
+        one.schedule(work.nothing, name="a")
+        one.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        one.queue.close()
+    dist.barrier()
+    return one.finalized
+
+
+_POLLS: dict[str, Callable[[int, Path], Any]] = {
+    "one poll ahead of the first": _polls_ahead,
+    "a verdict that is void": _polls_and_then_asks_nobody,
+    "one that waits": _one_waits,
+    "an empty queue": _polls_nothing,
+    "no_dist": _without_the_others,
+}
+
+
+def _poll(rank: int, world_size: int, how: str, directory: Path) -> Any:
+    return _POLLS[how](rank, directory)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("one poll ahead of the first", [["a"]] * 2),
+        # Since the call was finalized without the ranks.
+        ("a verdict that is void", [([], True, ["polled", "next"])] * 2),
+        ("one that waits", [["0", "1"]] * 2),
+        ("an empty queue", [True] * 2),
+        ("no_dist", [[], ["a"]]),
+    ],
+)
+def test_polls_ask_no_more_of_the_others_than_they_must(
+    how: str, expected: Any, tmp_path: Path
+) -> None:
+    assert run_ranks(_poll, 2, how, tmp_path) == expected
 
 
 def _one_is_ahead(rank: int, world_size: int) -> Any:
@@ -252,13 +307,15 @@ def _one_is_ahead(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_is_ahead_keeps_its_call_for_when_the_others_have_come_there() -> None:
-    results = run_ranks(_one_is_ahead, 2)
+    (raised, first), (also_raised, second) = run_ranks(_one_is_ahead, 2)
 
-    assert results[0][0] == results[1][0]
-    assert "rank 0 is at call 0" in results[0][0][1]
-    assert "rank 1 is at call 1" in results[0][0][1]
-    assert results[0][1] == ["second of 0"]
-    assert results[1][1] == ["alone", "first of 1"]
+    assert raised == also_raised
+    assert "rank 0 is at call 0" in raised[1]
+    assert "rank 1 is at call 1" in raised[1]
+    assert (first, second) == (["second of 0"], ["alone", "first of 1"])
+
+
+# Ranks that do not come.
 
 
 def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
@@ -317,35 +374,6 @@ def test_a_rank_that_comes_too_late_finds_that_the_call_was_given_up(late: int) 
         assert finalized == ["second"]
 
 
-def _one_hangs(rank: int, world_size: int, directory: Path) -> Any:
-    one = Rank(timeout_s=1.5)
-    one.schedule(work.write_slowly, directory / f"a-{rank}", 60 if rank == 1 else 0)
-    pid = int(work.await_file(directory / f"a-{rank}.started"))
-    dist.barrier()
-    start = time.monotonic()
-    raised = one.error_of()
-    seconds = time.monotonic() - start
-    one.schedule(work.nothing, name="b")
-    one.queue.close()
-    return raised, one.failed, one.finalized, seconds < 1.5 + 0.5, work.await_end(pid)
-
-
-@pytest.mark.fault("worker-dies")
-def test_a_call_that_hangs_on_one_rank_is_an_error_on_every_rank_that_names_it(
-    tmp_path: Path,
-) -> None:
-    results = run_ranks(_one_hangs, 2, tmp_path)
-
-    (kind, text), failed, finalized, in_time, ended = results[0]
-    assert results == [results[0]] * 2
-    assert kind == "CheckpointingException"
-    assert "failed on rank 1: CheckpointingException: call 0 (write_slowly) was not over" in text
-    assert failed == [(kind, text)]
-    assert finalized == ["b"]
-    assert in_time
-    assert ended
-
-
 def _one_dies_while_it_agrees(rank: int, world_size: int, killed: int) -> Any:
     one = Rank(timeout_s=2.0)
     one.schedule(None, name="a")
@@ -354,10 +382,7 @@ def _one_dies_while_it_agrees(rank: int, world_size: int, killed: int) -> Any:
         # With the word that it will not pass a certain poll.
         one.queue._watch._promise = lambda margin: os.kill(os.getpid(), signal.SIGKILL)
     one.schedule(None, name="b")
-    raised, deadline = None, time.monotonic() + PATIENCE_S
-    while raised is None and time.monotonic() < deadline:
-        raised = one.error_of(blocking=False)
-        time.sleep(0.01)
+    raised = one.error_of(blocking=False)
     one.queue.close()
     return raised, one.finalized
 
@@ -372,6 +397,32 @@ def test_polls_that_wait_for_a_rank_that_died_while_all_agreed_name_it(killed: i
         assert kind == "PeerLostError"
         assert f"rank {killed} (last seen: agree on async call 1 (" in text
         assert finalized == ["a"]
+
+
+def _lose_the_store(rank: int, world_size: int) -> Any:
+    init_group_with_store_on(1, rank, world_size)
+    one = Rank()
+    one.schedule(work.nothing)
+    dist.barrier()
+    if rank == 1:
+        # While the first rank waits for its report.
+        time.sleep(0.5)
+        os._exit(9)
+    with pytest.raises(PeerLostError) as raised:
+        one.queue.close()
+    return str(raised.value), one.failed
+
+
+@pytest.mark.fault("silent-peer")
+def test_closing_ends_when_the_host_of_the_store_dies_and_gives_the_call_up() -> None:
+    results = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[1])
+
+    text, failed = results[0]
+    assert "key-value store does not answer" in text
+    assert failed == [("PeerLostError", text)]
+
+
+# What a call reports, and who agrees.
 
 
 def _tell_what_came_of_it(rank: int, world_size: int, bad: int | None) -> Any:
@@ -408,62 +459,6 @@ def test_what_came_of_a_call_on_each_rank_is_judged_once_for_all(world_size: int
     )
 
 
-def _polls_differ(rank: int, world_size: int, directory: Path, blocking: int) -> Any:
-    one = Rank()
-    one.schedule(work.write_slowly, directory / f"a-{rank}", 0.1, name="a")
-    if rank == blocking:
-        one.queue.maybe_finalize_async_calls(blocking=True)
-    while not one.finalized:
-        one.queue.maybe_finalize_async_calls()
-        time.sleep(0.005)
-    dist.barrier()
-    one.schedule(None, name="b")
-    one.queue.close()
-    return one.finalized
-
-
-@pytest.mark.parametrize("blocking", [0, 1])
-def test_ranks_that_wait_and_ranks_that_poll_come_together(tmp_path: Path, blocking: int) -> None:
-    assert run_ranks(_polls_differ, 2, tmp_path, blocking) == [["a", "b"]] * 2
-
-
-def _polls_nothing(rank: int, world_size: int) -> Any:
-    one = Rank()
-    one.schedule(None)
-    one.queue.maybe_finalize_async_calls(blocking=True)
-    dist.barrier()
-    store = _get_default_store()
-    before = store.num_keys()
-    if rank == 1:
-        for _ in range(100):
-            one.queue.maybe_finalize_async_calls()
-            one.queue.maybe_finalize_async_calls(blocking=True)
-    after = store.num_keys()
-    dist.barrier()
-    one.queue.close()
-    return before == after
-
-
-def test_an_empty_queue_asks_nobody() -> None:
-    assert run_ranks(_polls_nothing, 2) == [True, True]
-
-
-def _without_the_others(rank: int, world_size: int) -> Any:
-    one = Rank()
-    if rank == 1:
-        one.schedule(work.nothing, name="a")
-        one.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
-        one.queue.close()
-        with contextlib.suppress(CheckpointingException):
-            one.schedule(None)
-    dist.barrier()
-    return one.finalized
-
-
-def test_no_dist_asks_nobody() -> None:
-    assert run_ranks(_without_the_others, 2) == [[], ["a"]]
-
-
 def _in_a_group(rank: int, world_size: int) -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     one = Rank(process_group=groups[rank % 2])
@@ -481,23 +476,6 @@ def test_only_the_ranks_of_the_group_agree() -> None:
     assert results[1] == results[3]
     assert "failed on rank 3: StorageError" in results[1][0][1]
     assert results[1][1] == []
-
-
-def _made_before_the_group(rank: int, world_size: int) -> Any:
-    one = Rank()
-    dist.init_process_group("gloo")
-    one.schedule(work.fail_or_not, "fail_storage" if rank == 1 else "nothing")
-    raised = one.error_of()
-    one.queue.close()
-    dist.destroy_process_group()
-    return raised
-
-
-def test_a_queue_may_be_made_before_the_process_group() -> None:
-    first, second = run_ranks(_made_before_the_group, 2, init_group=False)
-
-    assert first == second
-    assert "failed on rank 1" in first[1]
 
 
 def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) -> Any:
@@ -527,37 +505,14 @@ def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) ->
 
 
 @pytest.mark.parametrize("own_coordinator", [True, False])
-def test_execute_sync_finalizes_when_all_ranks_are_done(own_coordinator: bool) -> None:
+def test_execute_sync_finalizes_when_all_ranks_are_done_or_raises_on_all(
+    own_coordinator: bool,
+) -> None:
     assert run_ranks(_sync, 3, None, own_coordinator) == [[True, True]] * 3
 
-
-def test_execute_sync_raises_on_every_rank_what_one_fails_with() -> None:
-    results = run_ranks(_sync, 3, 1, False)
+    results = run_ranks(_sync, 3, 1, own_coordinator)
 
     raised = results[0][0]
     assert raised[0] == "StorageError"
     assert "failed on rank 1" in raised[1]
     assert results == [[raised] * 4] * 3
-
-
-def _lose_the_store(rank: int, world_size: int) -> Any:
-    init_group_with_store_on(1, rank, world_size)
-    one = Rank()
-    one.schedule(work.nothing)
-    dist.barrier()
-    if rank == 1:
-        # While the first rank waits for its report.
-        time.sleep(0.5)
-        os._exit(9)
-    with pytest.raises(PeerLostError) as raised:
-        one.queue.close()
-    return str(raised.value), one.failed
-
-
-@pytest.mark.fault("silent-peer")
-def test_closing_ends_when_the_host_of_the_store_dies_and_gives_the_call_up() -> None:
-    results = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[1])
-
-    text, failed = results[0]
-    assert "key-value store does not answer" in text
-    assert failed == [("PeerLostError", text)]

@@ -81,29 +81,6 @@ class Unreadable:
         return fail_value, ()
 
 
-class _Noting:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.cycle = self
-
-    def __del__(self) -> None:
-        write(self.path)
-
-
-def leave_a_cycle(path: Path) -> None:
-    """Makes garbage which only a collection finds; the file says that it was found."""
-    _Noting(path)
-
-
-class UnrebuildableError(Exception):
-    def __init__(self, *, needed: str) -> None:
-        super().__init__(f"kept apart: {needed}")
-
-
-def fail_unrebuildable() -> None:
-    raise UnrebuildableError(needed="this")
-
-
 def leave(code: int) -> None:
     raise SystemExit(code)
 

@@ -7,38 +7,25 @@ the older checkpoint, the made-up one where there is nothing wrong with it, or a
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from localckpt import CheckpointingException
 from localckpt.errors import CorruptShardError
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets
-from localckpt.storage.files import FileSource
-from tests.faults.forged import (
-    ODD_ROWS,
-    Forged,
-    claiming,
-    headers,
-    identities,
-    small_state,
-    tables,
-)
-from tests.faults.images import Parts, identity_in
-from tests.faults.small_store import NEWEST, OLDER, Growth, go_on, limit_memory, write_store
+from tests.faults.forged import ODD_ROWS, claiming, small_state
+from tests.faults.images import Parts
+from tests.faults.small_store import NEWEST, Growth, escapes, go_on, limit_memory, load, write_store
 from tests.managers.jobs import make_manager
-from tests.ranks import RanksFailedError, run_ranks
-from tests.state_dict.states import assert_same, source_of, written
+from tests.ranks import run_ranks
+from tests.state_dict.states import source_of, written
 
 Dirs = Callable[[int], list[Path]]
 
@@ -54,28 +41,10 @@ def store(node_dirs: Dirs) -> tuple[Path, Path, bytes]:
     return root, *write_store(root)
 
 
-def _load(root: Path, claims_to_be_older: bool = False) -> str:
-    """Find and load as a job does that starts; what it got."""
-    with make_manager("disk", root, "job", keep_last=3) as manager:
-        try:
-            if manager.find_latest() == -1:
-                return "nothing"
-            state, ckpt_id = manager.load()
-        except CheckpointingException as error:
-            return f"{type(error).__name__}: {error}"
-        if ckpt_id.iteration == OLDER and not claims_to_be_older:
-            assert_same(state, small_state(OLDER))
-            return "the older one"
-        if isinstance(state, numpy.ndarray) and state.size < 100:
-            # Its values are looked at, as a job would.
-            assert len(repr(state))
-        return "the forged one"
-
-
 def _read_alone(rank: int, world_size: int, root: Path) -> tuple[str, int]:
     limit_memory()
     growth = Growth()
-    outcome = _load(root)
+    outcome = load(root)
     return outcome, growth()
 
 
@@ -118,7 +87,7 @@ def test_a_row_of_the_table_that_makes_no_sense_is_an_error_of_ours(
         row = [changes.get(column, value) for column, value in enumerate(parts.rows[0])]
         forged = parts.with_rows([row, *parts.rows[1:]]).image()
 
-        if errors := _escapes(forged, tmp_path / "forged"):
+        if errors := escapes(forged, tmp_path / "forged"):
             escaped[what] = errors[0]
 
     record_property("cases", len(ODD_ROWS))
@@ -131,34 +100,7 @@ def test_a_table_nested_deeply_is_an_error_of_ours(
 ) -> None:
     forged = Parts.of(store[2]).replace(table=b"[" * 100_000).image()
 
-    assert _escapes(forged, tmp_path / "forged") == []
-
-
-def _escapes(image: bytes, path: Path) -> list[str]:
-    """Errors that are none of ours, from all the ways of reading a file."""
-    path.write_bytes(image)
-    given = small_state(0)
-
-    def restore(source: FileSource, into: Any = None) -> None:
-        ImageReader(source, SafeGlobals()).restore(into)
-
-    escaped = []
-    for read in (
-        read_header,
-        read_verified_record,
-        restore,
-        lambda source: restore(source, find_targets(given)),
-    ):
-        source = FileSource(path)
-        try:
-            read(source)
-        except CheckpointingException:
-            pass
-        except Exception as error:  # noqa: BLE001 - it is what is looked for
-            escaped.append(f"{type(error).__name__}: {error}")
-        finally:
-            source.close()
-    return escaped
+    assert escapes(forged, tmp_path / "forged") == []
 
 
 @pytest.mark.fault("hostile-file")
@@ -175,69 +117,6 @@ def test_a_header_and_a_skeleton_that_contradict_each_other_write_to_no_tensor(
         ImageReader(source_of(image), SafeGlobals()).restore(find_targets({"a": memory[:10]}))
 
     assert not memory.any()
-
-
-# At random.
-
-_STRATEGIES = {"identity": identities, "header": headers, "table": tables}
-
-
-def _read_many(rank: int, world_size: int, what: str, base: Path, examples: int) -> int:
-    whole, root = base / "whole", base / "node"
-    path, image = write_store(whole)
-    limit_memory()
-    cases = 0
-
-    @seed(1)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(_STRATEGIES[what](image))
-    def check(forged: Forged) -> None:
-        nonlocal cases
-        cases += 1
-        # A case that ends the process is found here.
-        (base / "last").write_text(forged.what)
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(whole, root)
-        (root / path.relative_to(whole)).write_bytes(forged.image)
-        growth = Growth()
-        assert _escapes(forged.image, base / "forged") == []
-        outcome = _load(root, _claims_to_be_older(forged.image))
-        assert growth() < _ALLOWED_NBYTES
-        if outcome in ("the older one", "the forged one", "nothing"):
-            go_on(root)
-
-    check()
-    return cases
-
-
-def _claims_to_be_older(image: bytes) -> bool:
-    try:
-        return identity_in(image).iteration == OLDER
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", _STRATEGIES)
-def test_whatever_is_changed_at_random_is_an_error_of_ours_or_does_no_harm(
-    what: str, tmp_path: Path, long_form: bool, record_property: Any
-) -> None:
-    examples = 1000 if long_form else 15
-
-    try:
-        args = (what, tmp_path, examples)
-        (cases,) = run_ranks(_read_many, 1, *args, init_group=False, timeout_s=1700.0)
-    except RanksFailedError as error:
-        pytest.fail(f"{error}\nthe last case: {(tmp_path / 'last').read_text()}")
-
-    record_property("cases", cases)
 
 
 # What a header may claim.

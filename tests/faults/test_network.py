@@ -44,7 +44,7 @@ _CUT_AFTER_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Which node is cut off, and from what; from nothing if its rank is stopped instead."""
+    """Which node is cut off, and from what; its rank may be stopped, or killed, instead."""
 
     node: int
     lines: tuple[str, ...]
@@ -53,7 +53,9 @@ class _Cut:
         return f"node {self.node}: {' and '.join(self.lines) or 'stopped'}"
 
 
-_CUTS = [_Cut(*way) for way in product((1, 0), ((CONTROL, DATA), (CONTROL,), (DATA,), ()))]
+_STOPPED, _KILLED = (), ("killed",)
+_WAYS = ((CONTROL, DATA), (CONTROL,), (DATA,), _STOPPED, _KILLED)
+_CUTS = [_Cut(*way) for way in product((1, 0), _WAYS)]
 
 
 class _Node(Trainer):
@@ -127,37 +129,43 @@ class _Job:
             ranks.end()
             print(ranks.output)
 
-    def cut_in(self, cut: _Cut, command: str, *args: Any, moves: bool) -> dict[int, Answer]:
+    def cut_in(
+        self, cut: _Cut, command: str, *args: Any, moves: bool, to: int | None = None
+    ) -> dict[int, Answer]:
         """Make a call, cut the network in the middle of it, and wait for what the ranks say.
 
         Args:
             moves: Whether shards are moved in it, and the network cut when some bytes have come;
                 else the node is cut off before its rank makes the call, for which others wait.
+            to: The rank that they are moved to; that of the node, unless given.
         """
-        victim = self.ranks.pids[cut.node]
+        to = cut.node if to is None else to
         others = [rank for rank in range(_WORLD_SIZE) if rank != cut.node]
-        before = _received(victim)
+        receiver = self.ranks.pids[to]
+        before = _received(receiver)
         if moves:
-            self.network.slow(cut.node, DATA, _NBYTES_PER_S)
+            self.network.slow(to, DATA, _NBYTES_PER_S)
         self.ranks.tell(command, *args, ranks=None if moves else others)
         if moves:
-            _await(lambda: _received(victim) > before + _CUT_AFTER_NBYTES)
+            _await(lambda: _received(receiver) > before + _CUT_AFTER_NBYTES)
         else:
             time.sleep(0.2)
-        if cut.lines:
-            self.network.cut(cut.node, cut.lines)
+        if cut.lines in (_STOPPED, _KILLED):
+            signals = {_STOPPED: signal.SIGSTOP, _KILLED: signal.SIGKILL}
+            self.ranks.kill(cut.node, signals[cut.lines])
         else:
-            self.ranks.kill(cut.node, signal.SIGSTOP)
-        if not moves:
+            self.network.cut(cut.node, cut.lines)
+        if not moves and cut.lines != _KILLED:
             self.ranks.tell(command, *args, ranks=[cut.node])
         try:
-            if cut.lines:
-                return self.ranks.answers(_LIMIT_S)
             answers = self.ranks.answers(_LIMIT_S, others)
-            self.ranks.kill(cut.node, signal.SIGCONT)
-            return answers | self.ranks.answers(_LIMIT_S, [cut.node])
+            if cut.lines == _STOPPED:
+                self.ranks.kill(cut.node, signal.SIGCONT)
+            late = [] if cut.lines == _KILLED else [cut.node]
+            return answers | self.ranks.answers(_LIMIT_S, late)
         finally:
-            self.network.mend(cut.node, {*cut.lines, DATA})
+            self.network.mend(to, [DATA])
+            self.network.mend(cut.node, [CONTROL, DATA])
 
     def resumes_from(self, *iterations: int) -> int:
         """Start anew: all ranks find and load one checkpoint, one of these, bit for bit."""
@@ -311,21 +319,24 @@ def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_c
     ends = {rank: dict(answer.value)[at + 1] for rank, answer in answers.items()}
     errors = {rank: text for rank, text in ends.items() if text is not None}
     _assert_named(errors, cut)
-    assert cut.lines or len(errors) == _WORLD_SIZE, ends
+    all_failed = len(errors) == len(ends)
+    assert cut.lines not in (_STOPPED, _KILLED) or all_failed, ends
     # What one rank has called complete is there, whatever the others were told.
-    job.resumes_from(*([at, at + 1] if len(errors) == _WORLD_SIZE else [at + 1]))
+    job.resumes_from(*([at, at + 1] if all_failed else [at + 1]))
 
 
+@pytest.mark.fault("lost-during-recovery")
+@pytest.mark.parametrize("restored", range(2))
 @pytest.mark.parametrize("cut", _CUTS, ids=str)
 def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
-    cut: _Cut, job: _Job
+    cut: _Cut, restored: int, job: _Job
 ) -> None:
     at = job.has_saved()
-    shutil.rmtree(job.stores[cut.node])
+    shutil.rmtree(job.stores[restored])
     job.start()
     assert job.all_do("find") == [at] * _WORLD_SIZE
 
-    answers = job.cut_in(cut, "load", moves=True)
+    answers = job.cut_in(cut, "load", moves=True, to=restored)
 
     _assert_all_failed(answers, cut)
     assert job.resumes_from(at) == at

@@ -71,7 +71,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.fault("interrupted")
-@pytest.mark.parametrize(("kind", "way"), zip(KINDS, ("", "sys.exit(0)", "1 / 0"), strict=True))
+@pytest.mark.parametrize(
+    ("kind", "way"), list(zip(KINDS, ("", "sys.exit(0)", "1 / 0"), strict=True))
+)
 def test_interpreter_exit_lets_calls_end_well(
     start: Start, tmp_path: Path, kind: str, way: str
 ) -> None:

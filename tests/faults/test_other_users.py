@@ -103,6 +103,13 @@ def _job(
     return str(error)
 
 
+def _folder(path: Path, owner: int, group: int, mode: int) -> Path:
+    path.mkdir()
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    return path
+
+
 def _below(root: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.lstat().st_mode, p.lstat().st_uid) for p in sorted(root.rglob("*"))}
 
@@ -112,10 +119,8 @@ def _below(root: Path) -> dict[str, tuple[int, int]]:
 
 @only_root
 def test_a_root_with_the_set_group_id_bit_is_its_groups(place: Path) -> None:
-    root, team = place / "team", 54_400
-    root.mkdir()
-    os.chown(root, _USER, team)
-    root.chmod(0o2770)
+    team = 54_400
+    root = _folder(place / "team", _USER, team, 0o2770)
     members = [(_USER, (team,)), (_OTHER, (team,)), (_OTHER + 1, (team,)), (_OTHER + 2, ())]
 
     errors = [_job("shared", root, uid, 1, 0o022, groups) for uid, groups in members]
@@ -128,10 +133,7 @@ def test_a_root_with_the_set_group_id_bit_is_its_groups(place: Path) -> None:
 @only_root
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_what_is_saved_is_the_users_alone(tier: str, place: Path, umask: int) -> None:
-    root = place / "store"
-    root.mkdir()
-    os.chown(root, _USER, _USER)
-    root.chmod(0o755)
+    root = _folder(place / "store", _USER, _USER, 0o755)
 
     assert _job(tier, root, umask=umask) == ""
 
@@ -141,57 +143,39 @@ def test_what_is_saved_is_the_users_alone(tier: str, place: Path, umask: int) ->
 
 
 @only_root
-@pytest.mark.parametrize("mode", [0o1777, 0o700])
-def test_a_root_that_another_user_has_made_first_is_refused(
-    tier: str, place: Path, mode: int
+@pytest.mark.rows(8)
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "takers", "cure"),
+    [
+        (_OTHER, _OTHER, 0o1777, (), f"owner {_OTHER}"),
+        # Of what cannot even be entered the system says so.
+        (_OTHER, _OTHER, 0o700, (), "ermission denied"),
+        # A group that the user is not in.
+        (_USER, _OTHER, 0o770, (), "chmod go-w"),
+        # The user's group, which on shared storage may be a team.
+        (_USER, _USER, 0o775, ("shared",), "chmod go-w"),
+        (0, _USER, 0o775, ("shared",), "chmod go-w"),
+        (_OTHER, _USER, 0o775, (), f"owner {_OTHER}"),
+        (_OTHER, _USER, 0o2775, ("shared",), f"owner {_OTHER}"),
+    ],
+)
+def test_a_root_is_refused_where_others_can_put_something_with_the_cure(
+    tier: str, place: Path, owner: int, group: int, mode: int, takers: tuple[str, ...], cure: str
 ) -> None:
-    root = place / "store"
-    root.mkdir()
-    root.chmod(mode)
-    os.chown(root, _OTHER, _OTHER)
+    root = _folder(place / "store", owner, group, mode)
 
     error = _job(tier, root)
 
-    # Of what cannot even be entered the system says so.
+    if tier in takers:
+        assert error == ""
+        return
     assert error.startswith("StorageError")
     assert str(root) in error
-    assert f"owner {_OTHER}" in error or "ermission denied" in error
+    assert cure in error
     assert _below(root) == {}
-
-
-@only_root
-def test_a_root_that_others_can_write_to_is_refused_with_the_cure(tier: str, place: Path) -> None:
-    root = place / "store"
-    root.mkdir()
-    root.chmod(0o770)
-    # A group that the user is not in.
-    os.chown(root, _USER, _OTHER)
-
-    error = _job(tier, root)
-
-    assert error.startswith("StorageError")
-    assert f"{root} is not this user's alone" in error
-    assert "chmod go-w" in error
-    assert _below(root) == {}
+    os.chown(root, _USER, _USER)
     root.chmod(0o700)
     assert _job(tier, root) == ""
-
-
-@only_root
-@pytest.mark.parametrize(
-    ("owner", "mode"), [(_USER, 0o775), (0, 0o775), (_OTHER, 0o775), (_OTHER, 0o2775)]
-)
-def test_shared_storage_may_be_written_to_by_the_users_groups(
-    place: Path, owner: int, mode: int
-) -> None:
-    root = place / "store"
-    root.mkdir()
-    os.chown(root, owner, _USER)
-    root.chmod(mode)
-
-    error = _job("shared", root)
-
-    assert (error == "") == (owner != _OTHER or mode == 0o2775)
 
 
 @only_root
@@ -245,9 +229,7 @@ def test_a_folder_below_the_root_is_checked_like_the_root(
 
 @only_root
 def test_a_link_of_another_user_in_the_place_of_the_root_is_refused(tier: str, place: Path) -> None:
-    mine = place / "mine"
-    mine.mkdir(mode=0o700)
-    os.chown(mine, _USER, _USER)
+    mine = _folder(place / "mine", _USER, _USER, 0o700)
     (place / "store").symlink_to(mine)
     os.chown(place / "store", _OTHER, _OTHER, follow_symlinks=False)
 
@@ -298,9 +280,7 @@ def _train(rank: int, world_size: int, root: Path) -> tuple[str, str]:
 
 @only_root
 def test_what_a_loop_records_is_the_users_alone(place: Path) -> None:
-    root = place / "store"
-    root.mkdir(mode=0o700)
-    os.chown(root, _USER, _USER)
+    root = _folder(place / "store", _USER, _USER, 0o700)
 
     assert run_ranks(_train, 1, root, init_group=False)[0][0] == ""
 

@@ -72,7 +72,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize(
-    ("kind", "way"), list(zip(KINDS, ("", "sys.exit(0)", "1 / 0"), strict=True))
+    ("kind", "way"), [(KINDS[0], "1 / 0"), (KINDS[1], ""), (KINDS[2], "sys.exit(0)")]
 )
 def test_interpreter_exit_lets_calls_end_well(
     start: Start, tmp_path: Path, kind: str, way: str

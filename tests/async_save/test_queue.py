@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,16 +114,6 @@ def test_a_preload_that_fails_is_raised_when_the_call_is_finalized(owner: Owner)
 
     with pytest.raises(StorageError, match="no space left"):
         owner.queue.maybe_finalize_async_calls()
-
-
-def test_a_scheduled_request_is_frozen(owner: Owner) -> None:
-    request = AsyncRequest(None, (), [])
-    owner.queue.schedule_async_request(request)
-
-    request.add_finalize_fn(lambda: owner.finalized.append("too late"))
-    owner.queue.wait_until_finished()
-
-    assert owner.finalized == []
 
 
 def test_an_error_is_raised_once_the_failure_functions_ran_and_later_calls_work(
@@ -301,22 +290,3 @@ def test_stop_functions_run_before_the_queue_waits_for_its_calls(how: str) -> No
             fail()
 
     assert over == [True]
-
-
-def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -> None:
-    class State:
-        """Stands for something large."""
-
-    state = State()
-    gone = weakref.ref(state)
-    owner.schedule(runs_in_trainer(lambda held: None), state)
-    call = owner.queue._entries[0].call
-    assert call.wait(PATIENCE_S)
-
-    del state
-    deadline = time.monotonic() + PATIENCE_S
-    while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-    assert gone() is None
-    assert owner.queue.maybe_finalize_async_calls() == [0]

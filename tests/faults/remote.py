@@ -20,19 +20,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from localckpt import CheckpointingException
 from tests.ranks import RankGroup, start_ranks
 
-__all__ = ["Answer", "OverdueError", "PerRank", "Ranks"]
+__all__ = ["Answer", "PerRank", "Ranks"]
 
 _START_S = 60.0
 _GONE_S = 15.0
-
-
-class OverdueError(AssertionError):
-    """Ranks did not answer in time; their stacks are in what they printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,6 @@ class Answer:
     crash: str | None = None
     """The traceback of any other."""
     died: bool = False
-    took_s: float = 0.0
 
     @property
     def succeeded(self) -> bool:
@@ -54,8 +49,7 @@ class Answer:
     def __str__(self) -> str:
         if self.died:
             return "died"
-        told = "ok" if self.succeeded else (self.error or str(self.crash))
-        return f"{told} ({self.took_s:.1f} s)"
+        return "ok" if self.succeeded else (self.error or str(self.crash))
 
 
 class Ranks:
@@ -114,18 +108,14 @@ class Ranks:
                 self._connections[rank].send_bytes(pickle.dumps((command, own)))
 
     def answers(self, limit_s: float, ranks: Collection[int] | None = None) -> dict[int, Answer]:
-        """The answers to the last command.
-
-        Raises:
-            OverdueError: Some rank has none within the limit.
-        """
+        """The answers to the last command, which must come within the limit."""
         asked = {self._connections[r]: r for r in (self.living if ranks is None else ranks)}
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit_s
         while asked:
             ready = wait(list(asked), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._overdue(list(asked.values()), limit_s)
+                self._complain(list(asked.values()), limit_s)
             for connection in [c for c in asked if c in ready]:
                 rank = asked.pop(connection)
                 answers[rank] = self._answer(rank, connection)
@@ -172,11 +162,12 @@ class Ranks:
             self._dead.add(rank)
             return Answer(died=True)
 
-    def _overdue(self, ranks: Sequence[int], limit_s: float) -> OverdueError:
+    def _complain(self, ranks: Sequence[int], limit_s: float) -> NoReturn:
         for rank in ranks:
             self.kill(rank, signal.SIGUSR1)
+        # For their stacks, in what they print.
         time.sleep(0.5)
-        return OverdueError(f"ranks {list(ranks)} did not answer within {limit_s:g} s")
+        raise AssertionError(f"ranks {ranks} did not answer within {limit_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +196,6 @@ def _obey(rank: int, _: int, address: str, make: Callable[..., Any], args: Seque
 
 
 def _carry_out(method: Callable[..., Any], args: Sequence[Any]) -> Answer:
-    started = time.monotonic()
     value = error = crash = None
     try:
         value = method(*args)
@@ -213,4 +203,4 @@ def _carry_out(method: Callable[..., Any], args: Sequence[Any]) -> Answer:
         error = f"{type(raised).__name__}: {raised}"
     except BaseException:  # noqa: BLE001 - the test wants to see all of them
         crash = traceback.format_exc()
-    return Answer(value, error, crash, took_s=time.monotonic() - started)
+    return Answer(value, error, crash)

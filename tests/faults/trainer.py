@@ -117,14 +117,6 @@ class Trainer:
     def close(self) -> None:
         """Leave in peace."""
         self._queue.close()
-        self._leave()
-
-    def give_up(self) -> None:
-        """Leave after an error."""
-        self._queue.close(abort=True)
-        self._leave()
-
-    def _leave(self) -> None:
         self._manager.close()
         self._repl.close()
         dist.destroy_process_group()

@@ -31,7 +31,7 @@ __all__ = ["loop_disk"]
 
 # Two digest blocks, and not a whole number of pages.
 _NBYTES = 1_200_003
-_FIRST_LIFE, _SECOND_LIFE = range(1, 4), range(4, 6)
+_FIRST_LIFE, _SECOND_LIFE = range(1, 4), range(4, 5)
 _NUMEL = 2000
 
 

@@ -263,7 +263,8 @@ def _save_once(refusals: _Refusals, manager: Any, queue: Any, newest: int) -> in
         assert not case.failed or case.hit.name not in _MADE_AGAIN, case
     elif case.hit is not None and _must_be_told(job, case.hit):
         assert case.failed, case
-        if case.hit.name in _WRITES and case.hit.paths[0].endswith(".dirty"):
+        is_own = rank == job.victim and case.hit.paths[0].endswith(".dirty")
+        if is_own and case.hit.name in _WRITES:
             # The file is dead, and no later save may overwrite it.
             assert _recycled(root) < recycled or not recycled or job.kind == "memory", case
     save(manager, state_of(rank, newest + 2), newest + 2, queue)

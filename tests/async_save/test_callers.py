@@ -209,7 +209,17 @@ class TestEveryProcess:
 
         assert type(error) is WorkerDiedError
         assert named in str(error)
+        assert "exit code 5" in str(outcome(caller, os._exit, 5))
         assert outcome(caller, work.write, tmp_path / "a") is None
+
+    def test_an_error_that_cannot_be_rebuilt_comes_as_text(
+        self, make: Any, kind: type[AsyncCaller]
+    ) -> None:
+        error = outcome(make(kind), work.fail_unrebuildable)
+
+        assert type(error) is CheckpointingException
+        assert str(error) == "UnrebuildableError: kept apart: this"
+        assert "in fail_unrebuildable" in str(error.__cause__)
 
     def test_a_call_sees_what_was_there_when_it_was_scheduled(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
@@ -318,8 +328,14 @@ class TestWorker:
         assert str(error) == "a number is wrong"
         assert outcome(caller, work.write, tmp_path / "a") is None
 
-    def test_its_last_output_is_in_the_error(self, make: Any) -> None:
-        error = outcome(make(PersistentAsyncCaller), work.die, signal.SIGABRT, "so it ends")
+    def test_its_output_is_logged_and_its_last_is_in_the_error(
+        self, make: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caller = make(PersistentAsyncCaller)
+        assert outcome(caller, print, "a word on the way") is None
+        assert "a word on the way" in caplog.text
+
+        error = outcome(caller, work.die, signal.SIGABRT, "so it ends")
 
         assert "SIGABRT" in str(error)
         assert "so it ends" in str(error)

@@ -96,6 +96,7 @@ def test_the_worker_takes_what_can_be_sent_and_a_fork_the_rest(
     queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     owner = Owner(queue)
+    queue.warm_up()
 
     owner.schedule(work.describe_process, tmp_path / "a")
     owner.schedule(lambda: work.describe_process(tmp_path / "b"))

@@ -50,6 +50,8 @@ def test_a_finalize_function_can_be_added_until_the_request_is_frozen() -> None:
     assert list(frozen.finalize_fns) == [work.nothing]
     with pytest.raises(CheckpointingException, match="frozen"):
         frozen.add_finalize_fn(work.nothing)
+    with pytest.raises(CheckpointingException, match="list"):
+        AsyncRequest(None, (), ()).add_finalize_fn(work.nothing)
 
 
 def test_execute_sync_does_everything_in_order() -> None:
@@ -73,14 +75,18 @@ def test_preload_that_returns_a_value_for_an_argument_that_is_not_there_is_an_er
 
 
 @pytest.mark.parametrize("where", ["preload_fn", "async_fn"])
-def test_execute_sync_that_fails_runs_the_failure_functions_and_does_not_finalize(
-    where: str,
+def test_execute_sync_that_fails_runs_all_failure_functions_and_does_not_finalize(
+    where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Any] = []
+
+    def spoil(error: BaseException) -> None:
+        raise RuntimeError("spoiled")
+
     functions: dict[str, Any] = {"preload_fn": None, "async_fn": work.nothing}
     functions[where] = work.fail_storage
     request = AsyncRequest(
-        AsyncCall(functions["async_fn"], failure_fns=[seen.append]),
+        AsyncCall(functions["async_fn"], failure_fns=[spoil, seen.append]),
         (),
         [lambda: seen.append("finalized")],
         preload_fn=functions["preload_fn"],
@@ -91,6 +97,7 @@ def test_execute_sync_that_fails_runs_the_failure_functions_and_does_not_finaliz
 
     assert seen == [raised.value]
     assert isinstance(raised.value.__cause__, StorageError)
+    assert "spoiled" in caplog.text
 
 
 class _Marked:
@@ -159,6 +166,7 @@ def test_a_request_that_was_pickled_passes_as_one_of_each_library_that_is_loaded
     core.AsyncRequest = _OtherRequest  # type: ignore[attr-defined]
     request = AsyncRequest(work.write, (1,), [])
     sent = pickle.dumps(request)
+    assert pickle.loads(sent) == request
 
     monkeypatch.setitem(sys.modules, _FOREIGN_MODULES[0], core)
     there = pickle.loads(sent)

@@ -81,6 +81,15 @@ class Unreadable:
         return fail_value, ()
 
 
+class UnrebuildableError(Exception):
+    def __init__(self, *, needed: str) -> None:
+        super().__init__(f"kept apart: {needed}")
+
+
+def fail_unrebuildable() -> None:
+    raise UnrebuildableError(needed="this")
+
+
 def leave(code: int) -> None:
     raise SystemExit(code)
 

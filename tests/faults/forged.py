@@ -71,7 +71,10 @@ _ODD: tuple[Any, ...] = (
 
 def changed(draw: random.Random, value: Any) -> Any:
     """JSON with one place of it changed: another value, a number shifted, one dropped or again."""
-    holder, key = draw.choice(list(_places(value)))
+    places = list(_places(value))
+    if not places:
+        return value
+    holder, key = draw.choice(places)
     how = draw.choice(("odd", "odd", "shift", "drop", "again", "rename"))
     if how == "shift" and type(holder[key]) is int:
         holder[key] += draw.choice((-4096, -8, -4, -1, 1, 4, 8, 4096))
@@ -109,7 +112,8 @@ def forged_header(image: bytes, seed: int) -> bytes:
     for _ in range(draw.choice((1, 1, 2, 3))):
         # Half of them in what the shard says that it is.
         metadata = entries.get("__metadata__")
-        changed(draw, metadata if metadata and draw.random() < 0.5 else entries)
+        is_metadata = isinstance(metadata, dict) and draw.random() < 0.5
+        changed(draw, metadata if is_metadata else entries)
     text = _compact(entries)
     if draw.random() < 0.2:
         deep = b',"deep":' + b"[" * 3000 + b"]" * 3000 + b"}"

@@ -85,6 +85,17 @@ def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
         assert_same(modest.load()[0], given)
 
 
+@pytest.mark.fault("unusable-store")
+def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str], Path]) -> None:
+    root = small_disk("size=64m,nr_inodes=16")
+
+    with (
+        localckpt.LocalCheckpointManager(root, keep_last=20) as manager,
+        pytest.raises(SaveFailedError, match=r"more files, and 21 checkpoints of 1 shards"),
+    ):
+        manager.save(state(), 1)
+
+
 def test_a_disk_that_is_memory_is_logged(
     small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,20 +32,6 @@ from tests.storage.shards import (
 )
 
 
-def test_a_save_that_was_not_written_is_not_there(node: Node) -> None:
-    store = node()
-
-    job = staged(store, identity(1))
-
-    assert not store.holds(identity(1))
-    assert found(store) == set()
-    with pytest.raises(StorageError, match="does not hold iteration 1"):
-        store.open(identity(1))
-    job.buffer.give_back()
-    store.discard(store.slots)
-    assert store.slots == []
-
-
 def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
     stores = [node(rank) for rank in range(3)]
     # Rank 0 keeps a replica of rank 7, too.
@@ -166,18 +152,6 @@ def test_a_shard_of_another_session_is_not_counted(
 
     assert found(other) == set()
     assert "belongs to session 'one'" in caplog.text
-
-
-def test_retired_shards_go_and_younger_ones_stay(node: Node) -> None:
-    store = node()
-    for epoch, iteration in [(1, 80), (1, 100), (2, 90), (2, 95)]:
-        save(store, identity(iteration, epoch=epoch))
-    store.list_stored()
-
-    store.prune(older_than(identity(95, epoch=2)), [])
-
-    assert found(store) == {identity(95, epoch=2)}
-    assert_loads(store, identity(95, epoch=2))
 
 
 def test_shards_of_other_folders_go_only_when_nobody_looks_after_them(node: Node) -> None:
@@ -319,6 +293,22 @@ def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
         kill(other)
 
         save(node(), identity(2))
+
+
+@pytest.mark.fault("unusable-store", "hostile-file")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("place", ["session-run", "session-run/0"])
+def test_a_folder_of_others_or_for_others_is_refused_with_the_cure(node: Node, place: str) -> None:
+    node().close()
+    (node.root / place).chmod(0o770)
+
+    with pytest.raises(StorageError, match=r"not this user's alone.*chmod 700"):
+        node()
+
+    (node.root / place).chmod(0o700)
+    os.chown(node.root / place, 12345, -1)
+    with pytest.raises(StorageError, match="owner 12345"):
+        node()
 
 
 @pytest.mark.fault("unusable-store")

@@ -6,12 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from localckpt import AsyncRequest, ThreadAsyncCaller
 from tests.async_save import work
-from tests.managers.jobs import error_of
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
@@ -41,21 +39,3 @@ def test_a_call_is_done_on_all_ranks_in_the_same_poll(tmp_path: Path) -> None:
     assert first[1:] == second[1:]
     assert first[1] is False
     assert first[3]
-
-
-def _schedules_less(rank: int, world_size: int) -> Any:
-    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
-    for _ in range(rank + 1):
-        caller.schedule_async_call(AsyncRequest(work.nothing, (), []))
-    raised = error_of(lambda: caller.is_current_async_call_done(True))
-    caller.close()
-    return raised
-
-
-@pytest.mark.fault("disagreement")
-def test_ranks_that_are_at_different_calls_raise_who_is_where() -> None:
-    first, second = run_ranks(_schedules_less, 2)
-
-    assert first == second
-    assert first.startswith("MismatchError")
-    assert "rank 0 is at call 1 (nothing), rank 1 is at call 2 (nothing)" in first

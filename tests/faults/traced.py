@@ -277,7 +277,11 @@ class Watch:
         value, code, flags = 0, 0, _CONTINUE
         call = self._look_at(pid, nr, args) if self._inside else None
         if call is not None and call.changes and self._before is not None:
-            self._before(call)
+            try:
+                self._before(call)
+            except BaseException:
+                self._kill()
+                raise
         if call is not None and self._is_hit(call, pid, args):
             assert self._fault is not None
             if self._fault.how == "error":

@@ -50,23 +50,6 @@ def test_every_size_is_written_whole_past_and_through_the_page_cache(
     store.close()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
-    store: DirectoryStore, direct: bool
-) -> None:
-    save(store, identity(1), 2 << 20)
-    store.prune(everything, [])
-    job = staged(store, identity(2), 5000)
-    assert job.recycled
-
-    write_shard(dataclasses.replace(job, direct=direct and job.direct))
-
-    assert store.holds(identity(2))
-    assert job.final.stat().st_size == job.nbytes
-    assert_loads(store, identity(2), 5000)
-    store.close()
-
-
 def received(job: ShardWrite) -> ShardWrite:
     """The job of a replica: its digests came with it, and are to be checked."""
     BlockHasher(job.identity).fill(job.buffer.view[: job.nbytes], job.covered_nbytes)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import localckpt
 from localckpt import AsyncRequest, FileSystemWriterAsync, GlobalCheckpointManager
 from localckpt.storage.owner import Owner
-from tests.faults.shared import NUMEL, Drains, assert_nothing_else, iterations_on, state_of
+from tests.faults.shared import Drains, assert_nothing_else, iterations_on, state_of
 from tests.faults.traced import (
     Call,
     Fault,
@@ -387,33 +387,25 @@ _OLDEST, _OLDER, _NEWER, _NEXT = 1, 2, 3, 9
 
 @dataclass(frozen=True)
 class _SharedSave(_Operation):
-    """A save of iteration 3, in the place of 1 and 2.
+    """A save of iteration 3, in the place of 1 and 2."""
 
-    Attributes:
-        numel: Of the largest tensor.
-        thread_count: Files of a rank.
-    """
-
-    numel: int = NUMEL
-    thread_count: int = 2
     savers = 1
 
     def watched(self, base: Path) -> list[Path]:
         return [base / "shared"]
 
     def manager(self, base: Path, keep_last: int | None = None) -> GlobalCheckpointManager:
-        options = {"keep_last": keep_last, "thread_count": self.thread_count}
-        return GlobalCheckpointManager(base / "shared", timeout=MAX_S, **options)
+        return GlobalCheckpointManager(base / "shared", timeout=MAX_S, keep_last=keep_last)
 
     def fill(self, rank: int, base: Path) -> None:
         with self.manager(base) as manager:
             for iteration in (_OLDEST, _OLDER):
-                manager.save(state_of(iteration, self.numel), iteration, is_async=True)
+                manager.save(state_of(iteration), iteration, is_async=True)
 
     def act(self, rank: int, base: Path, dangerous: Any) -> None:
         manager = self.manager(base, keep_last=1)
         assert manager.find_latest() == _OLDER
-        state = state_of(_NEWER, self.numel, rank if self.ranks > 1 else None)
+        state = state_of(_NEWER, part=rank if self.ranks > 1 else None)
         with dangerous, manager:
             manager.save(state, _NEWER, is_async=True)
             manager.wait_until_finished()
@@ -425,19 +417,19 @@ class _SharedSave(_Operation):
         return list(stood)
 
     def start_again(self, rank: int, base: Path) -> list[int]:
-        state = state_of(0, self.numel)
+        state = state_of(0)
         with self.manager(base) as manager:
             found = manager.find_latest()
             others = sorted({*iterations_on(base / "shared")} - {found}, reverse=True)
             for iteration in (found, *others, found):
                 assert manager.load(into=state, iteration=iteration)[1].iteration == iteration
-                assert_same(state, state_of(iteration, self.numel))
+                assert_same(state, state_of(iteration))
             assert all(iteration < found for iteration in others)
-            manager.save(state_of(_NEXT, self.numel), _NEXT, is_async=False)
+            manager.save(state_of(_NEXT), _NEXT, is_async=False)
         assert_nothing_else(base / "shared")
         with self.manager(base) as manager:
             assert manager.load(into=state)[1].iteration == _NEXT
-        assert_same(state, state_of(_NEXT, self.numel))
+        assert_same(state, state_of(_NEXT))
         return [found, *others]
 
     def judge(self, template: Path, base: Path, ended: _Ended) -> None:
@@ -452,8 +444,7 @@ class _SharedSave(_Operation):
         assert ended.returned or hit is not None
 
     def __str__(self) -> str:
-        large = "-large" * (self.numel > NUMEL)
-        return f"{type(self).__name__[1:].lower()}-rank {self.victim} of {self.ranks}{large}"
+        return f"{type(self).__name__[1:].lower()}-rank {self.victim} of {self.ranks}"
 
 
 def _committed(section: Section) -> bool:
@@ -576,8 +567,6 @@ _OPERATIONS: list[_Operation] = [
     _Load(ranks=2, victim=1, kind="memory"),
     *(_ElasticLoad(ranks=2, victim=victim) for victim in (0, 1)),
     *(_SharedSave(*at) for at in ((1, 0), (2, 0), (2, 1))),
-    # More than one write a file.
-    _SharedSave(numel=10_000_000, thread_count=1),
     *(_Drain(*at) for at in ((1, 0), (2, 0), (2, 1))),
     _SaveOver(),
 ]

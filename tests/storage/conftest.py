@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -13,18 +12,9 @@ from localckpt.storage.directory import DirectoryStore, MemoryStore
 KINDS = ["disk", "memory"]
 
 
-class Node(Protocol):
+class Node:
     """One node: ``node(rank, session)`` opens its store."""
 
-    root: Path
-    kind: str
-
-    def __call__(
-        self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
-    ) -> DirectoryStore: ...
-
-
-class _Node:
     def __init__(self, kind: str, root: Path) -> None:
         self.kind, self.root = kind, root
         self.stores: list[DirectoryStore] = []
@@ -49,7 +39,7 @@ def node(
 ) -> Iterator[Node]:
     """A node of each kind: disk written by a thread, by a process, and shared memory."""
     (memory,) = shm_roots(1)
-    made = _Node(request.param, (memory if request.param == "memory" else tmp_path) / "node")
+    made = Node(request.param, (memory if request.param == "memory" else tmp_path) / "node")
 
     yield made
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localckpt.errors import StorageError
-from localckpt.storage.buffers import BufferPool
 from localckpt.storage.directory import DirectoryStore, MemoryStore
-from localckpt.storage.write import ShardWrite, write_shard
-from tests.storage.sent import SentBuffer
+from localckpt.storage.write import write_shard
+from tests.faults.traced import Fault, Watched, watch
+from tests.ranks import run_ranks
 from tests.storage.shards import (
-    PATIENCE_S,
-    ROOT,
     assert_loads,
     everything,
     found,
@@ -164,94 +160,65 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     store.close()
 
 
-# The system calls of a save, each made to fail or to be the last one, until the save succeeds.
-
-WORKER = """
-import pickle, sys
-from localckpt.errors import StorageError
-from localckpt.storage.write import write_shard
-jobs = pickle.load(open(sys.argv[1], "rb"))
-try:
-    for job in jobs:
-        write_shard(job)
-except StorageError as error:
-    print(error)
-    sys.exit(3)
-"""
+# The system calls of a write.
 
 
-def traced(
-    job: ShardWrite, directory: Path, injection: str = "none"
-) -> subprocess.CompletedProcess[str]:
-    """Carry out a write in a process whose system calls on the shard's paths are tampered with."""
-    pickled = directory / "job"
-    pickled.write_bytes(pickle.dumps([job]))
-    return subprocess.run(
-        [
-            *("strace", "-f", "-y", "-qq", "-o", str(directory / "trace")),
-            *("-P", str(job.dirty), "-P", str(job.final), "-P", str(job.final.parent)),
-            *(() if injection == "none" else ("-e", f"inject={injection}")),
-            *(sys.executable, "-c", WORKER, str(pickled)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@pytest.mark.usefixtures("can_trace")
-@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
-def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
-    tmp_path: Path, recycled: bool
-) -> None:
-    store = process_store(tmp_path)
+def _write(
+    rank: int, world_size: int, root: Path, address: str, recycled: bool, fault: Fault | None
+) -> tuple[list[str], str]:
+    """Write a shard; the calls on its file and its folder, and the error."""
+    watched, error = Watched(address), ""
+    store = DirectoryStore(root, "run", 0, 5.0)
     if recycled:
         save(store, identity(2))
         retire(store, identity(2))
     job = staged(store, identity(3))
+    with watched.section(fault) as section:
+        try:
+            write_shard(job)
+        except StorageError as raised:
+            error = str(raised)
+    if error:
+        assert not job.dirty.exists()
+    else:
+        assert store.holds(identity(3))
+        assert_loads(store, identity(3))
+    store.close()
+    places = {
+        str(job.dirty.relative_to(root)): "file",
+        str(store.folder.relative_to(root)): "folder",
+    }
+    steps = [(call.name, places.get(call.paths[0])) for call in section.calls]
+    kinds = ("pwrite64", "fsync", "fdatasync", "fallocate", "rename")
+    return [f"{name} {place}" for name, place in steps if place and name in kinds], error
 
-    done = traced(job, tmp_path)
 
-    assert done.returncode == 0, done.stderr
-    steps = []
-    for line in (tmp_path / "trace").read_text().splitlines():
-        call = re.search(r"(pwrite64|fsync|fdatasync|fallocate|rename)\w*\(", line)
-        if call is not None:
-            place = "file" if job.dirty.name in line else "folder"
-            steps.append(f"{call[1]} {place}")
+def _written(root: Path, recycled: bool = False, fault: Fault | None = None) -> Any:
+    with watch(root) as watching:
+        args = (root, watching.address, recycled, fault)
+        ((steps, error),) = run_ranks(_write, 1, *args, init_group=False)
+    return steps, error
+
+
+@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
+def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
+    tmp_path: Path, recycled: bool
+) -> None:
+    steps, error = _written(tmp_path, recycled)
+
+    assert error == ""
     wanted = ["fallocate file", "pwrite64 file", "fsync file", "rename file", "fsync folder"]
     # A recycled file's old name is gone for good before its bytes change.
     assert list(dict.fromkeys(steps[recycled:-1])) + steps[-1:] == wanted
     assert steps[0] == ("fsync folder" if recycled else "fallocate file")
-    store.close()
 
 
 @pytest.mark.fault("partial-io")
-@pytest.mark.usefixtures("can_trace")
 def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path: Path) -> None:
-    store = process_store(tmp_path)
-    job = staged(store, identity(1))
+    _, error = _written(tmp_path, fault=Fault(1, "skip", only=("pwrite64",)))
 
-    done = traced(job, tmp_path, "pwrite64:retval=0:when=1..3")
+    assert error == ""
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert store.holds(identity(1))
-    assert_loads(store, identity(1))
+    _, error = _written(tmp_path, fault=Fault(1, "skip", only=("pwrite64",), lasts=True))
 
-    job = staged(store, identity(2))
-
-    done = traced(job, tmp_path, "pwrite64:retval=0")
-
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "no byte after 0 is taken" in done.stdout
-    assert not job.dirty.exists()
-    store.close()
-
-
-def process_store(disk: Path) -> DirectoryStore:
-    """Make a store whose writes the process that is traced can be sent."""
-    store = DirectoryStore(disk, "run", 0, 5.0)
-    store._pool = BufferPool(SentBuffer)
-    return store
+    assert "no byte after 0 is taken" in error

@@ -279,7 +279,7 @@ def _save_once(refusals: _Refusals, manager: Any, queue: Any, newest: int) -> in
 def _assert_space_is_used_again(job: _Job, surplus: int) -> None:
     endings = (".safetensors", ".recycled", ".dirty")
     images = [path for path in node_store().rglob("*") if path.suffix in endings]
-    # Two that are kept, and two for the next saves; and two of the save that was undisturbed.
+    # Two that are kept, and two for the next saves.
     assert len(images) <= 4 * job.ranks + surplus
 
 

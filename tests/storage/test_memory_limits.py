@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import resource
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from localckpt.errors import StorageError
 from localckpt.ids import Group
 from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
-from tests.managers.jobs import MAX_S, make_manager
+from tests.managers.jobs import MAX_S, files, make_manager
 from tests.ranks import run_ranks
 
 MB = 1_000_000
@@ -142,21 +140,18 @@ def test_a_plan_fits_all_limits_and_is_refused_only_where_one_buffer_does_not() 
 
 
 def _save(
-    rank: int, world_size: int, kind: str, root: Path, nbytes: int, limit: int, cgroup: str
+    rank: int, world_size: int, root: Path, nbytes: int, limit_nbytes: int
 ) -> tuple[str, str]:
     """Save four times; the newest iteration, or the error, and the log."""
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("localckpt").addHandler(handler)
-    if cgroup:
-        Path(cgroup, "cgroup.procs").write_text("0")
-    else:
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (taken + limit, -1))
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (taken + limit_nbytes, -1))
     state = {"w": torch.ones(nbytes // 4)}
     with (
-        make_manager(kind, root, keep_last=1) as manager,
+        make_manager("disk", root, keep_last=1) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         for iteration in range(1, 5):
@@ -169,57 +164,19 @@ def _save(
         return f"newest: {manager.find_latest()}", "\n".join(log)
 
 
-def _save_within(
-    kind: str, root: Path, nbytes: int, *, limit: int = 0, cgroup: str = ""
-) -> tuple[str, str]:
-    ((ended, log),) = run_ranks(_save, 1, kind, root, nbytes, limit, cgroup, init_group=False)
-    return str(ended), str(log)
-
-
-@pytest.fixture
-def container() -> Iterator[Path]:
-    """A cgroup of version 1 that leaves its processes 450 MB of memory."""
-    folders = cgroup_folders(
-        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
-    )
-    own = next((folder for folder, version in folders if version == 1), None)
-    if own is None or not os.access(own, os.W_OK):
-        pytest.skip("needs a cgroup of version 1 to make others in")
-    made = own / f"localckpt-test-{os.getpid()}"
-    try:
-        made.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        (made / "memory.limit_in_bytes").write_text(str(450 * MB))
-        yield made
-    finally:
-        made.rmdir()
-
-
-@pytest.mark.parametrize(("kind", "nbytes"), [("disk", 150 * MB), ("memory", 100 * MB)])
-def test_in_a_container_with_room_for_one_buffer_saves_go_on_with_one(
-    kind: str, nbytes: int, container: Path, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
-) -> None:
-    root = tmp_path if kind == "disk" else shm_roots(1)[0]
-
-    ended, log = _save_within(kind, root, nbytes, cgroup=str(container))
-
-    assert ended == "newest: 4"
-    assert "with 1 staging buffers for each image" in log
-    assert f"{container}/memory.limit_in_bytes, 450.0 MB" in log
-
-
 def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
-    ended, log = _save_within("disk", tmp_path, 200 * MB, limit=850 * MB)
+    ((ended, log),) = run_ranks(_save, 1, tmp_path, 200 * MB, 850 * MB, init_group=False)
 
     assert ended == "newest: 4"
     assert "with 1 staging buffers for each image" in log
     assert "RLIMIT_AS" in log
 
 
-def test_within_an_address_space_for_none_the_first_save_says_so(tmp_path: Path) -> None:
-    ended, _ = _save_within("disk", tmp_path, 400 * MB, limit=700 * MB)
+def test_within_an_address_space_for_none_the_first_save_says_so_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
+    ((ended, _),) = run_ranks(_save, 1, tmp_path, 400 * MB, 700 * MB, init_group=False)
 
     assert ended.startswith("saves of rank 0 take")
     assert "RLIMIT_AS" in ended
+    assert files(tmp_path) == []

@@ -39,15 +39,6 @@ class Owner:
             )
         )
 
-    def poll_until_over(self) -> list[int]:
-        done: list[int] = []
-        deadline = time.monotonic() + PATIENCE_S
-        while self.queue.get_num_unfinalized_calls():
-            assert time.monotonic() < deadline
-            done += self.queue.maybe_finalize_async_calls()
-            time.sleep(0.001)
-        return done
-
 
 @pytest.fixture(params=[True, False], ids=["worker", "fork"])
 def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from localckpt.async_save.callers import (
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.processes import NotSendableError, Priority
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from localckpt.waiting import wait_until
@@ -279,6 +280,16 @@ class TestThread:
         assert (tmp_path / "a").exists()
         assert isinstance(waits.error, CheckpointingException)
         assert not (tmp_path / "b").exists()
+
+
+def test_a_priority_that_cannot_be_given_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(PATIENCE_S)
+
+    with caplog.at_level("INFO"):
+        Priority(10, True).give(gone.pid)
+
+    assert f"process {gone.pid} keeps" in caplog.text
 
 
 class TestWorker:

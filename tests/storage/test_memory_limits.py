@@ -13,6 +13,7 @@ import torch
 import localckpt
 from localckpt.errors import StorageError
 from localckpt.ids import Group
+from localckpt.memory import limits
 from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
 from tests.managers.jobs import MAX_S, files, make_manager
@@ -70,6 +71,26 @@ def test_page_cache_and_swap_count_as_available_and_shared_memory_does_not() -> 
     assert parse_cgroup(v1 | {"memory.limit_in_bytes": "9223372036854771712"}, 1, 0) is None
     assert parse_cgroup({}, 1, 0) is None
     assert parse_cgroup({}, 2, 0) is None
+
+
+def test_the_limit_of_a_container_is_read_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, read = tmp_path / "job", limits._read
+    job.mkdir()
+    for name, nbytes in (("limit", 450 * MB), ("usage", 100 * MB)):
+        for memory in ("memory", "memory.memsw"):
+            (job / f"{memory}.{name}_in_bytes").write_text(f"{nbytes}\n")
+    (job / "memory.stat").write_text("total_active_file 0\ntotal_inactive_file 0\n")
+    told = {
+        "/proc/self/cgroup": "4:memory:/job\n",
+        "/proc/self/mountinfo": f"31 1 0:28 / {tmp_path} rw - cgroup cgroup rw,memory",
+    }
+    monkeypatch.setattr(limits, "_read", lambda path: told.get(str(path)) or read(path))
+
+    found = {limit.name: limit.available_nbytes for limit in limits.memory_limits()}
+
+    assert found[f"{job}/memory.limit_in_bytes, 450.0 MB"] == 350 * MB
 
 
 # The decision.

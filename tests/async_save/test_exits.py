@@ -28,6 +28,7 @@ from localckpt.async_save import callers
 from localckpt.async_save.request import AsyncRequest
 from tests.async_save import work
 here = Path(sys.argv[1])
+assert "torch" not in sys.modules
 def schedule(caller, function, *args):
     return caller.schedule_async_call(AsyncRequest(function, args, []))
 """
@@ -157,6 +158,32 @@ def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_all_process
     assert len(pids) == (1 if kind == "PersistentAsyncCaller" else 2)
     assert all(work.await_end(pid) for pid in pids)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.fault("trainer-dies")
+def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start(
+        """
+        caller = callers.PersistentAsyncCaller()
+        schedule(caller, work.nothing).wait(20)
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        work.write(here / "pids", f"{caller.worker_pid} {child}")
+        time.sleep(600)
+        """
+    )
+    worker, child = (int(pid) for pid in work.await_file(tmp_path / "pids").split())
+
+    trainer.process.kill()
+    trainer.process.wait(PATIENCE_S)
+
+    try:
+        assert work.await_end(worker, 10.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.fault("interrupted")

@@ -83,11 +83,13 @@ def test_a_later_call_may_be_over_first_and_is_finalized_after(
     assert pids == [os.getpid()]
 
 
-def test_the_worker_takes_what_can_be_sent_and_a_fork_the_rest(
+def test_the_worker_that_was_warmed_up_takes_what_can_be_sent_and_a_fork_the_rest(
     queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     owner = Owner(queue)
     queue.warm_up()
+    queue._worker._join(time.monotonic() + PATIENCE_S)
+    ready = queue._worker.worker_pid
 
     owner.schedule(work.describe_process, tmp_path / "a")
     owner.schedule(lambda: work.describe_process(tmp_path / "b"))
@@ -95,8 +97,20 @@ def test_the_worker_takes_what_can_be_sent_and_a_fork_the_rest(
     queue.wait_until_finished()
 
     a, b, c = (json.loads((tmp_path / name).read_text())["pid"] for name in "abc")
-    assert a == c
+    assert a == c == ready
     assert len({a, b, os.getpid()}) == 3
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_its_processes_have_the_priority_that_is_asked_for(
+    tmp_path: Path, persistent: bool
+) -> None:
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S, nice=1, idle_io=False) as queue:
+        Owner(queue).schedule(work.describe_process, tmp_path / "a")
+
+    told = json.loads((tmp_path / "a").read_text())
+    assert told["niceness"] == min(os.nice(0) + 1, 19)
+    assert told["io_class"] == psutil.Process().ionice().ioclass
 
 
 def test_a_preload_that_fails_is_raised_when_the_call_is_finalized(owner: Owner) -> None:

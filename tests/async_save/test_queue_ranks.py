@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +332,21 @@ def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
     seconds = time.monotonic() - start
     one.queue.close()
     return raised, seconds, one.failed, one.queue.get_num_unfinalized_calls()
+
+
+def _aborts_what_holds(rank: int, world_size: int) -> bool:
+    one, held = Rank(), torch.ones(1)
+    kept = weakref.ref(held)
+    one.queue.schedule_async_request(AsyncRequest(None, (), [held.sum]))
+    del held
+    one.queue.maybe_finalize_async_calls()
+    one.queue.close(abort=True)
+    gc.collect()
+    return kept() is not None
+
+
+def test_a_queue_that_was_aborted_keeps_nothing_of_its_requests() -> None:
+    assert run_ranks(_aborts_what_holds, 2) == [False, False]
 
 
 @pytest.mark.fault("silent-peer")

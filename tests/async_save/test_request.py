@@ -65,8 +65,9 @@ def test_execute_sync_does_everything_in_order() -> None:
     )
 
     request.execute_sync()
+    request._replace(async_fn=None, preload_fn=None).execute_sync()
 
-    assert seen == ["preload", ("work", 1, 2, 3), "first", "second"]
+    assert seen == ["preload", ("work", 1, 2, 3), *["first", "second"] * 2]
 
 
 def test_preload_that_returns_a_value_for_an_argument_that_is_not_there_is_an_error() -> None:

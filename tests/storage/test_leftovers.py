@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, owner_of
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     another_process,
@@ -56,19 +58,23 @@ def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
         assert before <= files(node.root)
 
 
-@pytest.mark.fault("trainer-dies")
-def test_the_recycled_files_of_a_killed_process_are_used_by_the_one_after_it(node: Node) -> None:
+@pytest.mark.fault("trainer-dies", "two-jobs")
+@pytest.mark.parametrize("change", [{"boot": "0123456789ab"}, {"started": 1}])
+def test_the_recycled_files_of_a_killed_process_are_used_by_the_one_after_it(
+    node: Node, change: dict[str, Any]
+) -> None:
     store = node()
     save(store, identity(1))
     (file,) = store.folder.glob("*.safetensors")
     inode = file.stat().st_ino
     store.prune(everything, [])
     # As if it had been killed here: nobody closes it.
-    (store.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
+    (store.folder / ".owner").write_text(str(dataclasses.replace(Owner.me(), **change)))
 
     again = node()
     save(again, identity(2))
 
+    assert owner_of(again.folder) == Owner.me()
     assert next(again.folder.glob("*.safetensors")).stat().st_ino == inode
     assert_loads(again, identity(2))
 

@@ -73,24 +73,35 @@ def test_page_cache_and_swap_count_as_available_and_shared_memory_does_not() -> 
     assert parse_cgroup({}, 2, 0) is None
 
 
-def test_the_limit_of_a_container_is_read_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, read = tmp_path / "job", limits._read
-    job.mkdir()
-    for name, nbytes in (("limit", 450 * MB), ("usage", 100 * MB)):
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    """Files of a cgroup of version 1 that leaves its processes 35 MB of 45."""
+    job = tmp_path / "cgroups" / "job"
+    job.mkdir(parents=True)
+    for name, nbytes in (("limit", 45 * MB), ("usage", 10 * MB)):
         for memory in ("memory", "memory.memsw"):
             (job / f"{memory}.{name}_in_bytes").write_text(f"{nbytes}\n")
     (job / "memory.stat").write_text("total_active_file 0\ntotal_inactive_file 0\n")
+    return job
+
+
+def _enter(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = limits._read
     told = {
         "/proc/self/cgroup": "4:memory:/job\n",
-        "/proc/self/mountinfo": f"31 1 0:28 / {tmp_path} rw - cgroup cgroup rw,memory",
+        "/proc/self/mountinfo": f"31 1 0:28 / {job.parent} rw - cgroup cgroup rw,memory",
     }
     monkeypatch.setattr(limits, "_read", lambda path: told.get(str(path)) or read(path))
 
+
+def test_the_limit_of_a_container_is_read_and_named(
+    container: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _enter(container, monkeypatch)
+
     found = {limit.name: limit.available_nbytes for limit in limits.memory_limits()}
 
-    assert found[f"{job}/memory.limit_in_bytes, 450.0 MB"] == 350 * MB
+    assert found[f"{container}/memory.limit_in_bytes, 45.0 MB"] == 35 * MB
 
 
 # The decision.
@@ -161,15 +172,18 @@ def test_a_plan_fits_all_limits_and_is_refused_only_where_one_buffer_does_not() 
 
 
 def _save(
-    rank: int, world_size: int, root: Path, nbytes: int, limit_nbytes: int
+    rank: int, world_size: int, root: Path, nbytes: int, limit: int | Path
 ) -> tuple[str, str]:
-    """Save four times; the newest iteration, or the error, and the log."""
+    """Save four times within an address space, or a container; the outcome, and the log."""
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("localckpt").addHandler(handler)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-    resource.setrlimit(resource.RLIMIT_AS, (taken + limit_nbytes, -1))
+    if isinstance(limit, Path):
+        _enter(limit, pytest.MonkeyPatch())
+    else:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (taken + limit, -1))
     state = {"w": torch.ones(nbytes // 4)}
     with (
         make_manager("disk", root, keep_last=1) as manager,
@@ -183,6 +197,14 @@ def _save(
                 return str(error), "\n".join(log)
         queue.maybe_finalize_async_calls(blocking=True)
         return f"newest: {manager.find_latest()}", "\n".join(log)
+
+
+def test_ranks_in_one_container_are_planned_together(container: Path, tmp_path: Path) -> None:
+    ended = run_ranks(_save, 2, tmp_path, 10 * MB, container)
+
+    assert [newest for newest, _ in ended] == ["newest: 4"] * 2
+    assert all("saves of ranks 0, 1 take" in log for _, log in ended)
+    assert all("with 1 staging buffers for each image" in log for _, log in ended)
 
 
 def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:

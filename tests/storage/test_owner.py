@@ -19,6 +19,7 @@ def test_a_process_that_nobody_has_reaped_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = Owner.of(process.pid)
     assert owner is not None
+    assert owner in Running()
 
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -30,8 +31,11 @@ def test_a_process_that_nobody_has_reaped_is_dead() -> None:
 @pytest.mark.fault("two-jobs")
 @pytest.mark.parametrize("change", [{"started": 1}, {"boot": "0123456789ab"}, {"pid": 2**22 + 1}])
 def test_a_pid_that_is_used_again_is_another_process(change: dict[str, object]) -> None:
-    other = dataclasses.replace(Owner.me(), **change)  # type: ignore[arg-type]
+    me = Owner.me()
 
+    other = dataclasses.replace(me, **change)  # type: ignore[arg-type]
+
+    assert me in Running()
     assert other not in Running()
 
 

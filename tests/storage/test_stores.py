@@ -239,9 +239,12 @@ def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node)
     for n, why in enumerate(("the first", "the second")):
         save(store, identity(1), 1000 + n)
         store.quarantine(identity(1), Problem("damaged", why))
+        # Of what is not there any more.
+        store.quarantine(identity(1), Problem("damaged", "once more"))
 
     aside = sorted(store.folder.glob("*.corrupt"))
 
+    assert found(store) == set()
     assert len(aside) == 2
     assert sorted(why_quarantined(path).text for path in aside) == ["the first", "the second"]
     told = [stored for stored in store.list_stored() if stored.problem]

@@ -99,14 +99,18 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: Directo
     store.close()
 
 
-def test_a_file_that_is_in_the_way_is_not_overwritten(store: DirectoryStore) -> None:
-    job = staged(store, identity(1))
+def test_a_file_that_is_in_the_way_is_not_overwritten_and_shards_before_it_stay(
+    store: DirectoryStore,
+) -> None:
+    earlier, job = (staged(store, identity(1, rank)) for rank in (1, 0))
     job.dirty.write_bytes(b"somebody else's")
 
+    write_shard(earlier)
     with pytest.raises(StorageError, match=r"\.dirty"):
         write_shard(job)
 
     assert not job.final.exists()
+    assert found(store) == {earlier.identity}
     assert not job.buffer.in_use
     store.close()
 

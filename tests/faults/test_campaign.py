@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localckpt import parse_group_sequence
+from tests.faults.images import identity_in
 from tests.faults.remote import Answer, PerRank, Ranks
 from tests.faults.trainer import SESSION, Setup, Trainer, state_of_attempt
 from tests.managers.jobs import assert_same
@@ -30,7 +32,7 @@ from tests.managers.jobs import assert_same
 Dirs = Callable[[int], list[Path]]
 
 # Together they take all kinds of steps, with each kind of manager.
-_SEEDS = (13, 16)
+_SEEDS = (96, 116)
 _STEPS = 16
 _LONG_S = 600.0
 _LIMIT_S = 3600
@@ -46,12 +48,13 @@ class _Checkpoint:
     """A checkpoint that all ranks called complete.
 
     Attributes:
-        copies: The nodes that have each rank's shard, as far as nothing was done to them.
+        copies: The nodes that have each rank's shard, as far as nothing was done to them, with its
+            name and bytes.
     """
 
     iteration: int
     attempt: int
-    copies: dict[int, set[Path]] = field(default_factory=dict)
+    copies: dict[int, dict[Path, tuple[str, bytes]]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -83,11 +86,15 @@ class _Campaign:
         self._complete: list[_Checkpoint] = []
         self._iteration = 0
         self._under_way: list[int] = []
+        # The first attempt of this life, and whether its ranks could not always remove files.
+        self._first = 0
+        self._is_untidy = False
 
     # What the job does.
 
     def restart(self, blow: Callable[[], int] | None = None) -> None:
         """Start the job's processes, find and load; a blow hits the load."""
+        before = self._shards()
         self._start()
         found = {answer.value for answer in self._ask("find").values()}
         assert len(found) == 1, found
@@ -101,6 +108,8 @@ class _Campaign:
         elif not errors:
             self._judge_load(answers, least)
         self.is_unsure = False
+        deleted = [p for p in before if not (p.exists() or Path(f"{p}.corrupt").exists())]
+        assert not deleted
 
     def _judge_load(self, answers: dict[int, Answer], least: _Checkpoint | None) -> None:
         """All ranks have one attempt's state, bit for bit, of no older checkpoint than there is."""
@@ -136,7 +145,7 @@ class _Campaign:
         attempt = self._next_attempt()
         answers = self._ask("save", self._iteration, attempt, blow=blow)
         errors = self._same_end(answers, may_fail, blow is not None)
-        self._ends([attempt], dict.fromkeys(answers, errors), blow is not None)
+        self._ends({attempt: errors}, blow is not None)
 
     def begin(self) -> None:
         """Save behind training."""
@@ -154,31 +163,46 @@ class _Campaign:
         if not attempts:
             return
         answers, lost = self._ask("finalize", True, blow=blow), lost or blow is not None
+        errors: dict[int, list[str]] = {}
         for attempt in attempts:
             ends = {rank: dict(answer.value).get(attempt) for rank, answer in answers.items()}
-            errors = [text for text in ends.values() if text is not None]
-            self._check_errors(errors, len(ends), may_fail, lost)
-            self._ends([attempt], dict.fromkeys(answers, errors), lost)
+            errors[attempt] = [text for text in ends.values() if text is not None]
+            self._check_errors(errors[attempt], len(ends), may_fail, lost)
+        self._ends(errors, lost)
 
-    def _ends(self, attempts: list[int], errors: dict[int, list[str]], lost: bool) -> None:
-        """Take note of how saves ended; what is complete has all its copies."""
-        failed = next(iter(errors.values()))
-        self._say(f"attempt {attempts[0]} {'failed' if failed else 'is complete'}")
+    def _ends(self, errors: dict[int, list[str]], lost: bool) -> None:
+        """Take note of how saves ended; what is complete has all its copies, and keeps them."""
+        for attempt, texts in errors.items():
+            self._say(f"attempt {attempt} {'failed' if texts else 'is complete'}")
         self.is_unsure |= lost
-        if failed or lost:
+        if lost:
             return
-        for attempt in attempts:
-            iteration = self._iterations[attempt]
-            copies = {
-                owner: {self._nodes[member] for member in clique}
-                for clique in self._cliques
-                for owner in clique
-            }
-            for owner, nodes in copies.items():
-                for node in nodes:
-                    assert list(node.glob(f"*/*/{iteration:012d}.{owner}.*.safetensors")), node
-            self._complete.append(_Checkpoint(iteration, attempt, copies))
+        good = [attempt for attempt, texts in errors.items() if not texts]
+        self._complete += [_Checkpoint(self._iterations[attempt], attempt) for attempt in good]
         self._complete = self._complete[-self.setup.keep_last :]
+        kept = [checkpoint for checkpoint in self._complete if checkpoint.attempt >= self._first]
+        for checkpoint in kept:
+            if checkpoint.attempt in good:
+                checkpoint.copies = self._copies(checkpoint.iteration)
+            for nodes in checkpoint.copies.values():
+                for node, (name, content) in nodes.items():
+                    there = [path.read_bytes() for path in node.glob(f"*/*/{name}")]
+                    assert content in there, (node, name)
+        if good and len(kept) == self.setup.keep_last and not self._is_untidy:
+            old = [p for p in self._shards() if _iteration_in(p) < kept[0].iteration]
+            assert not old, (kept[0], old)
+
+    def _copies(self, iteration: int) -> dict[int, dict[Path, tuple[str, bytes]]]:
+        """The copies of an iteration that was just saved."""
+        copies: dict[int, dict[Path, tuple[str, bytes]]] = {}
+        for clique in self._cliques:
+            for owner, node in product(clique, (self._nodes[member] for member in clique)):
+                paths = list(node.glob(f"*/*/{iteration:012d}.{owner}.*.safetensors"))
+                assert paths, (node, iteration, owner)
+                # Attempts before the last one may have saved the same iteration.
+                path = max(paths, key=lambda path: [*map(int, path.name.split(".")[:-1])])
+                copies.setdefault(owner, {})[node] = (path.name, path.read_bytes())
+        return copies
 
     def lose_a_rank(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill or stop a rank in a save, a save behind training, or a load; the others end."""
@@ -201,6 +225,7 @@ class _Campaign:
     def fill_node(self) -> None:
         """A node without room: the save may fail, on all ranks; the next one is good."""
         assert self.small is not None
+        self._is_untidy = True
         self.settle()
         ballast = self.small / "ballast"
         with ballast.open("wb") as file, suppress(OSError):
@@ -213,6 +238,7 @@ class _Campaign:
 
     def break_directory(self) -> None:
         """A directory is not where it was: as with a node without room."""
+        self._is_untidy = True
         self.begin()
         session = self._a_node() / f"session-{SESSION}"
         hidden = session.rename(session.with_name("hidden"))
@@ -261,16 +287,19 @@ class _Campaign:
         self.choice.shuffle(self._nodes)
 
     def damage(self) -> None:
-        """Spoil up to three shards: flip a bit, overwrite a part, or cut the file off."""
+        """Spoil up to three shards: flip a bit, overwrite a part, or cut a file off at rest."""
+        self.settle()
+        # Who has mapped a file must not find it shorter.
+        ways = ("flip", "zeros", "cut") if self.ranks is None else ("flip", "zeros")
         for path in self._some_shards(self.choice.randint(1, 3)):
-            content = bytearray(path.read_bytes())
-            at = self.choice.randrange(len(content))
-            way = self.choice.choice(("flip", "zeros", "cut"))
-            if way == "flip":
-                content[at] ^= 4
-            elif way == "zeros":
-                content[at : at + 5000] = bytes(len(content[at : at + 5000]))
-            path.write_bytes(content[:at] if way == "cut" else content)
+            at, way = self.choice.randrange(path.stat().st_size), self.choice.choice(ways)
+            with path.open("r+b") as file:
+                file.seek(at)
+                found = file.read(1 if way == "flip" else 5000)
+                file.seek(at)
+                file.write(bytes([found[0] ^ 4]) if way == "flip" else bytes(len(found)))
+                if way == "cut":
+                    file.truncate(at)
             self._say(f"{way} at {at} of {path}")
 
     def swap_files(self) -> None:
@@ -289,6 +318,7 @@ class _Campaign:
             self._end()
 
     def _start(self, wait: bool = True) -> None:
+        self._first, self._is_untidy = len(self._iterations), False
         self.ranks = Ranks(self.setup.world_size, Trainer, self.setup)
         if wait:
             assert not self._same_end(self._ask("open", PerRank(self._nodes)))
@@ -356,20 +386,24 @@ class _Campaign:
         return node
 
     def _some_shards(self, count: int, node: Path | None = None) -> list[Path]:
-        nodes = sorted(self._nodes) if node is None else [node]
-        there = sorted(path for at in nodes for path in at.glob("*/*/*.safetensors"))
+        nodes = self._nodes if node is None else [node]
+        there = self._shards(nodes)
         chosen = self.choice.sample(there, min(count, len(there)))
         for path in chosen:
             iteration, owner = map(int, re.findall(r"^(\d+)\.(\d+)\.", path.name)[0])
             self._harm(next(at for at in nodes if at in path.parents), iteration, owner)
         return chosen
 
+    def _shards(self, nodes: Sequence[Path] = ()) -> list[Path]:
+        """The files of shards, on all nodes by default."""
+        return sorted(path for at in nodes or self._nodes for path in at.glob("*/*/*.safetensors"))
+
     def _harm(self, node: Path, iteration: int | None = None, owner: int | None = None) -> None:
         """What a node has of an iteration and a rank, or all, is no longer counted on."""
         for checkpoint in self._complete:
             for of, nodes in checkpoint.copies.items():
                 if iteration in (None, checkpoint.iteration) and owner in (None, of):
-                    nodes.discard(node)
+                    nodes.pop(node, None)
 
     def _say(self, words: str) -> None:
         self.trail[-1] += f" | {words}"
@@ -377,6 +411,13 @@ class _Campaign:
 
 def _age(checkpoint: _Checkpoint) -> int:
     return checkpoint.attempt
+
+
+def _iteration_in(path: Path) -> float:
+    """The iteration that a file says it is of; a damaged one may say none."""
+    with suppress(Exception):
+        return identity_in(path.read_bytes()).iteration
+    return float("inf")
 
 
 _C = _Campaign
@@ -393,8 +434,8 @@ def _take_step(campaign: _Campaign, seed: int) -> None:
     number = len(campaign.trail)
     campaign.choice = random.Random(f"{seed}/{number}")
     steps = _ALIVE if campaign.ranks is not None else _AT_REST
-    if campaign.ranks is None and not campaign.is_unsure:
-        steps = [*steps, *_HARMS]
+    if not campaign.is_unsure:
+        steps = [*steps, *(_HARMS if campaign.ranks is None else [(_C.damage, 1)])]
     possible = [step for step in steps if step[0] is not _C.fill_node or campaign.small]
     (step,) = campaign.choice.choices(*zip(*possible, strict=True))
     _take(campaign, (_C.restart, _C.save)[number] if number < 2 else step)

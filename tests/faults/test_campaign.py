@@ -316,6 +316,8 @@ class _Campaign:
     def clean_up(self) -> None:
         if self.ranks is not None:
             self._end()
+        for kept in self._kept.values():
+            shutil.rmtree(kept)
 
     def _start(self, wait: bool = True) -> None:
         self._first, self._is_untidy = len(self._iterations), False

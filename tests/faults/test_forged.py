@@ -331,12 +331,17 @@ def _is_in_the_trailer(info: Any) -> None:
     info.offset += 300_000
 
 
+def _is_before_the_file(info: Any) -> None:
+    info.offset = -8
+
+
 @pytest.mark.fault("hostile-file")
 def test_metadata_that_points_where_nothing_lies_is_refused_before_memory_is_made(
     tmp_path: Path,
 ) -> None:
     reader = _Metadata(tmp_path)
-    for change in (_leads_out, _is_absolute, _is_15_gb, _is_in_the_trailer, None):
+    changes = (_leads_out, _is_absolute, _is_15_gb, _is_in_the_trailer, _is_before_the_file)
+    for change in (*changes, None):
         described = pickle.loads(reader.true)
         if change is None:
             described.storage_data.clear()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -49,12 +50,12 @@ class _Checkpoint:
 
     Attributes:
         copies: The nodes that have each rank's shard, as far as nothing was done to them, with its
-            name and bytes.
+            name and checksum.
     """
 
     iteration: int
     attempt: int
-    copies: dict[int, dict[Path, tuple[str, bytes]]] = field(default_factory=dict)
+    copies: dict[int, dict[Path, tuple[str, int]]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -185,23 +186,23 @@ class _Campaign:
             if checkpoint.attempt in good:
                 checkpoint.copies = self._copies(checkpoint.iteration)
             for nodes in checkpoint.copies.values():
-                for node, (name, content) in nodes.items():
-                    there = [path.read_bytes() for path in node.glob(f"*/*/{name}")]
-                    assert content in there, (node, name)
+                for node, (name, checksum) in nodes.items():
+                    there = [crc32(path.read_bytes()) for path in node.glob(f"*/*/{name}")]
+                    assert checksum in there, (node, name)
         if good and len(kept) == self.setup.keep_last and not self._is_untidy:
             old = [p for p in self._shards() if _iteration_in(p) < kept[0].iteration]
             assert not old, (kept[0], old)
 
-    def _copies(self, iteration: int) -> dict[int, dict[Path, tuple[str, bytes]]]:
+    def _copies(self, iteration: int) -> dict[int, dict[Path, tuple[str, int]]]:
         """The copies of an iteration that was just saved."""
-        copies: dict[int, dict[Path, tuple[str, bytes]]] = {}
+        copies: dict[int, dict[Path, tuple[str, int]]] = {}
         for clique in self._cliques:
             for owner, node in product(clique, (self._nodes[member] for member in clique)):
                 paths = list(node.glob(f"*/*/{iteration:012d}.{owner}.*.safetensors"))
                 assert paths, (node, iteration, owner)
                 # Attempts before the last one may have saved the same iteration.
                 path = max(paths, key=lambda path: [*map(int, path.name.split(".")[:-1])])
-                copies.setdefault(owner, {})[node] = (path.name, path.read_bytes())
+                copies.setdefault(owner, {})[node] = (path.name, crc32(path.read_bytes()))
         return copies
 
     def lose_a_rank(self, sig: signal.Signals = signal.SIGKILL) -> None:
@@ -257,7 +258,8 @@ class _Campaign:
         self._same_end(self._ask("close"))
         self._end(leave=True)
         left = [path for node in self._nodes for path in node.rglob("*.dirty")]
-        assert not left
+        # The next start removes what could not be removed while a directory was gone.
+        assert not left or self._is_untidy
 
     # What happens to nodes while it does not run.
 
@@ -416,9 +418,9 @@ def _age(checkpoint: _Checkpoint) -> int:
 
 
 def _iteration_in(path: Path) -> float:
-    """The iteration that a file says it is of; a damaged one may say none."""
+    """The iteration of a file, by its name or header: one of them may have been spoiled."""
     with suppress(Exception):
-        return identity_in(path.read_bytes()).iteration
+        return max(identity_in(path.read_bytes()).iteration, int(path.name.partition(".")[0]))
     return float("inf")
 
 

@@ -340,8 +340,8 @@ def test_metadata_that_points_where_nothing_lies_is_refused_before_memory_is_mad
     tmp_path: Path,
 ) -> None:
     reader = _Metadata(tmp_path)
-    changes = (_leads_out, _is_absolute, _is_15_gb, _is_in_the_trailer, _is_before_the_file)
-    for change in (*changes, None):
+    changes = _leads_out, _is_absolute, _is_15_gb, _is_in_the_trailer, _is_before_the_file, None
+    for change in changes:
         described = pickle.loads(reader.true)
         if change is None:
             described.storage_data.clear()

@@ -120,6 +120,16 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()
 
 
+def test_a_checkpoint_whose_starts_failed_too_often_gives_way_if_there_is_another() -> None:
+    newer, older = (Checkpoint(Generation(1, n), n, 2) for n in (2, 1))
+    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3)})
+
+    choice, alone = choose([newer, older], trusts, 3), choose([newer], trusts, 3)
+
+    assert (choice.usable, choice.quarantined.keys()) == ((older,), {newer})
+    assert (alone.usable, alone.exhausted.keys()) == ((), {newer})
+
+
 @given(_NOTES)
 def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
     notes: list[dict[Checkpoint, Trust]],

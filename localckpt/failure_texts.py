@@ -38,14 +38,15 @@ class Mismatches:
             self.note(error)
 
     def raise_all(self) -> None:
-        """Raise a MismatchError with all texts that were noted, if any were."""
+        """Raise a MismatchError with all that was noted, if anything was; one advice a topic."""
         if not self._found:
             return
         first = next((error for error in self._found if error.topic), self._found[0])
-        # One advice on its topic: the object that the program calls has another one for it.
-        texts = [e.text if e.topic == first.topic else str(e) for e in self._found]
-        text = ". Besides, ".join(dict.fromkeys([first.text, *texts]))
-        raise MismatchError(text).advised(first.topic, first.advice) from first
+        others = [e.text if e.topic == first.topic else str(e) for e in self._found]
+        texts = dict.fromkeys([first.text, *others])
+        if len(texts) == 1:
+            raise first
+        raise MismatchError(". Besides, ".join(texts)).advised(first.topic, first.advice)
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:

@@ -55,6 +55,17 @@ def test_errors_on_one_topic_are_one_error_with_its_advice_once() -> None:
     assert str(raised.value).endswith(". Give partial=True")
 
 
+def test_an_error_that_was_noted_alone_is_raised_itself() -> None:
+    found, error = Mismatches(), MismatchError("a differs").advised("structure", "Look")
+    found.note(error)
+
+    with pytest.raises(MismatchError) as raised:
+        found.raise_all()
+
+    assert raised.value is error
+    assert raised.value.__cause__ is None
+
+
 def test_an_error_with_an_empty_text_is_described_by_its_class() -> None:
     assert described(MemoryError()) == "MemoryError"
     assert described(ValueError("why")) == "ValueError: why"

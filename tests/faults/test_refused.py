@@ -621,6 +621,7 @@ def test_a_call_that_is_interrupted_or_would_wait_is_made_again_or_is_an_error(
 ) -> None:
     refused = refuse(_Job(does, codes=(code,), only=only))
 
+    assert refused
     record_property("cases", len(refused))
 
 

@@ -347,9 +347,9 @@ def test_a_rank_that_dies_in_a_repair_is_named_by_the_next_save_and_a_restart_ha
     assert "rank 1" in error
     assert waited < 15.0
     assert until_closed < 25.0
-    # The node of the rank that died may have all of the save that failed.
+    # The node of the rank that died may have all of the save that failed, which rank 0 removed.
     again = run_ranks(_resume, 2, newest, newest + 1, store_per_node=nodes)
-    assert again == ["own node"] * 2
+    assert again in (["own node"] * 2, ["peer rank 1", "own node"])
 
 
 def _resume(rank: int, world_size: int, *expected: int) -> str:

@@ -1,10 +1,11 @@
 """Train on two nodes, lose one with its checkpoints, and end bit for bit as if nothing had been.
 
-Three trainings of the same small GPT, each by two `torchrun` agents of two ranks: undisturbed, with
+Three trainings of the same small GPT, each by two `torchrun` agents of one rank: undisturbed, with
 checkpoints on disk and a node lost, with checkpoints in memory and a node lost. Then all that the
 ranks hold at the end is compared, and one table printed. In a fourth training, which is fully
-sharded, a node is lost for good, and the two ranks that are left go on with the state of four. In
-the last one the rank that is left keeps its process, and goes back to its own memory.
+sharded over four ranks, a node is lost for good, and the two ranks that are left go on with the
+state of all four. In the last one the rank that is left keeps its process, and goes back to its own
+memory.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from rich.progress import (
 from examples.nodes import Node, free_port, running
 from examples.report import Event, Journals, Resharded, Training, make_table, make_times_table
 
-RANKS = 4
-ITERATIONS = 36
-SAVE_EVERY = 6
-LOSE_AT = 21  # three iterations after a save: that much is lost
+NODES = 2
+RANKS_ON_NODE, SHARDED_RANKS_ON_NODE = 1, 2
+ITERATIONS = 24
+SAVE_EVERY = 4
+LOSE_AT = 15  # three iterations after a save: that much is lost
 SAY_EVERY = 12
 STILL_S = 90.0
 ALONE_AFTER_S = 8  # also how much later than the other one a node may start
@@ -75,13 +77,13 @@ def run(console: Console) -> int:
             stack.enter_context(TemporaryDirectory(prefix="localckpt-demo-", dir=SHARED_MEMORY))
         )
         show = stack.enter_context(Show(console))
-        reference = Training("disk", folder / "undisturbed")
+        reference = Training("disk", folder / "undisturbed", RANKS_ON_NODE)
         train(reference, folder / "stores-undisturbed", show, lose=False)
-        on_disk = Training("disk", folder / "disk")
+        on_disk = Training("disk", folder / "disk", RANKS_ON_NODE)
         train(on_disk, folder / "stores", show, lose=True)
-        in_memory = Training("memory", folder / "memory")
+        in_memory = Training("memory", folder / "memory", RANKS_ON_NODE)
         train(in_memory, memory, show, lose=True, host_first=False)
-        smaller = Training("disk", folder / "smaller")
+        smaller = Training("disk", folder / "smaller", SHARDED_RANKS_ON_NODE)
         shrink(smaller, folder / "stores-smaller", show)
         # Not at the top: they import torch, and the agents would start a second later.
         from examples import in_place
@@ -92,7 +94,7 @@ def run(console: Console) -> int:
         show.begin("in place, a rank lost twice", in_place.RANKS)
         losses = in_place.run(folder / "in-place", show.say, lose=True)
         lossy = [on_disk, in_memory]
-        comparisons = [compare(reference.results, t.results, RANKS) for t in lossy]
+        comparisons = [compare(reference.results, t.results, NODES * RANKS_ON_NODE) for t in lossy]
         in_place_ends = folder / "in-place-undisturbed", folder / "in-place", in_place.RANKS
         comparisons.append(compare(*in_place_ends))
     console.print(make_table(lossy, comparisons[:-1]))
@@ -114,19 +116,20 @@ def train(
 ) -> None:
     """Train to the end, on the way losing node B and replacing it by an empty one if so wished.
 
-    Agents are ranked by the order they were started in. With ``host_first=False`` B's ranks are
-    0 and 1, and its replacement gets 2 and 3: then all ranks come back on the other node.
+    Agents are ranked by the order they were started in. With ``host_first=False`` B has rank 0,
+    and its replacement gets rank 1: then all ranks come back on the other node.
     """
     training.results.mkdir()
     options = ["examples.train", "--tier", training.tier, *options_of(training)]
     port = free_port()
-    host = Node(stores / "A", training.results, port, True, options)
-    other = Node(stores / "B", training.results, port, False, options)
+    ranks = training.ranks_on_node
+    host = Node(stores / "A", training.results, port, True, ranks, options)
+    other = Node(stores / "B", training.results, port, False, ranks, options)
     nodes = [host, other] if host_first else [other, host]
     title = f"{training.where}, a node lost" if lose else "undisturbed"
     with running(nodes):
         watch(training, title, nodes, show, other if lose else None, is_replaced=True)
-    expected_loads = RANKS if lose else 0
+    expected_loads = NODES * ranks if lose else 0
     if len(training.loads) != expected_loads:
         fail(f"{len(training.loads)} ranks resumed, {expected_loads} should have", nodes)
 
@@ -135,16 +138,17 @@ def shrink(training: Training, stores: Path, show: Show) -> None:
     """Train to the end, on the way losing node B for good: node A goes on with its two ranks."""
     training.results.mkdir()
     options = ["examples.elastic", *options_of(training)]
+    ranks = training.ranks_on_node
     port = free_port()
     nodes = [
-        Node(stores / name, training.results, port, name == "A", options, ALONE_AFTER_S)
+        Node(stores / name, training.results, port, name == "A", ranks, options, ALONE_AFTER_S)
         for name in ("A", "B")
     ]
     with running(nodes):
         title = "sharded, a node lost for good"
         watch(training, title, nodes, show, nodes[1], is_replaced=False)
-    if len(training.loads) != RANKS // 2:
-        fail(f"{len(training.loads)} ranks resumed, {RANKS // 2} should have", nodes)
+    if len(training.loads) != ranks:
+        fail(f"{len(training.loads)} ranks resumed, {ranks} should have", nodes)
 
 
 def options_of(training: Training) -> list[str]:
@@ -163,8 +167,9 @@ def watch(
     is_replaced: bool,
 ) -> None:
     """Follow running nodes to their ends, on the way losing one, and replacing it if so wished."""
-    show.begin(title)
-    journals = Journals(training.results, RANKS)
+    ranks = NODES * training.ranks_on_node
+    show.begin(title, ranks)
+    journals = Journals(training.results, ranks)
     last_news = time.monotonic()
     codes: list[int | None] = [None]
     while any(code != 0 for code in codes):
@@ -223,7 +228,7 @@ class Show:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, title: str, ranks: int = RANKS) -> None:
+    def begin(self, title: str, ranks: int) -> None:
         """A training starts: its processes import torch, which takes a while."""
         self._bar = self._progress.add_task(title, total=ITERATIONS)
         self.say(f"{title}: two nodes start, {ranks} ranks")

@@ -1,4 +1,4 @@
-"""The demo's two nodes: each a `torchrun` agent with two ranks and a checkpoint store of its own.
+"""The demo's two nodes: each a `torchrun` agent with its ranks and a checkpoint store of its own.
 
 A node can be lost as in a power cut: all its processes by SIGKILL, and its store with them. Every
 process carries its node's name in the environment, so those whose parent is gone are found too.
@@ -33,6 +33,7 @@ class Node:
         logs: Folder for the logs and the temporary files of the agent and its ranks.
         port: Of the rendezvous, on the loopback address.
         is_host: Whether this node's agent serves the rendezvous. That node must survive.
+        ranks: How many this node has.
         options: The training script, as a module, and what is given to it.
         alone_after_s: How long, in seconds, a node waits for the other one before it trains alone;
             ``None`` if it does not.
@@ -44,6 +45,7 @@ class Node:
         logs: Path,
         port: int,
         is_host: bool,
+        ranks: int,
         options: list[str],
         alone_after_s: int | None = None,
     ) -> None:
@@ -67,7 +69,7 @@ class Node:
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             "--nnodes=2" if alone_after_s is None else "--nnodes=1:2",
-            *("--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"),
+            *(f"--nproc-per-node={ranks}", "--max-restarts=2", "--monitor-interval=0.1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=demo"),
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in rendezvous.items()),
             *("--local-addr=127.0.0.1", "--redirects=3", f"--log-dir={self._rank_logs}"),

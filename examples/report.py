@@ -31,6 +31,7 @@ class Training:
 
     tier: str
     results: Path
+    ranks_on_node: int
     events: list[Event] = field(default_factory=list)
     lost_node: str = ""
     lost_at: float = 0.0

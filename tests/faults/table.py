@@ -1,17 +1,19 @@
 """The faults that must be survived; a test says by ``@pytest.mark.fault(...)`` which it makes.
 
-``make faults`` prints the table of faults and how many cases were run, counted in that run and
-nowhere else.
+``make faults`` prints the table of ``docs/guarantees.md`` with the cases of that run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["FAULTS", "FaultTable"]
+__all__ = ["FAULTS", "GUARANTEES", "FaultTable", "rows_below"]
+
+GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 
 FAULTS = {
     "kill-save": "SIGKILL at a system call of a save",
@@ -102,7 +104,23 @@ class FaultTable:
         if not self._alone:
             return
         terminalreporter.section("faults")
-        for name, what in FAULTS.items():
+        header = "| fault | what must happen | cases |"
+        terminalreporter.write_line(f"{header}\n|---|---|---|")
+        for name, (what, must, _) in zip(FAULTS, rows_below(header), strict=True):
             counted = ({"held": 0} | self._counts[name]).items()
             told = ", ".join(f"{count} {outcome}" for outcome, count in counted)
-            terminalreporter.write_line(f"{told:>24}  {what}")
+            terminalreporter.write_line(f"| {what} | {must} | {told} |")
+
+
+def rows_below(header: str) -> list[list[str]]:
+    """Cells of the table of ``docs/guarantees.md`` whose first row begins so."""
+    lines = iter(GUARANTEES.read_text().splitlines())
+    columns = next(line for line in lines if line.startswith(header)).count("|")
+    assert set(next(lines)) <= set("|-: ")
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        assert line.count("|") == columns, line
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows

@@ -5,28 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.faults.table import FAULTS
+from tests.faults.table import FAULTS, GUARANTEES, rows_below
 
 _ROOT = Path(__file__).parents[2]
-_TEXT = (_ROOT / "docs" / "guarantees.md").read_text()
-
-
-def _rows_below(header: str) -> list[list[str]]:
-    """Cells of the table whose first row begins so."""
-    lines = iter(_TEXT.splitlines())
-    columns = next(line for line in lines if line.startswith(header)).count("|")
-    assert set(next(lines)) <= set("|-: ")
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        assert line.count("|") == columns, line
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+_TEXT = GUARANTEES.read_text()
 
 
 def test_the_faults_of_the_document_are_those_of_the_tests() -> None:
-    rows = _rows_below("| fault |")
+    rows = rows_below("| fault |")
 
     assert [row[0] for row in rows] == list(FAULTS.values())
     assert all(then for _, then, _ in rows)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from localckpt.availability.explanation import Explanation
-from localckpt.availability.explanation import explain as explain_inventory
-from localckpt.availability.inventory import Inventory
+from localckpt.cli.gathered import Found, Nodes, explain_session, gather, read_store
 from localckpt.cli.listing import SharedListing, look
 from localckpt.cli.output import (
     BAD,
@@ -28,17 +27,7 @@ from localckpt.cli.output import (
 )
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.folders import SharedCheckpoint, find_shared_sessions
-from localckpt.lineage import Lineage
-from localckpt.replication.schemes import SCHEMES
-from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
-from localckpt.storage.store import Stored
-from localckpt.trust import Trusts
-
-_SHORT = {
-    "other version": "it is of another version of the format",
-    "other session": "it belongs to another session",
-    "unreadable": "it cannot be read",
-}
+from localckpt.storage.catalog import ShardFile
 
 
 def explain(
@@ -66,7 +55,7 @@ def explain(
         usual = [] if directories else [store_or_default(None)]
         given = [*map(store_or_default, dict.fromkeys(directories or [])), *usual]
     read, shared = _read_all(given)
-    sessions = _sessions(_gather(read), shared, world_size)
+    sessions = _sessions(gather(read, warn), shared, world_size)
     if session is not None:
         sessions = [found for found in sessions if found.name == session]
     if json and (read or shared):
@@ -136,23 +125,9 @@ class _Session:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Pieces of one session in one node, or in one of its directories."""
-
-    shards: list[ShardFile]
-    bad: list[Stored]
-    noted: list[Lineage]
-    trusts: Trusts
-
-
-_Nodes = dict[str, dict[str, list[_Found]]]
-"""Pieces of each node, by session, of one or more directories."""
-
-
 def _read_all(
     directories: Sequence[Path],
-) -> tuple[dict[Path, list[tuple[str, _Found]]], dict[Path, list[SharedListing]]]:
+) -> tuple[dict[Path, dict[str, Found]], dict[Path, list[SharedListing]]]:
     """Read stores of nodes, and roots on shared storage, but for those that cannot be used."""
     read, shared = {}, {}
     for directory in directories:
@@ -160,7 +135,7 @@ def _read_all(
             if found := find_shared_sessions(directory):
                 shared[directory] = [look(session) for session in found]
             else:
-                read[directory] = [(s.session_id, _read(s)) for s in find_sessions(directory)]
+                read[directory] = read_store(directory)
         except CheckpointingException as error:
             left_out = f"{directory} is left out: " if len(directories) > 1 else ""
             warn(f"{left_out}{error}")
@@ -168,71 +143,26 @@ def _read_all(
 
 
 def _sessions(
-    nodes: _Nodes, shared: Mapping[Path, Sequence[SharedListing]], world_size: int | None
+    nodes: Nodes, shared: Mapping[Path, Sequence[SharedListing]], world_size: int | None
 ) -> list[_Session]:
     listings = [listing for found in shared.values() for listing in found]
     names = {name for node in nodes.values() for name in node}
     names |= {listing.session.session_id for listing in listings}
     return [
-        _Session(
+        _session(
             name,
-            *_explain(name, nodes, world_size),
+            *explain_session(name, nodes, world_size),
             tuple(listing for listing in listings if listing.session.session_id == name),
         )
         for name in sorted(names)
     ]
 
 
-def _read(session: SessionFolder) -> _Found:
-    shards, uncounted = session.shards()
-    bad = [
-        Stored(
-            file.path.name,
-            problem=replace(
-                file.problem,
-                text=_SHORT.get(file.problem.kind, file.problem.text),
-                claim="",
-            ),
-        )
-        for file in uncounted
-    ]
-    bad += [Stored(path.name, problem=problem) for path, problem in session.quarantined().items()]
-    return _Found(shards, bad, session.noted_lineages(), session.noted_trusts())
-
-
-def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
-    nodes: _Nodes = {}
-    labels: dict[str, str] = {}
-    for directory, sessions in read.items():
-        label = labels.setdefault(node_token(directory) or str(directory), str(directory))
-        if label != str(directory):
-            warn(f"{directory} is of the same node as {label}")
-        of_node = nodes.setdefault(label, {})
-        for session, found in sessions:
-            of_node.setdefault(session, []).append(found)
-    return nodes
-
-
-def _explain(
-    session: str, nodes: _Nodes, world_size: int | None
-) -> tuple[Explanation, float | None]:
-    """Explain one session on the nodes, with the time at which what loads was saved."""
-    found = {label: sessions.get(session, []) for label, sessions in nodes.items()}
-    every = [one for of_node in found.values() for one in of_node]
-    trusts = Trusts.of(one.trusts for one in every)
-    explanation = explain_inventory(
-        Inventory.found(
-            {label: [s.record for one in of for s in one.shards] for label, of in found.items()},
-            [lineage for one in every for lineage in one.noted],
-            SCHEMES,
-            trusts,
-        ),
-        world_size,
-        {label: [bad for one in of for bad in one.bad] for label, of in found.items()},
-        max_attempts=trusts.most_starts,
-        # Whether the job's manager was made with elastic=True is not in its store.
-        is_elastic=True,
-    )
-    shards = [shard for one in every for shard in one.shards]
+def _session(
+    name: str,
+    explanation: Explanation,
+    shards: Sequence[ShardFile],
+    listings: tuple[SharedListing, ...],
+) -> _Session:
     times = [s.modified_at for s in shards if s.record.identity.checkpoint == explanation.loads]
-    return explanation, max(times, default=None)
+    return _Session(name, explanation, max(times, default=None), listings)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.resume import Rejoined as Rejoined
     from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
+    from localckpt.cli.opened import SavedCheckpoint as SavedCheckpoint
+    from localckpt.cli.opened import open_checkpoint as open_checkpoint
     from localckpt.cli.survival import Scheme as Scheme
     from localckpt.cli.survival import Survival as Survival
     from localckpt.cli.survival import survivability as survivability
@@ -95,6 +97,7 @@ _PUBLIC = {
     "checkpointer.resume": "Elsewhere Rejoined",
     "checkpointer.values": "Values",
     "checkpointer.workers": "worker_init_fn",
+    "cli.opened": "open_checkpoint SavedCheckpoint",
     "errors": (
         "AbortedError CheckpointingException CorruptShardError DivergenceError "
         "FormatVersionError MismatchError NoReplicasAvailableError PeerLostError RestoreError "

@@ -1,8 +1,8 @@
 """The command ``localckpt``: looks at stores, explains them, and cleans up after dead processes.
 
-It is no part of a job: it makes no process group and imports no torch, and all commands but
-``clean``, ``pin`` and ``unpin`` only read, so they can be used while a job runs. ``survive`` is for
-the time before: it compares what a job could choose.
+It is no part of a job: it makes no process group, and all commands but ``clean``, ``pin`` and
+``unpin`` only read, so they can be used while a job runs. None imports torch but ``export``,
+``get`` and ``diff``. ``survive`` is for the time before: it compares what a job could choose.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 from localckpt import __version__
 from localckpt.cli.cleaning import clean
 from localckpt.cli.explaining import explain
+from localckpt.cli.exporting import diff, export, get
 from localckpt.cli.inspecting import inspect
 from localckpt.cli.listing import ls
 from localckpt.cli.pinning import pin, unpin
@@ -32,7 +33,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report):
+for _command in (
+    *(ls, verify, explain, inspect, pin, unpin, clean, survive, report),
+    *(export, get, diff),
+):
     app.command()(_command)
 
 

@@ -106,6 +106,19 @@ class SavedShard(ImageReader):
                     # Its digest is compared with those of other shards, as values are.
                     self._add(number, private_box(key, self.entries[number].shape))
 
+    def other_paths(self) -> Iterator[tuple[str, int]]:
+        """Yield the paths after the first of tensors that are in several places, as tied weights.
+
+        Each is given with the tensor's number.
+        """
+        seen: set[int] = set()
+        for path, placeholder in self._placeholders():
+            if len(placeholder.numbers) == 1:
+                (number,) = placeholder.numbers
+                if number in seen:
+                    yield path, number
+                seen.add(number)
+
     def equal_on(self, number: int) -> str:
         """Text for the ranks whose tensors of this part are said to be equal."""
         if (box := self.tables.boxes.get(number)) is None:

@@ -291,6 +291,17 @@ def _drain_unequal(rank: int, world_size: int, root: Path) -> None:
         assert_same(asked["rng"], torch.ones(4, dtype=torch.uint8))
         job.shared.load(into=asked, partial=True)
         assert_same(asked["rng"], torch.zeros(4, dtype=torch.uint8))
+    # Nor does who looks from outside.
+    with (
+        localckpt.open_checkpoint(root / "shared") as outside,
+        pytest.raises(MismatchError, match="rank=0"),
+    ):
+        outside["rng"]
+    with localckpt.open_checkpoint(root / "shared", rank=0) as outside:
+        assert_same(outside["rng"], torch.zeros(4, dtype=torch.uint8))
+        assert outside.value("loader.position") == 0
+    with pytest.raises(MismatchError, match="first rank"):
+        localckpt.open_checkpoint(root / "shared", rank=1)
     # Who asks for the plain key gets the first rank's, as from a save by DCP gets some rank's.
     plain = {"rng": torch.zeros(4, dtype=torch.uint8), "loader": {"position": -1}, "mixed": ""}
     _loaded(root / "shared", plain)

@@ -270,14 +270,15 @@ class DirectoryStore(Store):
     def _remove_unfinished(self, identity: ShardIdentity) -> bool:
         path = self._path(identity)
         with storage_errors("clean up", self.folder):
-            if path.is_file():
+            # Not by the unfinished file: of a directory that is out of reach now neither is there,
+            # and that one may be back later.
+            if is_committed := path.is_file():
                 # Listed, so that prune() retires the file later.
                 self._shards[identity] = path
             # Most pieces are committed by then, and need no write to the disk here.
-            is_there = os.path.lexists(self._dirty(identity))
-            if is_there:
+            if os.path.lexists(self._dirty(identity)):
                 self._dirty(identity).unlink(missing_ok=True)
-        return is_there
+        return not is_committed
 
     def _write_options(self, slot: Slot) -> dict[str, bool]:
         """Return the fields of a slot's :class:`ShardWrite` that differ from store to store."""

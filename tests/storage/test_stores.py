@@ -234,6 +234,30 @@ def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) 
     assert_loads(store, identity(4))
 
 
+@pytest.mark.fault("unusable-store")
+@pytest.mark.parametrize("end", ["release", "discard"])
+def test_saves_that_end_while_the_directory_is_gone_leave_their_memory_to_those_after_it(
+    node: Node, end: str
+) -> None:
+    store = node()
+    save(store, identity(1))
+    # As many as there are buffers.
+    for iteration in range(2, 2 + store.num_buffers):
+        filled(store, identity(iteration))
+    away = node.root.rename(node.root.with_name("away"))
+    node.root.write_text("")
+
+    with suppress(StorageError):
+        getattr(store, end)(store.slots)
+
+    node.root.unlink()
+    away.rename(node.root)
+    assert store.slots == []
+    save(store, identity(10))
+    assert_loads(store, identity(10))
+    assert_loads(store, identity(1))
+
+
 def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node) -> None:
     store = node()
     for n, why in enumerate(("the first", "the second")):

@@ -55,6 +55,7 @@ def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
         "one killed": jobs.run(adapt, 1, store / "epoch", 12, {0: {13: signal.SIGKILL}}),
         "one resumed": jobs.run(readapt, 1, store / "epoch", 12, {}),
         "paths": jobs.run(runs.resume_from_paths, 1, store / "paths"),
+        "export": jobs.run(runs.export, 1, store / "export"),
         "wrong uses": jobs.run(runs.wrong_uses, 1, store / "wrong"),
     }
 
@@ -106,6 +107,10 @@ def test_the_newest_undamaged_checkpoint_is_taken_beside_a_path(outcomes: dict[s
     assert from_path == whole[4:]
     assert newer_than_path == whole[6:]
     assert older_than_damaged == whole[6:]
+
+
+def test_an_exported_checkpoint_is_what_from_pretrained_reads(outcomes: dict[str, Any]) -> None:
+    assert outcomes["export"] == [[True, True]]
 
 
 def test_wrong_uses_are_told(outcomes: dict[str, Any]) -> None:

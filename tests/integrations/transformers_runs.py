@@ -28,12 +28,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from localckpt import CheckpointingException, Every
+from localckpt import Checkpointer, CheckpointingException, Every
 from localckpt.integrations.transformers import LocalCheckpointCallback
+from tests.cli.commands import call
 from tests.integrations.kills import record_end
 from tests.managers.jobs import damage
 
-__all__ = ["resume_from_paths", "train", "train_adapters", "wrong_uses"]
+__all__ = ["export", "resume_from_paths", "train", "train_adapters", "wrong_uses"]
 
 # An epoch of one rank has 11 steps of 2 batches; one of two ranks 5, and one of the last batch.
 _SAMPLES = 22
@@ -196,6 +197,29 @@ def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
     twice.attach(alone)
     attempt(twice.attach, trainer())
     return told
+
+
+def export(rank: int, world_size: int, local: Path) -> list[bool]:
+    """Whether ``from_pretrained`` makes the same model of an exported checkpoint."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
+    with Checkpointer({"model": model}, local=local / "node", quiet=True) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+    read = []
+    for name, most_gb in ("one", "5"), ("several", "0.00001"):
+        model.config.save_pretrained(local / name)
+        out = local / name / "model.safetensors"
+        told = call(
+            *("export", local / "node", "--part", "model", "--out", out),
+            *("--max-file-size", most_gb),
+        )
+        assert told.status == 0, told.err
+        found = GPT2LMHeadModel.from_pretrained(local / name).state_dict()
+        wanted = model.state_dict()
+        read.append(
+            found.keys() == wanted.keys() and all(map(torch.equal, found.values(), wanted.values()))
+        )
+    return read
 
 
 def _trainer(

@@ -1,4 +1,4 @@
-"""Seven kinds of training loops, each with the lines that make it go on where it was.
+"""Eight kinds of training loops, each with the lines that make it go on where it was.
 
 The lines that a program gets for it end in ``# +``. The models are tiny, and the data are drawn;
 ``note`` is told of each loss. Run by `tests/checkpointer/test_kinds_of_loops.py`, which kills each
@@ -7,6 +7,8 @@ loop after every step.
 
 from __future__ import annotations
 
+import argparse
+import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -258,6 +260,50 @@ def policy(note: Note, **options: Any) -> None:
                 break  # +
 
 
+def reinforcement(note: Note, **options: Any) -> None:
+    """The roles of a trainer that learns by reinforcement: actor, critic, reference, and rollouts.
+
+    FSDP2 shards the actor. The engine that makes rollouts has a copy of its weights, and each rank
+    learns from rollouts of its own that it keeps for a while.
+    """
+    actor, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 1)
+    reference, engine = copy.deepcopy(actor), copy.deepcopy(actor)
+    fully_shard(actor, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in (actor, critic)]
+    run = argparse.Namespace(replay=[], beta=0.1, draws=torch.Generator())
+    run.draws.manual_seed(dist.get_rank())
+
+    held = (lambda: vars(run)), (lambda saved: vars(run).update(saved))  # +
+    state = {"actor": actor, "critic": critic, "reference": reference, "run": held}  # +
+    state |= {"of actor": optimizers[0], "of critic": optimizers[1]}  # +
+    with localckpt.Checkpointer(state, **options) as checkpointer:  # +
+        for update in range(checkpointer.resume(), 8):  # +
+            # At the beginning of an update, so that it need not be saved.
+            engine.load_state_dict({k: v.full_tensor() for k, v in actor.state_dict().items()})
+            with torch.no_grad():
+                prompts = torch.randn(4, 4)
+                choices = torch.multinomial(engine(prompts).softmax(-1), 1, generator=run.draws)
+                run.replay = [
+                    *run.replay[-2:],
+                    (prompts, choices, choices.float() - prompts[:, :1]),
+                ]
+            number = torch.randint(len(run.replay), (), generator=run.draws)
+            prompts, choices, rewards = run.replay[int(number)]
+            advantages = rewards - critic(prompts)
+            chance = actor(prompts).log_softmax(-1).gather(1, choices)
+            drift = (chance - reference(prompts).log_softmax(-1).gather(1, choices)).mean()
+            loss = (advantages.square() - chance * advantages.detach()).mean() + run.beta * drift
+            loss.backward()
+            average_gradients(critic)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            run.beta *= 1.5 if drift.item() > 0.01 else 0.9
+            note(f"update {update}", loss)
+            if checkpointer.step(update):  # +
+                break  # +
+
+
 LOOPS: dict[str, Callable[..., None]] = {
     "language_model": language_model,
     "word_language_model": word_language_model,
@@ -266,4 +312,5 @@ LOOPS: dict[str, Callable[..., None]] = {
     "sharded": sharded,
     "trainer": lambda note, **options: Trainer(note).train(**options),
     "policy": policy,
+    "reinforcement": reinforcement,
 }

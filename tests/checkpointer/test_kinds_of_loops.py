@@ -1,4 +1,4 @@
-"""Loops of seven kinds of programs go on bit for bit where they were killed, after every step."""
+"""Loops of eight kinds of programs go on bit for bit where they were killed, after every step."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from localckpt.availability.retention import Retention as Retention
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from localckpt.checkpointer.parts import Values as Values
     from localckpt.checkpointer.resume import Elsewhere as Elsewhere
     from localckpt.checkpointer.resume import Rejoined as Rejoined
-    from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.cli.opened import SavedCheckpoint as SavedCheckpoint
     from localckpt.cli.opened import open_checkpoint as open_checkpoint
@@ -95,7 +95,7 @@ _PUBLIC = {
     "checkpointer.cadence": "Every",
     "checkpointer.checkpointer": "Checkpointer",
     "checkpointer.resume": "Elsewhere Rejoined",
-    "checkpointer.values": "Values",
+    "checkpointer.parts": "Values",
     "checkpointer.workers": "worker_init_fn",
     "cli.opened": "open_checkpoint SavedCheckpoint",
     "errors": (

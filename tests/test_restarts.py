@@ -246,32 +246,6 @@ def test_parts_that_were_closed_are_removed_by_the_next() -> None:
     assert run_ranks(_leave_nothing_to_others, 3) == [0, 0, 0]
 
 
-def _save_and_close(rank: int, world_size: int) -> list[int]:
-    counts = []
-    for life in range(5):
-        strategy = CliqueReplicationStrategy.from_replication_params(None, 2)
-        with (
-            AsyncCallsQueue(timeout_s=_TIMEOUT_S) as queue,
-            LocalCheckpointManager(node_store(), "run", strategy, timeout=_TIMEOUT_S) as manager,
-        ):
-            manager.find_latest()
-            state = {"w": torch.full((100,), float(rank))}
-            queue.schedule_async_request(manager.save(state, life + 1, is_async=True))
-            queue.maybe_finalize_async_calls(blocking=True)
-        strategy.close()
-        dist.barrier()
-        counts.append(default_store().num_keys())
-        dist.barrier()
-    return counts
-
-
-def test_managers_that_are_closed_leave_no_more_keys_than_the_last_ones(
-    node_dirs: Callable[[int], list[Path]],
-) -> None:
-    for counts in run_ranks(_save_and_close, 2, store_per_node=node_dirs(2)):
-        assert len(set(counts[1:])) == 1, counts
-
-
 def _save_together_and_close(rank: int, world_size: int, shared: Path) -> list[int]:
     counts = []
     for life in range(5):

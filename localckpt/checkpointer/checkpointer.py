@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
+
+import torch
 
 from localckpt.async_save.callers import OWN_WORK
 from localckpt.async_save.queue import AsyncCallsQueue
@@ -50,11 +52,9 @@ from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import shaped
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.replicated import without_marker
 from localckpt.threads import Task
 from localckpt.trust import is_orderly
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,9 @@ class Checkpointer(OfOneProcess):
         self._nodes.begun = self._nodes.newest = None
         self._schedule.begin(loaded)
         if self._shared is not None:
-            self._shared.go_on(loaded)
+            newest = self._life.resumption.newest
+            self._shared.go_on(loaded if newest is None else newest)
+        self._note_whole(loaded)
         return loaded + 1
 
     @in_own_words
@@ -370,6 +372,7 @@ class Checkpointer(OfOneProcess):
         self,
         state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         *,
+        keep: Literal["live"] | None = None,
         guard: Sequence[torch.optim.Optimizer] | None = None,
         **options: Any,
     ) -> Rejoined:
@@ -385,6 +388,9 @@ class Checkpointer(OfOneProcess):
         Args:
             state: The parts of the state, if they are other objects now, such as a module in a new
                 DDP; as for the class. ``None`` for those that there are.
+            keep: ``"live"`` to lose no step, where some rank's state is whole and has all that
+                another one lacks: ranks that have it change nothing, and the others are filled from
+                it. See :meth:`whole_step`. Else all go back, and :attr:`Rejoined.why` says why.
             guard: The optimizers of the state, if they are others now; needed with ``state``, if
                 the checkpointer was given some.
             options: As for :meth:`resume`.
@@ -404,6 +410,8 @@ class Checkpointer(OfOneProcess):
                 "guard= has optimizers of the state before: give rejoin() those of the new state, "
                 "guard=[...], or none, guard=[]. Nothing was changed"
             )
+        if keep is not None:
+            self._require_keepable(state, keep, options)
         self._begin_rejoin()
         if guard is not None:
             life.given["guard"] = guard
@@ -413,19 +421,64 @@ class Checkpointer(OfOneProcess):
             with self._abort:
                 life.join_ranks(state, called, left_after)
             self._begin()
-            if state is None and not callable(self._state.given) and left_after is not None:
+            is_anew = keep is None and (state is not None or callable(self._state.given))
+            if not is_anew and left_after is not None:
                 # The loss may have come between a step of the optimizer and the call that notes it.
                 life.resumption.trained_to = max(left_after, 0)
+            life.resumption.keeps = keep is not None
             step = self.resume(**options)
         except BaseException:
             self._abort.set()
             self._last_step = left_after
             raise
+        for part in map(without_marker, self._state.parts.values()):
+            if isinstance(part, torch.optim.Optimizer):
+                # Those of a step that was cut off.
+                part.zero_grad()
         self._has_failed = False
-        load, source = self._nodes.manager.last_load, life.resumption.source
-        nbytes = load.nbytes if load is not None and load.source == source else 0
+        load, resumption = self._nodes.manager.last_load, life.resumption
+        resumption.keeps, nbytes = None, resumption.nbytes
+        if load is not None and load.source == resumption.source:
+            nbytes = load.nbytes
         lost = 0 if left_after is None else max(0, left_after + 1 - step)
-        return Rejoined(step, source, nbytes, time.monotonic() - called, lost)
+        seconds = time.monotonic() - called
+        return Rejoined(step, resumption.source, nbytes, seconds, lost, resumption.why)
+
+    def whole_step(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have ``rejoin(keep="live")`` know when the state is whole; before the first step.
+
+        From the first of these optimizers' ``step()`` to the call of :meth:`step` it is not: a rank
+        that is cut off there has nothing to keep. All that changes the parameters of the state is
+        to be given here. At the end of each step buffers of modules, learning rates, states of
+        random number generators, and parts that are neither module nor optimizer are copied.
+
+        Args:
+            optimizers: The optimizers, those in the state among them.
+
+        Raises:
+            CheckpointingException: One is no optimizer of torch.
+        """
+        self._life.live.watch(optimizers)
+
+    def _require_keepable(self, state: Any, keep: str, options: Mapping[str, Any]) -> None:
+        if keep != "live" or options:
+            given = ", ".join(f"{name}=" for name in options)
+            raise CheckpointingException(
+                f"keep={keep!r}{' with ' * bool(given)}{given}: it is 'live' or None, and goes "
+                f"with no option of resume(). Nothing was changed"
+            )
+        parts = self._state.given if state is None else state
+        if callable(parts):
+            raise CheckpointingException(
+                "keep='live' keeps the parts that there are, and the state is a function that "
+                "makes them: give rejoin() the parts. Nothing was changed"
+            )
+        self._life.live.require_watched(parts)
+
+    def _note_whole(self, step: int) -> None:
+        ranks, life = self._ranks, self._life
+        was = ranks.rank, ranks.world_size, life.resumption.job_run
+        life.live.note(step, self._state.parts, was)
 
     def _end_waits(self) -> None:
         self._life.abort()
@@ -530,6 +583,7 @@ class Checkpointer(OfOneProcess):
         self._ranks.require_same_world()
         self._epochs.note_step()
         self._last_step, self._last_metrics = step, metrics
+        self._note_whole(step)
         if not self._is_counted:
             warn_of_lost_places(self._loaded_places)
             self._loaded_places.clear()

@@ -22,6 +22,7 @@ from localckpt.checkpointer.arguments import (
 )
 from localckpt.checkpointer.cadence import Pulse
 from localckpt.checkpointer.epochs import Epochs
+from localckpt.checkpointer.live import LiveState
 from localckpt.checkpointer.parts import TrainingState, combined_check
 from localckpt.checkpointer.resume import Resumption
 from localckpt.checkpointer.stopping import LastSave, StopRequests
@@ -71,6 +72,7 @@ class Life:
         self.pulses: tuple[Pulse, ...] = ()
         self.closing = Latch()
         self._is_listening = False
+        self.live = LiveState()
 
         def check_all() -> dict[str, str]:
             check_arguments(given)
@@ -210,7 +212,8 @@ class Life:
     def begin(self) -> None:
         """Begin to work with the ranks and tiers as they are now."""
         tiers, grace_s = (self.nodes, self.shared, self.ranks), self.given["grace_s"]
-        self.resumption = Resumption(*tiers, self.events, self.given["quiet"], self._began)
+        quiet, live = self.given["quiet"], self.live
+        self.resumption = Resumption(*tiers, self.events, quiet, self._began, live)
         grace_s = self.ranks.timeout_s if grace_s is None else grace_s
         self.last_save = LastSave(*tiers, self.events, grace_s)
         self._is_hand_raised, self._next_look = False, 0.0
@@ -337,6 +340,7 @@ class Life:
                     closing.callback(self._strategy.close)
                 for part in (*self.tiers, *self.pulses):
                     closing.callback(part.close, is_in_step=is_in_step)
+                closing.callback(self.live.close)
         except CheckpointingException as failed:
             if error is None:
                 raise

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.checkpointer.arguments import judge_arguments
-from localckpt.checkpointer.parts import EPOCHS, TrainingState
+from localckpt.checkpointer.live import Kept, LiveReport, LiveState, dropped_in, judge_live
+from localckpt.checkpointer.parts import EPOCHS, RNG, TrainingState
 from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import (
@@ -30,6 +31,7 @@ from localckpt.events.event import Tier
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import described, ranks_named
 from localckpt.ranks.ranks import Ranks, shaped
+from localckpt.state_dict.replicated import without_marker
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +49,12 @@ class Rejoined:
         step: The next step, as :meth:`Checkpointer.resume` returns it.
         source: Where this rank's part came from: ``"own memory"``, ``"own node"``, ``"peer rank
             <n>"``, the kind of the pieces that it was computed from, ``"shared storage"``; empty if
-            there was no checkpoint.
+            there was no checkpoint. With ``keep="live"``, ``"own live state"`` or ``"live rank
+            <n>"``, if that was kept.
         nbytes: Bytes that it came in.
         seconds: Time of the call.
         lost_steps: Steps that this rank had made, and are to be made again.
+        why: Why the live state was not kept, which ``keep="live"`` has asked for.
     """
 
     step: int
@@ -58,6 +62,7 @@ class Rejoined:
     nbytes: int
     seconds: float
     lost_steps: int
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,16 @@ class Resumption:
     _quiet: bool
     # When the process began, until it has resumed.
     _began: float | None
+    _live: LiveState
     source: str = ""
+    # Name of this run of the job, the same on all ranks.
+    job_run: str = ""
+    nbytes: int = 0
+    # Whether this rank keeps its live state; ``None`` if it has not rejoined.
+    keeps: bool | None = None
+    # Why that was not kept, though asked for; newest step on the nodes, if it was.
+    why: str = ""
+    newest: int | None = None
     # Step that the state to fill is of, if it is not as it was made.
     trained_to: int | None = None
 
@@ -102,6 +116,7 @@ class Resumption:
         called: float,
     ) -> int:
         """Fill a state from a checkpoint, of which it returns the step; -1 if there is none."""
+        self.newest, self.why, self.nbytes = None, "", 0
         try:
             # All ranks load the same, or none does.
             selected: list[Selection] = []
@@ -111,16 +126,26 @@ class Resumption:
                 known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
                 if known is not None and selected[0].step is not None:
                     raise CheckpointingException("give resume() a checkpoint elsewhere, or step=")
-                return [known, selected[0].texts, list(state.parts)]
+                private, ranks = state.private, self._ranks.world_size
+                live = self._live.report(state.parts, private, ranks, keeps=self.keeps)
+                return [known, selected[0].texts, list(state.parts), live]
 
             what = "compare the arguments of resume()"
-            given = self._ranks.decide(what, arguments, _judge_arguments, read=shaped([str]))
+            given, live = self._ranks.decide(
+                what, arguments, _judge_arguments, read=shaped(([str], list | None))
+            )
             load = selected[0]
             load.choose(state.parts, state.rules, given)
-            if load.step is None:
-                step, source = self._load(load, elsewhere)
+            kept = None if live is None else Kept(*live)
+            loaded = None if kept is None else self._keep(load, state, kept)
+            if loaded is not None:
+                step, source = loaded
             else:
-                step, source = self._load_step(load, load.step)
+                self._live.lose("it was being filled from a checkpoint")
+                if load.step is None:
+                    step, source = self._load(load, elsewhere)
+                else:
+                    step, source = self._load_step(load, load.step)
             saved_at = state.parts[EPOCHS].saved_at if step >= 0 else None
             is_empty = step >= 0 and load.is_empty
             job_run = self._say_what_was_loaded(step, source, called, saved_at, is_empty=is_empty)
@@ -133,9 +158,47 @@ class Resumption:
         except BaseException as error:
             self._note(called, None, "", "", error)
             raise
-        self.source = source
+        self.source, self.job_run = source, job_run
         self._note(called, step, source, job_run)
         return step
+
+    def _keep(self, load: Selection, state: TrainingState, kept: Kept) -> tuple[int, str] | None:
+        """Keep the live state of a step; ``None`` on all ranks if they are to go back."""
+        rank, parts, failed = self._ranks.rank, state.parts, kept.why
+        is_lacking, step = rank in kept.lacking, kept.step
+        dropped = dropped_in(parts, state.private)
+        if step >= 0 and is_lacking:
+            # After an error it is partly filled.
+            self._live.lose("it was being filled from another rank's")
+        elif step >= 0:
+            self._live.put_back(parts, (rank, self._ranks.world_size), dropped)
+        if step >= 0 and kept.lacking:
+            apart = dropped | {EPOCHS, RNG}
+            shared = {k: without_marker(part) for k, part in parts.items() if k not in apart}
+            try:
+                self.nbytes = self._nodes.load_live(
+                    load, shared, step, kept.holder, is_lacking=is_lacking
+                )
+            except (CorruptShardError, MismatchError) as error:
+                # The same on all ranks, which fill their states anew.
+                failed = error.text
+        if failed:
+            self.why = failed
+            level = logging.WARNING if self._ranks.is_root else logging.DEBUG
+            logger.log(level, "the live state is not kept, so all go back: %s", failed)
+            return None
+        manager = self._nodes.manager
+        self.newest = self._newest(None).on_nodes
+        # What is saved next descends from what that state does.
+        manager.begin(step, lineage=manager.lineage_of(self.newest))
+        if not is_lacking:
+            return step, "own live state"
+        parts[EPOCHS].load_state_dict(kept.place)
+        alone = sorted(parts.keys() & (dropped | {RNG}))
+        if alone:
+            what = "no live rank has what rank %d had of %s: it stays as it is here"
+            logger.warning(what, rank, ", ".join(alone))
+        return step, f"live rank {kept.holder}"
 
     def _note(
         self,
@@ -150,10 +213,11 @@ class Resumption:
         parts = {f"{part}_s": seconds.get(part, 0.0) for part in _PARTS}
         seconds.clear()
         self._began = None
-        tier: Tier | None = "local" if source in ("own node", "own memory") else "replicated"
+        is_own = source in ("own node", "own memory", "own live state")
+        tier: Tier | None = "local" if is_own else "replicated"
         if source in ("", _ELSEWHERE_SOURCE, _SHARED_SOURCE):
             tier = "shared" if source == _SHARED_SOURCE else None
-        details = {"job_run": job_run, "source": source, **parts}
+        details = {"job_run": job_run, "source": source, "why_not_live": self.why, **parts}
         self._events.emit("resume", began=began, step=step, tier=tier, error=error, details=details)
 
     def _newest(self, elsewhere: Elsewhere | None) -> _Newest:
@@ -317,9 +381,9 @@ def _judge_sources(told_by: list[list[Any]]) -> list[str]:
     return [", ".join(told), told_by[0][1]]
 
 
-def _judge_arguments(told_by: list[list[Any]]) -> list[str]:
-    """Compare the arguments of all ranks; return the names of the parts of all."""
-    known_by = [known for known, _, _ in told_by]
+def _judge_arguments(told_by: list[list[Any]]) -> list[Any]:
+    """Compare the arguments of all ranks; return the names of all parts, and what is kept."""
+    known_by = [known for known, *_ in told_by]
     steps = [None if known is None else known[0] for known in known_by]
     for rank, known in enumerate(known_by):
         if known != known_by[0]:
@@ -328,8 +392,9 @@ def _judge_arguments(told_by: list[list[Any]]) -> list[str]:
                 f"rank {rank} of step {steps[rank]}. Give all the same, from storage that all see. "
                 f"Nothing was loaded"
             )
-    judge_arguments([arguments for _, arguments, _ in told_by])
-    return list(dict.fromkeys(key for _, _, keys in told_by for key in keys))
+    judge_arguments([arguments for _, arguments, *_ in told_by])
+    names = list(dict.fromkeys(key for _, _, keys, _ in told_by for key in keys))
+    return [names, judge_live([LiveReport(*live) for *_, live in told_by])]
 
 
 @dataclass(frozen=True, slots=True)

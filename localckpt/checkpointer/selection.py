@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
-from localckpt.checkpointer.parts import EPOCHS, RNG, ModulePart
-from localckpt.checkpointer.values import Values
+from localckpt.checkpointer.parts import EPOCHS, RNG, ModulePart, Values
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in

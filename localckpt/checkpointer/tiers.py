@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -197,6 +198,14 @@ class NodeTier(_Tier):
         step = self.manager.load_as(_options_of(load), step)[1].iteration
         assert self.manager.last_load is not None
         return step, self.manager.last_load.source
+
+    def load_live(
+        self, load: Selection, parts: Mapping[str, Any], step: int, holder: int, *, is_lacking: bool
+    ) -> int:
+        """Fill parts of ranks that lack them from those of another one; the bytes filled here."""
+        live = copy(load)
+        live.parts = parts
+        return self.manager.load_live(_options_of(live), step, holder, is_lacking=is_lacking)
 
     def _note_complete(self, step: int) -> None:
         super()._note_complete(step)

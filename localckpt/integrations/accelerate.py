@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from localckpt.checkpointer.checkpointer import Checkpointer
-from localckpt.checkpointer.values import Values
+from localckpt.checkpointer.parts import Values
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.versions import at_least
 

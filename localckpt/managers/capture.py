@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.source import MemorySource
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
 from localckpt.storage.store import Slot
 from localckpt.threads import SerialThread, Task, end_all
@@ -108,6 +109,21 @@ class StateCapture:
             slot.hold("replication")
         return slot, capture.agreed
 
+    def held(
+        self, state: TensorAwareStateDict, identity: ShardIdentity, images: DirectoryStore
+    ) -> AbstractContextManager[None]:
+        """Context in which a state as it is now is in memory, where ``images`` opens it."""
+        # Its layout is not that of the saves.
+        capture = ImagePlanner(self._context.allowed).capture(state)
+
+        def fill(image: memoryview) -> None:
+            written = capture.write(image, identity, self._copier, self._streams)
+            written.under_way.wait()
+            if not written.has_digests:
+                write_digests(image, written.covered_nbytes, identity)
+
+        return images.held_in_memory(identity, capture.nbytes(identity), fill)
+
     def checked(self, state: Any, iteration: int) -> Any:
         """Refuse the first state on all ranks if it could not be loaded again on some.
 
@@ -188,7 +204,7 @@ class StateCapture:
 
 def _storages_of(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
     """Return the addresses of the storages that only a step of the optimizers changes."""
-    tensors = (t for optimizer in optimizers for t in _tensors_of(optimizer))
+    tensors = (t for optimizer in optimizers for t in tensors_of(optimizer))
     # Of a DTensor, this rank's part is what is saved.
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     # A tensor that is made of others has no storage; what it is made of is copied at once.
@@ -196,7 +212,8 @@ def _storages_of(optimizers: Sequence[torch.optim.Optimizer]) -> frozenset[int]:
     return frozenset(t.untyped_storage().data_ptr() for t in plain)
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of an optimizer, and the tensors of its state."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():

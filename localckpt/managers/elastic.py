@@ -175,9 +175,8 @@ class ElasticLoad:
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
             is_doubted = self._checkpoint in self._context.checkpoints.marked("bad")
-            wanted, self._beside = beside(
-                find_wanted(self._state), structure["dtypes"], structure["expanded"]
-            )
+            own = find_wanted(self._state) if self._options.fills else []
+            wanted, self._beside = beside(own, structure["dtypes"], structure["expanded"])
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],

@@ -49,6 +49,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline, answered
+from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import MANAGER, Ranks, refused_together, shaped
 from localckpt.replication.strategies import (
     LazyCliqueReplicationStrategy,
@@ -594,11 +595,32 @@ class CheckpointManager(OfOneProcess):
             inventory.add(checkpoint, rank, place, 1)
         placed = [place] * self.world_size
         context = replace(self._context, session_id=shard.session_id, store=store, placed=placed)
-        load = Load(context, inventory, options)
-        if (loaded := load.load(checkpoint)) is None:
-            texts = sorted({f"{bad.shard}: {bad.why}" for bad in load.bad})
-            raise CorruptShardError(f"{place} cannot be loaded: {'; '.join(texts[:_SHOWN])}")
-        give_states(options.given, unwrapped(loaded.state), loaded.left)
+        _load_images(place, checkpoint, context, inventory, options)
+
+    @one_call
+    def load_live(
+        self, options: LoadOptions, iteration: int, holder: int, *, is_lacking: bool
+    ) -> int:
+        """Fill the state of ranks that lack it from that of a ``holder``; all ranks call it.
+
+        Returns the bytes that were filled here. Raises CorruptShardError if the holder's image in
+        memory is bad, and MismatchError, before anything is changed, if the states differ.
+        """
+        # As if a job of the holder alone had saved it on a node of its own.
+        identity = replace(self._context.epoch.identity(iteration), rank=0, world_size=1)
+        places = [f"the memory of rank {rank}" for rank in range(self.world_size)]
+        inventory = Inventory({place: [rank] for rank, place in enumerate(places)})
+        inventory.add(identity.checkpoint, 0, places[holder], 1)
+        context, images = replace(self._context, placed=places), self._images("load_live")
+        with ExitStack() as held:
+            with Attempt() as capturing:
+                if self.rank == holder:
+                    assert options.into is not None, "there is a state"
+                    captures = self._saves.capture
+                    held.enter_context(captures.held(options.into, identity, images))
+            self._ranks.decide(f"capture the live state of iteration {iteration}", capturing)
+            options = replace(options, fills=is_lacking)
+            return _load_images(places[holder], identity.checkpoint, context, inventory, options)
 
     def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
         """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
@@ -993,6 +1015,19 @@ class CheckpointManager(OfOneProcess):
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
         self._finder.found = None
+
+
+def _load_images(
+    place: str, checkpoint: Checkpoint, context: Context, inventory: Inventory, options: LoadOptions
+) -> int:
+    """Load a checkpoint of which there are no other copies; return the bytes filled here."""
+    load = Load(context, inventory, options)
+    if (loaded := load.load(checkpoint)) is None:
+        texts = sorted({f"{bad.shard}: {bad.why}" for bad in load.bad})
+        raise CorruptShardError(f"{place} cannot be loaded: {'; '.join(texts[:_SHOWN])}")
+    if options.fills:
+        give_states(options.given, unwrapped(loaded.state), loaded.left)
+    return loaded.nbytes
 
 
 def agreed_session(ranks: Ranks, known: str = "") -> str:

@@ -29,6 +29,8 @@ class LoadOptions:
     """Ways in which what was saved may differ from ``into``."""
     private: Mapping[str, PrivateRule] | None = None
     """Rules for values of single ranks, by key prefix; ``None`` for those of the manager."""
+    fills: bool = True
+    """Whether the state is filled; if not, this rank sends what others lack, and is compared."""
 
     @cached_property
     def targets(self) -> Targets | None:

@@ -15,8 +15,8 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -181,6 +181,34 @@ class DirectoryStore(Store):
     def is_in_memory(self, identity: ShardIdentity) -> bool:
         """Return whether a piece is read from this process's memory."""
         return identity in self._adopted
+
+    @contextmanager
+    def held_in_memory(
+        self, identity: ShardIdentity, nbytes: int, fill: Callable[[memoryview], None]
+    ) -> Iterator[None]:
+        """Context in which an image that is in memory alone is read as one that was adopted."""
+        with self._lock:
+            if len(self._adopted) > 1:
+                # The newest may be loaded yet.
+                oldest = min(self._adopted, key=lambda adopted: adopted.iteration)
+                self._pool.offer(self._adopted.pop(oldest))
+            buffer = self._pool.take(identity.piece, nbytes, 0.0)
+            self._pool.forget(buffer)
+            buffer.give_back()
+            try:
+                fill(buffer.view[:nbytes])
+                buffer.content = identity, nbytes
+                self._adopted[identity] = buffer
+            except BaseException:
+                buffer.close()
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                # One that is bad is given up where it is read.
+                if self._adopted.pop(identity, None) is not None:
+                    self._pool.offer(buffer)
 
     def _open_adopted(self, identity: ShardIdentity) -> MemorySource | None:
         if (buffer := self._adopted.get(identity)) is None or buffer.content is None:

@@ -15,8 +15,7 @@ from localckpt.availability.coverage import complete_checkpoints, judge_newest
 from localckpt.availability.explanation import Explanation, explain
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError
-from localckpt.failure_texts import ranges
-from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, Generation, ShardIdentity, ShardRecord
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Stored
@@ -184,14 +183,6 @@ def _matrix_of(explanation: Explanation) -> list[str]:
     return [line for line in lines if line.startswith("iteration ") or line[:1].isdigit()]
 
 
-@given(st.sets(st.integers(0, 30)))
-def test_ranges_name_all_numbers_and_no_others(numbers: set[int]) -> None:
-    told = [part.split("-") for part in ranges(numbers).split(",") if part]
-
-    assert {n for part in told for n in range(int(part[0]), int(part[-1]) + 1)} == numbers
-    assert len(told) == len([n for n in numbers if n - 1 not in numbers])
-
-
 def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> None:
     went_back = Lineage(EpochId(3, 0), "elsewhere", 1100, given_up=(Point(EpochId(2, 0), 1200),))
     old, new = (
@@ -235,15 +226,6 @@ Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
     )
 
 
-def test_ranks_that_lack_a_shard_for_one_reason_are_told_in_one_line() -> None:
-    told = str(_explain({"a": [_record(1, 1, 5, rank, 64) for rank in (0, 1, 40)]}))
-
-    assert "rank 0-1  rank 2-39  rank 40  rank 41-63" in told
-    assert "  ranks 2-39,41-63: on no node\n" not in told
-    assert told.endswith("  ranks 2-39,41-63: on no node")
-    assert "A restart finds nothing to load: no checkpoint is complete." in told
-
-
 def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
     inventory = {"a": [_record(1, 1, 5, 0, 1)], "b": []}
 
@@ -284,15 +266,6 @@ Iteration 6 (generation 1.2, by the names of its files) is newer, and lacks:
 """ in str(explanation)
 
 
-def test_a_checkpoint_of_an_attempt_that_is_not_known_has_the_ranks_that_names_tell_of() -> None:
-    other_attempt = [_record(1, SAVES_AN_ATTEMPT + 1, 5, 0, 1)]
-
-    explanation = _explain({"a": other_attempt}, bad={"a": ["6.2.1.2.safetensors: torn"]})
-
-    assert explanation.checkpoints[0].checkpoint == Checkpoint(Generation(1, 2), 6, 3)
-    assert explanation.checkpoints[0].damaged == ((), (), ("a",))
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -307,22 +280,6 @@ def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
 
     assert [s.checkpoint.iteration for s in explanation.checkpoints] == [5]
     assert str(explanation).endswith(f"Not counted, on A: {name}: bad")
-
-
-def test_what_a_damaged_copy_claims_to_be_is_no_reason() -> None:
-    claim = "iteration 3 of rank 7 (session 'is damaged: or not', generation 8.9)"
-    file = _bad("000000000005.0.1.1.safetensors.corrupt: torn", claim)
-
-    explanation = explain(Inventory.found({"a": []}), None, {"a": [file]})
-
-    assert [lack.why for lack in explanation.checkpoints[0].lacks] == ["1 copy, torn"]
-    assert f"{claim} is damaged: torn" in str(explanation)
-
-
-def test_a_job_of_one_rank_has_no_ranks() -> None:
-    told = str(_explain({"a": [_record(1, 1, 5, 0, 1)]}))
-
-    assert "A restart loads iteration 5 (generation 1.1, 1 rank)." in told
 
 
 @pytest.mark.parametrize("inventory", [{}, {"a": []}])
@@ -342,30 +299,3 @@ def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> Non
     assert explanation.may_be_lost_alone == ("b", "c")
     assert "survives the loss of one node only if it is B or C" in str(explanation)
     assert explanation.breaking == (("a",), ("b", "c"))
-
-
-def test_many_nodes_have_a_letter_each() -> None:
-    inventory = {f"node {number}": [_record(1, 1, 5, number, 60)] for number in range(60)}
-
-    lines = str(_explain(inventory)).splitlines()
-
-    assert [line.split()[0] for line in lines[24:29]] == ["Y", "Z", "AA", "AB", "AC"]
-    assert lines[-1].endswith("or L, or 48 more.")
-
-
-def test_a_job_of_256_nodes_is_explained_too() -> None:
-    world_size = 2048
-    inventory = {
-        f"node {node}": [
-            _record(1, sequence, sequence, rank % world_size, world_size)
-            for sequence in (1, 2)
-            for rank in (*range(8 * node, 8 * node + 8), *range(8 * node + 64, 8 * node + 72))
-        ]
-        for node in range(world_size // 8)
-    }
-
-    explanation = _explain(inventory)
-
-    assert explanation.survives_any == 1
-    assert len(explanation.breaking) == len(inventory)
-    assert len(str(explanation).splitlines()) < 600

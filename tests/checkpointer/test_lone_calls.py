@@ -13,7 +13,6 @@ import torch.distributed as dist
 from localckpt import (
     Checkpointer,
     Every,
-    GlobalCheckpointManager,
 )
 from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
@@ -67,31 +66,3 @@ def test_one_save_fails_on_all_ranks_and_the_next_ones_do_not(
     ended = run_ranks(_train, 2, lone, at, 40, options, store_per_node=stores(tmp_path, 1))
 
     assert ended == [(39, failed)] * 2
-
-
-def _save_to_shared_storage(rank: int, world_size: int, lone: int, shared: Path) -> tuple[int, int]:
-    """Train, with one save to shared storage on one rank alone; returns failures, and a step."""
-    state = {"value": torch.nn.Linear(2, 2)}
-    for parameter in state["value"].parameters():
-        torch.nn.init.ones_(parameter)
-    options: dict[str, Any] = {"local": node_store(), "shared": shared, "timeout_s": 2.0}
-    with Checkpointer(
-        state, every=Every(steps=5), shared_every=Every(steps=10), **options
-    ) as checkpointer:
-        for step in range(checkpointer.resume(), 20):
-            if step == 7 and rank == lone:
-                checkpointer.save(step, shared=True)
-            dist.barrier()
-            checkpointer.step(step)
-    with GlobalCheckpointManager(shared) as manager:
-        return checkpointer.failed_saves, manager.find_latest()
-
-
-@pytest.mark.parametrize("lone", [0, 1])
-def test_a_lone_save_to_shared_storage_costs_no_later_one(lone: int, tmp_path: Path) -> None:
-    ended = run_ranks(
-        *(_save_to_shared_storage, 2, lone, tmp_path / "shared"),
-        store_per_node=stores(tmp_path, 1),
-    )
-
-    assert ended == [(1, 19)] * 2

@@ -89,22 +89,6 @@ def test_a_lone_call_names_itself_and_timeout_s(what: str, call: str, tmp_path: 
     assert not [word for word in _NEVER if word in text], text
 
 
-def test_objects_say_what_they_are(tmp_path: Path) -> None:
-    local, shared = tmp_path / "nodes", tmp_path / "shared"
-    checkpointer = Checkpointer(_state(), local=local, shared=shared, session_id="my-run")
-    manager = f"<LocalCheckpointManager of session 'my-run' in '{local}', rank 0 of 1>"
-
-    assert repr(checkpointer.manager) == manager
-    assert repr(checkpointer).startswith(f"<Checkpointer not resumed, {manager}, <GlobalCheck")
-    checkpointer.resume()
-    checkpointer.step(4)
-    assert repr(checkpointer).startswith("<Checkpointer after step 4, ")
-    checkpointer.close()
-    assert repr(checkpointer).startswith("<Checkpointer closed, ")
-    with LocalCheckpointManager(local, "my-run", read_only=True) as reader:
-        assert repr(reader).endswith("rank 0 of 1, read only>")
-
-
 class _Conf:
     pass
 

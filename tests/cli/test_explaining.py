@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import call, only_shards, run
-from tests.managers.jobs import cliques, damage, make_manager, state_of
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import damage, make_manager, state_of
+from tests.ranks import run_ranks
 
 
 def _of(node: Path, iteration: int, rank: int) -> Path:
@@ -62,30 +62,6 @@ def test_a_newer_checkpoint_is_rejected_for_reasons_that_name_ranks_and_nodes(
     assert "A restart loads iteration 10" in answer.out
 
 
-def _save_once(rank: int, world_size: int, iteration: int) -> None:
-    replicas = cliques(1, 2)
-    with make_manager("disk", node_store(), "run", replicas) as manager:
-        manager.save(state_of(rank, iteration), iteration)
-    replicas.close()
-
-
-@pytest.mark.fault("old-files")
-def test_shards_of_two_attempts_are_told_apart(
-    nodes: list[Path], node_dirs: Callable[[int], list[Path]]
-) -> None:
-    others = node_dirs(4)
-    run_ranks(_save_once, 4, 20, store_per_node=others)
-
-    told = _explained([*nodes[:2], *others[2:]])
-
-    assert told["loads"] is None
-    lacks = [row["lacks"] for row in told["checkpoints"] if row["iteration"] == 20]
-    assert sorted((lack["ranks"], lack["why"], lack["nodes"]) for (lack,) in lacks) == [
-        ([0, 1], "only of another attempt, generation 1.2", list(map(str, nodes[:2]))),
-        ([2, 3], "only of another attempt, generation 1.1", list(map(str, others[2:]))),
-    ]
-
-
 @pytest.mark.fault("bad-copies")
 def test_what_was_quarantined_is_told_with_the_shard_that_its_name_speaks_of(
     nodes: list[Path],
@@ -112,30 +88,6 @@ def _spoil(path: Path, how: str) -> None:
         path.write_bytes(b"torn")
     else:
         path.rename(f"{path}.corrupt")
-
-
-@pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("how", ["damaged", "quarantined"])
-def test_a_newer_checkpoint_of_which_no_header_is_intact_is_told_with_why_it_is_rejected(
-    how: str, nodes: list[Path]
-) -> None:
-    for path in [p for node in nodes for p in node.rglob("*20.*.safetensors")]:
-        _spoil(path, how)
-
-    told, answer = _explained(nodes), call("explain", *nodes)
-
-    a, b, c, d = map(str, nodes)
-    newer, older = told["checkpoints"]
-    assert (newer["iteration"], newer["world_size"], newer["by_name"]) == (20, 4, True)
-    assert (older["iteration"], older["by_name"]) == (10, False)
-    assert newer["holders"] == [[]] * 4
-    assert newer["damaged"] == [[a, b], [a, b], [c, d], [c, d]]
-    assert [lack["ranks"] for lack in newer["lacks"]] == [[0, 1], [2, 3]]
-    assert all(lack["why"].startswith("2 copies, ") for lack in newer["lacks"])
-    assert re.search(r"^20 +1\.2 +no +A!\+B! +C!\+D!$", answer.out, re.MULTILINE)
-    newer_is = "Iteration 20 (generation 1.2, by the names of its files) is newer, and lacks:\n"
-    assert newer_is in answer.out
-    assert "A restart loads iteration 10" in answer.out
 
 
 @pytest.mark.fault("bad-copies")

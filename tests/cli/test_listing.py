@@ -48,17 +48,6 @@ def test_checkpoints_come_newest_first_with_all_that_is_known_of_them(
         assert row["complete_here"] is True
 
 
-def test_a_later_attempt_stands_above_a_higher_iteration_of_an_older_one(tmp_path: Path) -> None:
-    for iterations in ((90, 100), (95,)):
-        with make_manager("disk", tmp_path, "run", keep_last=3) as manager:
-            for iteration in iterations:
-                manager.save(state_of(0, iteration), iteration)
-
-    told = listed(tmp_path)["checkpoints"]
-
-    assert [(row["epoch"], row["iteration"]) for row in told] == [(2, 95), (1, 100), (1, 90)]
-
-
 def test_a_node_of_several_says_whose_shards_it_has_and_that_they_are_not_all(
     nodes: list[Path],
 ) -> None:
@@ -85,19 +74,6 @@ def test_sessions_are_told_apart_whatever_their_names(tmp_path: Path) -> None:
     assert answer.status == 0
     assert "\x1b" not in answer.out
     assert "[red]c[/red]" in answer.out
-
-
-def test_nothing_is_cut_or_folded_when_it_goes_into_a_pipe(tmp_path: Path) -> None:
-    name = "a very long name " * 7
-    with make_manager("disk", tmp_path, name) as manager:
-        manager.save(state_of(0, 123_456_789), 123_456_789)
-
-    answer = run("ls", tmp_path, env={"COLUMNS": "20", "FORCE_COLOR": ""})
-
-    lines = answer.out.splitlines()
-    assert f"session {name!r}" in lines
-    assert re.search(r"^123456789 +1\.1 +0 of 1 +1 +.* yes$", answer.out, re.MULTILINE)
-    assert max(map(len, lines)) > 80
 
 
 def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: str) -> None:
@@ -159,17 +135,6 @@ def test_what_a_damaged_header_says_is_told_as_what_it_claims(command: str, stor
     (line,) = [line for line in answer.out.splitlines() if "do not match their digest" in line]
     assert ": it claims to be iteration 5 of rank 0 (session 'run', generation 1.4), and " in line
     assert "is damaged" not in answer.out
-
-
-@pytest.mark.fault("flipped-bit")
-def test_whose_header_is_intact_is_told_as_a_fact(tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path, "run") as manager:
-        manager.save(state_of(0, 4, 3 << 20), 4)
-    damage(only_shards(tmp_path)[0])
-
-    answer = call("verify", tmp_path)
-
-    assert ": iteration 4 of rank 0 (session 'run', generation 1.1) is damaged: " in answer.out
 
 
 @pytest.mark.fault("wrong-place")

@@ -242,8 +242,14 @@ class _Campaign:
         self._is_untidy = True
         self.begin()
         session = self._a_node() / f"session-{SESSION}"
+        obstacle = session.with_name("obstacle")
+        obstacle.write_text("in the way")
         hidden = session.rename(session.with_name("hidden"))
-        session.write_text("in the way")
+        while not session.is_file():
+            # The job may have made it again.
+            shutil.rmtree(session, ignore_errors=True)
+            with suppress(IsADirectoryError):
+                obstacle.rename(session)
         self.settle(may_fail=True)
         session.unlink()
         hidden.rename(session)

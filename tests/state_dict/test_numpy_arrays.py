@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.foreign_values import (
@@ -85,14 +85,6 @@ def test_scalars_come_back() -> None:
     assert loaded["void"].tobytes() == b"abc"
 
 
-def test_an_array_that_stands_twice_is_one_array_again() -> None:
-    array = numpy.arange(10_000)
-
-    loaded = round_trip({"a": array, "b": [array]})
-
-    assert loaded["a"] is loaded["b"][0]
-
-
 def test_a_loaded_array_shares_no_memory_with_the_image_and_can_be_written_to() -> None:
     image = pack({"a": numpy.zeros(5000)}, IDENTITY)
     before = bytes(image.view)
@@ -100,16 +92,6 @@ def test_a_loaded_array_shares_no_memory_with_the_image_and_can_be_written_to() 
     unpack(image)["a"][:] = 1
 
     assert bytes(image.view) == before
-
-
-def test_an_array_and_a_tensor_over_its_memory_come_back_apart() -> None:
-    array = numpy.arange(5000.0)
-    state = {"array": array, "tensor": torch.from_numpy(array)}
-
-    loaded = round_trip(state)
-
-    _assert_same_array(loaded["array"], array)
-    assert torch.equal(loaded["tensor"], state["tensor"])
 
 
 def test_an_array_stands_in_the_file_by_its_path_for_other_tools(tmp_path: Path) -> None:
@@ -120,24 +102,6 @@ def test_an_array_stands_in_the_file_by_its_path_for_other_tools(tmp_path: Path)
 
     with safe_open(path, "np") as shard:
         assert numpy.array_equal(shard.get_tensor("data.order"), array)
-
-
-def test_the_value_of_an_array_is_that_of_the_save() -> None:
-    array = numpy.zeros(5000)
-    image = pack({"array": array}, IDENTITY)
-
-    array[:] = 1
-
-    assert not unpack(image)["array"].any()
-
-
-def test_arrays_stay_in_host_memory_wherever_tensors_are_loaded_to() -> None:
-    state = {"array": numpy.arange(5000), "tensor": torch.ones(3)}
-
-    loaded = round_trip(state, map_location="meta")
-
-    assert loaded["tensor"].is_meta
-    _assert_same_array(loaded["array"], state["array"])
 
 
 def test_arrays_are_made_anew_where_tensors_are_filled_in_place() -> None:
@@ -158,18 +122,6 @@ def test_arrays_are_made_anew_where_tensors_are_filled_in_place() -> None:
     assert not given["b"].any()
 
 
-def test_a_state_with_an_array_that_differs_from_the_given_one_is_told_apart() -> None:
-    weight = torch.arange(6.0)
-    image = pack({"a": numpy.arange(5000), "w": weight, "z": weight[:3]}, IDENTITY)
-    given = torch.zeros(6)
-    into = {"a": numpy.zeros(9), "w": given, "q": torch.zeros(3)}
-
-    with pytest.raises(MismatchError, match="z: saved, not given"):
-        ImageReader(image, SafeGlobals()).restore(find_targets(into))
-
-    assert not given.any()
-
-
 def test_large_arrays_are_staged_in_as_little_memory_as_tensors() -> None:
     array = numpy.ones(8 << 20, dtype=numpy.float64)
     states = {"array": {"a": array}, "tensor": {"a": torch.from_numpy(array)}}
@@ -187,16 +139,6 @@ def test_large_arrays_are_staged_in_as_little_memory_as_tensors() -> None:
 
     assert len(images["array"]) < len(images["tensor"]) + 10_000
     assert taken["array"] < 1 << 20
-
-
-def test_one_layout_serves_while_only_the_values_of_arrays_change(layouts: list[Any]) -> None:
-    planner = ImagePlanner()
-    for value in range(4):
-        state = {"a": numpy.full(5000, value), "small": numpy.full(5, value)}
-        loaded = unpack(pack(state, IDENTITY, planner))
-        assert loaded["a"][0] == loaded["small"][0] == value
-
-    assert len(layouts) == 1
 
 
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
@@ -245,14 +187,6 @@ def test_tensors_in_a_class_of_arrays_that_pickles_itself_are_filled(count: int)
 
     assert loaded["a"].noted is given.noted
     assert given.noted.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_class_of_arrays_is_named_as_the_reason_whatever_attributes_it_has() -> None:
-    array = numpy.arange(5).view(Labelled)
-    array.made_by = lambda: 1  # type: ignore[attr-defined]
-
-    with pytest.raises(CheckpointingException, match="Labelled is a class of arrays"):
-        pack({"a": array}, IDENTITY, ImagePlanner(SafeGlobals([Labelled])))
 
 
 @pytest.mark.parametrize("count", [5, 5000])

@@ -141,48 +141,6 @@ def test_values_that_are_no_tensors_come_back_equal(value: Any) -> None:
     assert_same(loaded, state)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        numpy.arange(6, dtype=">i4").reshape(2, 3),
-        numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
-        numpy.arange(10)[::-3],
-        numpy.array(5.5),
-        numpy.zeros((0, 4), dtype=numpy.float16),
-        numpy.array(["ab", "c"]),
-        numpy.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
-        numpy.array([True, False]),
-        numpy.array([1 + 2j]),
-    ],
-    ids=lambda array: f"{array.dtype} {array.shape}",
-)
-def test_numpy_arrays_come_back_equal(array: numpy.ndarray[Any, Any]) -> None:
-    loaded = round_trip([array])
-
-    assert_same(loaded, [array])
-
-
-@pytest.mark.parametrize(
-    "scalar",
-    [numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.str_("a"), numpy.complex64(1j)],
-    ids=repr,
-)
-def test_numpy_scalars_come_back_equal(scalar: numpy.generic) -> None:
-    loaded = round_trip({"scalar": scalar})
-
-    assert_same(loaded, {"scalar": scalar})
-
-
-@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
-def test_numpy_generators_go_on_where_they_were(kind: str) -> None:
-    generator = numpy.random.Generator(getattr(numpy.random, kind)(7))
-    generator.standard_normal(5)
-
-    loaded = round_trip({"rng": generator})["rng"]
-
-    assert_same(loaded.standard_normal(20), generator.standard_normal(20))
-
-
 def test_the_random_states_of_python_numpy_and_torch_go_on_where_they_were() -> None:
     source, legacy = random.Random(3), numpy.random.RandomState(4)
     torch_source = torch.Generator().manual_seed(5)

@@ -156,7 +156,7 @@ class SpareRegistry:
             before = if_there(self._part, _SPARES) or b""
             try:
                 records = {record.name: record for record in _parsed(before or b"[]")}
-            except ValueError:
+            except (ValueError, RecursionError):
                 # What is no record of ours is replaced.
                 records = {}
             left = {k: v for k, v in {**records, **changed}.items() if v is not None}

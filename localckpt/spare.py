@@ -7,6 +7,7 @@ behind training; whoever begins as a rank on this node finds its shard here.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import math
 import os
@@ -126,6 +127,8 @@ class Spare:
             self._work, self._watch = Task(self._receive_all), Task(self._leave_in_time)
             self._work.start("localckpt-spare", daemon=True)
             self._watch.start("localckpt-spare-watch", daemon=False)
+            # Before the exit waits for that thread.
+            atexit.register(self._leaving.set)
         except BaseException:
             self._leaving.set()
             self._store.close()
@@ -142,6 +145,7 @@ class Spare:
             StorageError: The storage does not answer.
         """
         self._leaving.set()
+        atexit.unregister(self._leaving.set)
         self._watch.result(_TIMEOUT_S)
         # It says in the store that it has ended, if that answers.
         self._work.wait(_LEAVING_S)

@@ -38,10 +38,6 @@ class Prefetch(NamedTuple):
     nodes: tuple[tuple[int, int], ...]
     """Numbers of nodes, as the first and the last of each run."""
 
-    @property
-    def numbers(self) -> list[int]:
-        return [number for first, last in self.nodes for number in range(first, last + 1)]
-
 
 def plan_prefetches(
     spares: Sequence[SpareRecord], places: Sequence[int], nbytes: Sequence[int]

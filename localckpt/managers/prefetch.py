@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from math import inf
 
 from localckpt.availability.inventory import ranks_by_node
@@ -71,7 +72,8 @@ class Prefetches:
         self._under_way = [(push, task) for push, task in under_way if not task.done()]
         ranks_on = [*ranks_by_node(self._context.nodes).values()]
         for plan in planned:
-            nodes = tuple(tuple(ranks_on[number]) for number in plan.numbers)
+            runs = (ranks_on[first : last + 1] for first, last in plan.nodes)
+            nodes = tuple(map(tuple, chain.from_iterable(runs)))
             mine = next((node for node in nodes if node[0] == self._context.ranks.rank), ())
             if self._registry is None or not (mine or self._context.ranks.is_root):
                 continue

@@ -241,8 +241,7 @@ class Spare:
             registry.withdraw(self._name)
             self._beat_at = 0.0
             with self._using:
-                if not self._leaving.is_set():
-                    self._receive(registry, registry.take_order(self._name))
+                self._receive(registry, registry.take_order(self._name))
         if time.monotonic() >= self._beat_at:
             self._beat, self._beat_at = self._beat + 1, time.monotonic() + LEASE_S / 4
             registry.put(
@@ -261,12 +260,14 @@ class Spare:
 
     def _receive(self, registry: SpareRegistry, order: Order) -> None:
         began, checkpoint, store = time.monotonic(), order.checkpoint, self._store
+        self._pull = pull = Pull(registry, order, self._name, _TIMEOUT_S)
+        if self._leaving.is_set():
+            # Whoever leaves may have looked for this pull before it was there.
+            return
         store.repaired = frozenset({checkpoint})
         records = [stored.record for stored in store.list_stored() if stored.record]
         sizes = {r.identity: r.nbytes for r in records if r.identity.checkpoint == checkpoint}
-        room = self._room()
-        self._pull = pull = Pull(registry, order, self._name, _TIMEOUT_S)
-        came_nbytes = 0
+        room, came_nbytes = self._room(), 0
 
         def keep(rank: int, nbytes: int, fill: Callable[[memoryview], None]) -> None:
             nonlocal came_nbytes

@@ -33,8 +33,8 @@ from localckpt import Checkpointer, PeerLostError, Spare
 
 RANKS = 2
 STEPS = 36
-SAVE_EVERY = 8
-LOSE_AT = (13, 27)
+SAVE_EVERY = 12
+LOSE_AT = (21, 33)
 LIMIT_S = 120.0
 _PROJECT = Path(__file__).absolute().parents[1]
 
@@ -150,6 +150,14 @@ class Job:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         return [event for event in events if event["event"] == kind]
 
+    def await_shards(self, home: int) -> None:
+        """Wait until a spare has the shards of all ranks."""
+        until = time.monotonic() + LIMIT_S
+        while len([*(self.folder / f"node{home}").rglob("*.safetensors")]) < RANKS:
+            if time.monotonic() > until:
+                raise RuntimeError(f"process {home} has no shards")
+            time.sleep(0.01)
+
     def source(self, home: int) -> str:
         """Return where the shard of a new process came from, by the record of its node."""
         until = time.monotonic() + LIMIT_S
@@ -199,6 +207,8 @@ def run(folder: Path, say: Callable[[str], None], *, lose: bool) -> list[Loss]:
         job.begin_world([survivor, other])
         for step in LOSE_AT if lose else ():
             job.await_step(other, step)
+            if spare is not None:
+                job.await_shards(spare)
             loss = Loss("a fresh process" if spare is None else "a spare", time.monotonic())
             job.processes[other].send_signal(signal.SIGKILL)
             job.processes[other].wait()

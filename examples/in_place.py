@@ -1,9 +1,9 @@
 """Restart in place: a rank is lost, and the others keep their processes and their memory.
 
 `python -m examples.in_place` trains on two nodes, undisturbed; then once more, and kills a rank
-twice. A spare, which has imported torch and waits, takes its place, and then a fresh process. The
-rank that is left goes back to its own memory. `train` is the loop of a user; the launcher below it
-starts the processes, and says who is in the job.
+twice. A spare, to which the shards were sent while it waited, takes its place, and then a fresh
+process. The rank that is left goes back to its own memory. `train` is the loop of a user; the
+launcher below it starts the processes, and says who is in the job.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.compare import compare
 from examples.journal import Journal
 from examples.model import GPT, Text
-from localckpt import Checkpointer, PeerLostError
+from localckpt import Checkpointer, PeerLostError, Spare
 
 RANKS = 2
 STEPS = 36
-SAVE_EVERY = 4
-LOSE_AT = (14, 26)
+SAVE_EVERY = 12
+LOSE_AT = (21, 33)
 LIMIT_S = 120.0
 _PROJECT = Path(__file__).absolute().parents[1]
 
 
-def train(home: int, store: Store, folder: Path) -> None:
+def train(home: int, store: TCPStore, folder: Path, *, is_spare: bool) -> None:
     """Train as process `home`; each life of the job is a world, whose ranks the store has."""
     journal = Journal(folder / f"home{home}.jsonl", node=str(home))
     checkpointer = None
-    number, world = next_world(store, home, 0)
+    if is_spare:
+        # What the job saves comes to this node until this process is in a world.
+        with Spare(f"127.0.0.1:{store.port}", folder / f"node{home}"):
+            number, world = next_world(store, home, 0)
+    else:
+        number, world = next_world(store, home, 0)
     while True:
         # A store of its own: what is left of the world before is in nobody's way.
         dist.init_process_group(
@@ -121,9 +126,9 @@ class Job:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     worlds: int = 0
 
-    def start(self) -> int:
+    def start(self, kind: str = "rank") -> int:
         home = len(self.processes)
-        command = [sys.executable, "-m", "examples.in_place", str(home)]
+        command = [sys.executable, "-m", "examples.in_place", kind, str(home)]
         with (self.folder / f"home{home}.log").open("wb") as log:
             self.processes[home] = subprocess.Popen(
                 [*command, str(self.store.port), str(self.folder)],
@@ -144,6 +149,26 @@ class Job:
         lines = journal.read_text().splitlines() if journal.exists() else []
         events = [json.loads(line) for line in lines if line.endswith("}")]
         return [event for event in events if event["event"] == kind]
+
+    def await_shards(self, home: int) -> None:
+        """Wait until a spare has the shards of all ranks."""
+        until = time.monotonic() + LIMIT_S
+        while len([*(self.folder / f"node{home}").rglob("*.safetensors")]) < RANKS:
+            if time.monotonic() > until:
+                raise RuntimeError(f"process {home} has no shards")
+            time.sleep(0.01)
+
+    def source(self, home: int) -> str:
+        """Return where the shard of a new process came from, by the record of its node."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            for record in (self.folder / f"node{home}" / "events").rglob("*.jsonl"):
+                whole = [line for line in record.read_text().splitlines() if line.endswith("}")]
+                for event in map(json.loads, whole):
+                    if event["name"] == "resume":
+                        return str(event["details"]["source"])
+            time.sleep(0.01)
+        raise RuntimeError(f"process {home} has not resumed")
 
     def await_step(self, home: int, step: int, lives: int = 0) -> float:
         """Wait until a process that rejoined so often has made a step, or any later one.
@@ -178,10 +203,12 @@ def run(folder: Path, say: Callable[[str], None], *, lose: bool) -> list[Loss]:
         job = Job(folder, store)
         stack.callback(job.end)
         survivor, other = job.start(), job.start()
-        spare = job.start() if lose else None
+        spare = job.start("spare") if lose else None
         job.begin_world([survivor, other])
         for step in LOSE_AT if lose else ():
             job.await_step(other, step)
+            if spare is not None:
+                job.await_shards(spare)
             loss = Loss("a fresh process" if spare is None else "a spare", time.monotonic())
             job.processes[other].send_signal(signal.SIGKILL)
             job.processes[other].wait()
@@ -194,7 +221,7 @@ def run(folder: Path, say: Callable[[str], None], *, lose: bool) -> list[Loss]:
             say(
                 f"SIGKILL to a rank, replaced by {loss.replacement}: the next step was made after "
                 f"{loss.back_after_s:.2f} s; the rank that is left went back to {loss.source}, "
-                f"in {loss.rejoin_s:.2f} s"
+                f"in {loss.rejoin_s:.2f} s, and the new one had its shard from {job.source(other)}"
             )
         job.await_step(survivor, STEPS - 1)
         for home in (survivor, other):
@@ -218,8 +245,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.exit(main())
     torch.set_num_threads(1)
-    train(
-        int(sys.argv[1]),
-        TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False),
-        Path(sys.argv[3]),
-    )
+    kind, home, port, folder = sys.argv[1:]
+    store = TCPStore("127.0.0.1", int(port), is_master=False)
+    train(int(home), store, Path(folder), is_spare=kind == "spare")

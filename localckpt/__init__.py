@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
     )
     from localckpt.replication.strategies import ReplicationStrategy as ReplicationStrategy
+    from localckpt.spare import Spare as Spare
     from localckpt.state_dict.basic import BasicTensorAwareStateDict as BasicTensorAwareStateDict
     from localckpt.state_dict.basic import TensorAwareStateDict as TensorAwareStateDict
 
@@ -114,6 +115,7 @@ _PUBLIC = {
     "replication.strategies": (
         "CliqueReplicationStrategy LazyCliqueReplicationStrategy ReplicationStrategy"
     ),
+    "spare": "Spare",
 }
 # Of localckpt.megatron, and of the calculator of losses, for code that imports them from here.
 _BESIDE = {

@@ -75,6 +75,10 @@ _ARROWS = {
         *("own_folders", "availability", "global_tier", "events", "exporters", "failure_texts"),
         "memory",
     },
+    "spare": {
+        *("errors", "failure_texts", "ids", "threads", "waiting", "ranks", "storage"),
+        *("availability", "replication"),
+    },
     "exporters": {"errors", "events"},
     "megatron": {
         *("errors", "ids", "state_dict", "replication", "async_save", "managers", "global_tier"),
@@ -90,27 +94,27 @@ _ARROWS = {
 # its own, the goal, and modules today, of which the same holds. "top" is the modules beside the
 # rooms. The command line's goal is 3,000 and 600 for what reads a checkpoint outside of its job.
 _BUDGETS = {
-    "top": (2159, 1300, 13),
+    "top": (2550, 1300, 14),
     "async_save": (1580, 1400, 6),
-    "availability": (2619, 2000, 11),
+    "availability": (2701, 2000, 12),
     "checkpointer": (4784, 1800, 14),
     "cli": (3929, 3600, 19),
-    "events": (596, 700, 4),
+    "events": (597, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5751, 4900, 15),
     "integrations": (3061, 2900, 20),
-    "managers": (5492, 3600, 18),
+    "managers": (5641, 3600, 19),
     "memory": (735, 700, 7),
     "parity": (1676, 1700, 12),
-    "ranks": (2570, 1600, 10),
-    "replication": (2874, 2900, 17),
+    "ranks": (2587, 1600, 10),
+    "replication": (3189, 2900, 18),
     "state_dict": (6979, 5000, 30),
     "storage": (3371, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (160, 150)
+_CORE_MODULES = (164, 150)
 # All lanes; the goal is 36,000.
 _TEST_LINES = 60_400
 

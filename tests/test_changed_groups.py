@@ -21,7 +21,7 @@ import localckpt
 from localckpt.errors import PeerLostError
 from localckpt.ranks.job_store import default_store
 from tests.managers.jobs import error_of
-from tests.ranks import announce, await_announced, node_store, run_ranks
+from tests.ranks import node_store, run_ranks
 
 _TIMEOUT_S = 20.0
 _NOT_HERE = pytest.mark.skipif(
@@ -176,32 +176,6 @@ def test_a_group_changed_in_place_is_seen_by_all_and_new_objects_work(
         assert told[home]
         for text in told[home]:
             assert f"it was made by {old}, and this process is {new} now" in text
-
-
-def _survive(home: int, world_size: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), 2)
-    if home < 2:
-        first = dist.PrefixStore("first", store)
-        dist.init_process_group("gloo", store=first, rank=home, world_size=2)
-        left = [list(_objects(node_store() / str(life), folder / str(life))) for life in range(2)]
-        # One that was never used.
-        localckpt.LocalCheckpointManager(node_store() / "unused", timeout=_TIMEOUT_S)
-        dist.barrier()
-        if home == 1:
-            return
-        dist.destroy_process_group()
-        announce("left", len(left))
-    await_announced("left")
-    again = dist.PrefixStore("again", store)
-    dist.init_process_group("gloo", store=again, rank=min(home, 1), world_size=2)
-    _work_with_new_ones(folder / "after")
-    dist.destroy_process_group()
-
-
-def test_a_fresh_process_works_with_one_that_has_made_objects_in_another_group(
-    node_dirs: Callable[[int], list[Path]], tmp_path: Path
-) -> None:
-    run_ranks(_survive, 3, tmp_path, init_group=False, store_per_node=node_dirs(3))
 
 
 def _make_alone(rank: int, world_size: int, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.plain import Record
+from localckpt.availability.prefetch import SpareRecord
 from localckpt.availability.recoverable import computable
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named, said_by
@@ -244,6 +245,12 @@ class SaveOutcome(Record):
     """Kept checkpoints of which this node has lost pieces, or that have too few copies."""
     found: tuple[Standing, ...] = ()
     """Kept checkpoints that a repair has found otherwise than all ranks know."""
+    nbytes: int = 0
+    """Size of this rank's shard."""
+    spares: tuple[SpareRecord, ...] = ()
+    """Spares that the first rank sees; none on the others."""
+    places: tuple[int, ...] = ()
+    """Number of each rank's node, if there are spares."""
 
 
 def division_problem(divided: Sequence[Division]) -> str | None:

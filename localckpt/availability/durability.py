@@ -23,6 +23,7 @@ from localckpt.availability.coverage import (
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.plain import Record
+from localckpt.availability.prefetch import Prefetch, plan_prefetches
 from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
@@ -85,6 +86,7 @@ class SaveVerdict(Record):
     metric: float | None = None
     lacking: tuple[Checkpoint, ...] = ()
     found: tuple[Standing, ...] = ()
+    prefetches: tuple[Prefetch, ...] = ()
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -101,18 +103,24 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
         # The rank that saved alone counts more saves than the others.
         generation = generation.beyond()
     divergence = compare_replicas([outcome.replicas for outcome in outcomes])
+    first, bad, prefetches = outcomes[0], why_bad(outcomes), tuple[Prefetch, ...]()
+    # What a restart would not take is not worth sending.
+    if first.spares and not (problems or bad or divergence):
+        sizes = [outcome.nbytes for outcome in outcomes]
+        prefetches = plan_prefetches(first.spares, first.places, sizes)
     # A rank that could not capture its state has not told what it was to divide.
     fit = (
         any(outcome.error is not None for outcome in outcomes)
         or division_problem([outcome.divided for outcome in outcomes]) is None
     )
     return SaveVerdict(
-        *(problems, generation, reached, why_bad(outcomes), divergence),
+        *(problems, generation, reached, bad, divergence),
         parts_fit=fit,
         is_mismatched=is_mismatched,
-        metric=outcomes[0].metric,
+        metric=first.metric,
         lacking=tuple({c: None for outcome in outcomes for c in outcome.lacking}),
         found=_worst([standing for outcome in outcomes for standing in outcome.found]),
+        prefetches=prefetches,
     ).to_json()
 
 

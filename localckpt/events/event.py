@@ -39,6 +39,7 @@ Name: TypeAlias = Literal[
     "degraded",
     "diverged",
     "reprotected",
+    "prefetched",
     "drain",
     "pruned",
     "quarantined",

@@ -261,6 +261,7 @@ class CheckpointManager(OfOneProcess):
         if self._reprotection is not None:
             self._reprotection.abort()
         self._saves.repairs.abort()
+        self._saves.prefetches.abort()
 
     def __repr__(self) -> str:
         images = self._context.images
@@ -743,6 +744,7 @@ class CheckpointManager(OfOneProcess):
         self._join()
         # They may be stuck at the disk that is to be replaced.
         self._saves.repairs.close()
+        self._saves.prefetches.close()
         new = open_in_place(context, partial(self._open_store, self._ranks, context.allowed), path)
         if new is not None:
             self._open_store = partial(self._open_store, root=path)

@@ -37,6 +37,7 @@ from localckpt.ids import SAVES_AN_ATTEMPT, CkptID, Generation, ShardIdentity
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.context import Context
 from localckpt.managers.copies import Replication
+from localckpt.managers.prefetch import Prefetches
 from localckpt.managers.repair import Repairs
 from localckpt.managers.replica_check import divergence_error
 from localckpt.managers.reports import SaveReport
@@ -307,6 +308,7 @@ class Save:
             self.protect()
             holds = context.store.holds
             missing += [s.identity.ckpt_id for s in self.slots if not holds(s.identity)]
+        spares = self._saves.prefetches.look()
         return SaveOutcome(
             identity.iteration,
             identity.generation,
@@ -321,6 +323,9 @@ class Save:
             self._metric,
             self._saves.repairs.wanted(),
             context.checkpoints.found(),
+            self.slots[0].nbytes if self.slots else 0,
+            spares,
+            self._saves.prefetches.places() if spares else (),
         )
 
     # Complete, or failed.
@@ -358,6 +363,7 @@ class Save:
         assert verdict.reached is not None, "without a failure the save is complete"
         self._complete(verdict.reached, bad, self._measured(verdict.metric))
         self._saves.repairs.begin(verdict.lacking)
+        self._saves.prefetches.begin(identity.checkpoint, verdict.prefetches)
         return verdict.reached
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
@@ -534,6 +540,7 @@ class Saves:
         self.context, self.is_to_stop = context, is_to_stop
         self.in_flight: list[Save] = []
         self.capture, self.repairs = StateCapture(context), Repairs(context)
+        self.prefetches = Prefetches(context)
         self.is_protected = is_protected
         self.is_divergence_fatal = context.options.on_divergence == "error"
         self.has_diverged = False
@@ -713,6 +720,7 @@ class Saves:
     def closing_steps(self) -> Iterable[Callable[[], object]]:
         """Yield what ends all work, in the order in which it has to be done."""
         yield self.repairs.close
+        yield self.prefetches.close
         yield from (save.replication.wait for save in self.in_flight)
         yield self.foreign.close
         yield from (save.handed_over.close for save in self.in_flight if save.handed_over)

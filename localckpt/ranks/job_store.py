@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError
 
@@ -90,3 +90,17 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def common_store() -> Store | None:
+    """Return the store that all lives of the job share with processes beside it, if there is one.
+
+    A launcher, torch, and each new process group put their names before the keys of the job's
+    store; who reaches it by its address has none of these.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

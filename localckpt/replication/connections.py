@@ -49,6 +49,7 @@ class HostConnections:
         is_given_up: Callable[[], bool] = lambda: False,
         *,
         in_pairs: bool = False,
+        store: Store | None = None,
     ) -> None:
         self.rank, self.ranks = rank, sorted({rank, *ranks}) if in_pairs else list(ranks)
         # For each peer a gloo group of torch's that both are in, and the peer's place there.
@@ -62,7 +63,8 @@ class HostConnections:
             for members in groups:
                 # A process that is alone connects to nobody, and may have no store.
                 if members != [rank]:
-                    part = PrefixStore(f"{here}/{members[0]}-{members[-1]}", default_store())
+                    names = f"{here}/{members[0]}-{members[-1]}"
+                    part = PrefixStore(names, store or default_store())
                     openings.append(_Opening(part, members, rank, timeout_s, is_given_up))
             for opening in openings:
                 group = opening.finish()

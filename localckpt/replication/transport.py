@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from torch._C._distributed_c10d import Store
+
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.messages import Messages
@@ -64,12 +66,16 @@ def connect(
     in_pairs: bool = False,
     rate_limit: float | None = None,
     is_given_up: Callable[[], bool] = lambda: False,
+    store: Store | None = None,
 ) -> Transport:
     """Connect to other ranks, by a ``name`` that was not used before in this job.
 
     ``ranks`` all call it together, with the same list; ``in_pairs`` they are the peers of this rank
     only, which name this one, too. ``is_given_up`` is asked meanwhile, by another thread: whether
-    to stop. A rank that does not connect is a PeerLostError.
+    to stop. A rank that does not connect is a PeerLostError. They find each other in ``store``, if
+    not in that of the job.
     """
-    connections = HostConnections(name, ranks, rank, timeout_s, is_given_up, in_pairs=in_pairs)
+    connections = HostConnections(
+        name, ranks, rank, timeout_s, is_given_up, in_pairs=in_pairs, store=store
+    )
     return HostTransport(connections, rate_limit=rate_limit)

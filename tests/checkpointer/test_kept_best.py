@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,19 @@ from tests.managers.jobs import MAX_S
 _LEAST = Retention(last=2, best=Best("loss"))
 
 
-def _run(
-    local: Path, losses: dict[int, float], *, back_to: int | None = None, **options: Any
-) -> tuple[int, list[int], float]:
+def _run(local: Path, losses: dict[int, float], **options: Any) -> tuple[int, list[int], float]:
     """A start that saves each step with a loss: its first step, what is there, and its state."""
     weight = torch.zeros(9)
     state = {"weight": (lambda: weight, weight.copy_)}
     usual = {"every": 1, "timeout_s": MAX_S, "retention": _LEAST}
     with Checkpointer(state, local=local, **(usual | options)) as checkpointer:
-        first = checkpointer.resume(step=back_to)
+        first = checkpointer.resume()
         loaded = float(weight[0])
         for step, loss in losses.items():
             weight.fill_(step)
             checkpointer.step(step, metrics={"loss": torch.tensor(loss)})
             checkpointer.wait_until_finished()
         return first, checkpointer.manager.all_iterations(), loaded
-
-
-def test_the_best_stays_after_restarts_and_can_be_resumed(tmp_path: Path) -> None:
-    first = {0: 3.0, 1: 0.5, 2: math.nan, 3: 2.0}
-    assert _run(tmp_path, first) == (0, [3, 2, 1], 0.0)
-    assert _run(tmp_path, {4: 4.0, 5: 5.0}) == (4, [5, 4, 1], 3.0)
-
-    # Back to the best one, which stays the best so far.
-    told = _run(tmp_path, {2: 7.0, 3: 8.0, 4: 9.0}, back_to=1)
-
-    assert told == (2, [4, 3, 1], 1.0)
-    assert _run(tmp_path, {5: 0.1, 6: 7.0, 7: 8.0}) == (5, [7, 6, 5], 4.0)
 
 
 def test_both_tiers_keep_the_best_by_their_own_rules(tmp_path: Path) -> None:

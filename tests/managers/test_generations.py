@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.managers.jobs import files
+from tests.managers.jobs import files, iterations_on
 from tests.scenarios import Begin, Job
 
 
@@ -12,6 +12,25 @@ def _epochs_on(job: Job) -> list[list[str]]:
     """The epochs of the files of each node."""
     job.run()
     return [[name.split(".")[2] for name in files(node)] for node in job.nodes]
+
+
+@pytest.mark.fault("old-files")
+def test_a_job_that_went_back_is_not_overruled_by_what_it_abandoned(job: Begin) -> None:
+    running = job(nodes=2, kind="memory", redundancy=(1, 2), keep_last=9).save(80, 90, 100)
+
+    # The first attempt is given up at 100; the second starts elsewhere, saves 95 and dies.
+    running.restart().save(95).expect(95).run()
+    for node in running.nodes:
+        assert iterations_on(node) == {80, 90, 95, 100}
+
+    # The third goes on from 95, and reaches 100 in its own way.
+    running.restart().expect(95).save(100, value=101).expect(100, value=101)
+    running.restart().expect(100, value=101)
+
+    # What is kept are the newest, not the highest.
+    running.restart(keep_last=2).find(100).save(96).find(96).save(97).expect(97).run()
+    for node in running.nodes:
+        assert iterations_on(node) == {96, 97}
 
 
 @pytest.mark.fault("old-files")
@@ -43,6 +62,27 @@ def test_what_is_left_of_an_unfinished_save_is_neither_found_nor_kept(job: Begin
 
     # What never was complete is not kept for ever.
     assert _epochs_on(running) == [["2", "2"]] * 2
+
+
+def test_the_attempt_is_numbered_after_the_highest_that_any_node_holds(job: Begin) -> None:
+    running = job(nodes=2, keep_last=9)
+    for _ in range(2):
+        running.restart(ranks=1, on=[1]).save(5)
+
+    running.restart(ranks=2).save(5)
+
+    assert _epochs_on(running)[0] == ["3"]
+    assert [name for name in files(running.nodes[1]) if "000000000005.1.3." in name]
+
+
+@pytest.mark.fault("old-files")
+def test_attempts_on_nodes_that_have_none_in_common_never_mix(job: Begin) -> None:
+    running = job(nodes=4, ranks=2)
+
+    for pair in ([0, 1], [2, 3]):
+        running.restart(on=pair).save(5)
+
+    running.restart(on=[0, 3]).expect_none().run()
 
 
 @pytest.mark.fault("old-files")

@@ -61,8 +61,7 @@ def memory_limits() -> list[MemoryLimit]:
     for folder, version in cgroup_folders(
         _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     ):
-        found = parse_cgroup(partial(_read, folder), version, free_swap)
-        if found is None:
+        if (found := parse_cgroup(partial(_read, folder), version, free_swap)) is None:
             continue
         nbytes, available_nbytes = found
         with suppress(OSError):
@@ -98,17 +97,12 @@ def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
 def parse_cgroup(
     read: Callable[[str], str], version: int, free_swap_nbytes: int
 ) -> tuple[int, int] | None:
-    """Compute a cgroup's limit and what is left of it; ``read`` gives the text of a file of it.
-
-    A file that is not there has no text. Most cgroups have no limit, and then nothing else is read.
-    """
-    limit_file, *others = _FILES[version]
-    limit = _number(read(limit_file))
-    if limit is None or limit >= _NO_LIMIT:
+    """Compute a cgroup's limit and what is left of it; ``read`` gives the text of a file, or ""."""
+    # One after the other: most cgroups have no limit, and then nothing else is read.
+    numbers = (_number(read(name)) for name in _FILES[version])
+    if (limit := next(numbers)) is None or limit >= _NO_LIMIT or (taken := next(numbers)) is None:
         return None
-    taken, swap_limit, swap_taken = (_number(read(name)) for name in others)
-    if taken is None:
-        return None
+    swap_limit, swap_taken = numbers
     stat = dict(line.split()[:2] for line in read(_STAT).splitlines() if " " in line)
     reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[version])
     available = max(0, limit - taken + reclaimable)

@@ -123,10 +123,6 @@ class Job:
         """No checkpoint is found, and the error of a load says each of ``texts``."""
         return self._then(_expect_none, texts)
 
-    def expect_error(self, kind: type[Exception], *texts: str) -> Job:
-        """The search for checkpoints raises this on every rank, and says each of ``texts``."""
-        return self._then(_expect_error, kind, texts)
-
     def expect_complete(self, *iterations: int) -> Job:
         """These iterations are complete, in this order, the newest first."""
         return self._then(_expect_complete, list(iterations))
@@ -274,12 +270,6 @@ def _find(manager: Any, iteration: int) -> None:
 def _expect_none(manager: Any, texts: Sequence[str]) -> None:
     assert manager.find_latest() == -1
     told = error_of(manager.load, NoReplicasAvailableError)
-    for text in texts:
-        assert text in told
-
-
-def _expect_error(manager: Any, kind: type[Exception], texts: Sequence[str]) -> None:
-    told = error_of(manager.find_latest, kind)
     for text in texts:
         assert text in told
 

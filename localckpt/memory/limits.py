@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -60,10 +61,7 @@ def memory_limits() -> list[MemoryLimit]:
     for folder, version in cgroup_folders(
         _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     ):
-        names = (*_FILES[version], _STAT)
-        files = {name: text for name in names if (text := _read(folder / name))}
-        found = parse_cgroup(files, version, free_swap)
-        if found is None:
+        if (found := parse_cgroup(partial(_read, folder), version, free_swap)) is None:
             continue
         nbytes, available_nbytes = found
         with suppress(OSError):
@@ -97,13 +95,15 @@ def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
 
 
 def parse_cgroup(
-    files: Mapping[str, str], version: int, free_swap_nbytes: int
+    read: Callable[[str], str], version: int, free_swap_nbytes: int
 ) -> tuple[int, int] | None:
-    """Compute a cgroup's limit and what is left of it from the texts of its ``files``, by name."""
-    limit, taken, swap_limit, swap_taken = (_number(files.get(name)) for name in _FILES[version])
-    if limit is None or limit >= _NO_LIMIT or taken is None:
+    """Compute a cgroup's limit and what is left of it; ``read`` gives the text of a file, or ""."""
+    # One after the other: most cgroups have no limit, and then nothing else is read.
+    numbers = (_number(read(name)) for name in _FILES[version])
+    if (limit := next(numbers)) is None or limit >= _NO_LIMIT or (taken := next(numbers)) is None:
         return None
-    stat = dict(line.split()[:2] for line in files.get(_STAT, "").splitlines() if " " in line)
+    swap_limit, swap_taken = numbers
+    stat = dict(line.split()[:2] for line in read(_STAT).splitlines() if " " in line)
     reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[version])
     available = max(0, limit - taken + reclaimable)
     if swap_limit is None or swap_taken is None:
@@ -127,13 +127,13 @@ def _mount(mounts: str, version: int) -> tuple[str, Path] | None:
     return None
 
 
-def _number(text: str | None) -> int | None:
+def _number(text: str) -> int | None:
     """Return the number in a file; ``None`` if it is not there, or is "max"."""
-    return int(text) if text is not None and text.strip().isdecimal() else None
+    return int(text) if text.strip().isdecimal() else None
 
 
-def _read(path: str | Path) -> str:
+def _read(*path: str | Path) -> str:
     """Return the text of a file of the kernel; empty if it cannot be read."""
     with suppress(OSError):
-        return Path(path).read_text(errors="replace")
+        return Path(*path).read_text(errors="replace")
     return ""

@@ -80,7 +80,7 @@ def _torchrun(file: Path) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("way", "end"),
     [

@@ -67,6 +67,7 @@ def _survive(
     return {n: seen for n, seen in enumerate(outcomes) if not isinstance(seen, DeadRank)}
 
 
+@pytest.mark.rows(8)
 @pytest.mark.fault("survivors")
 @pytest.mark.parametrize(
     "in_place",

@@ -212,7 +212,7 @@ queue.maybe_finalize_async_calls(blocking=True)
 """
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("script", "then", "signals", "code", "finishes"),
     [

@@ -572,7 +572,7 @@ _OPERATIONS: list[_Operation] = [
 ]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.fault("kill-save", "kill-load", "trainer-dies")

@@ -577,7 +577,7 @@ def refuse(node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool) 
     return run
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(6)
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("refused-io")
 @pytest.mark.parametrize("job", _JOBS, ids=str)

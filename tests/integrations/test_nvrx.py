@@ -89,6 +89,7 @@ def test_a_module_that_is_not_there_is_named_with_those_that_are() -> None:
     assert "async_ckpt.core" in done.stderr
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("content", "version"), [(None, VERSION), ("__version__ = '9'", "9")])
 def test_the_rest_of_the_true_package_stays(
     tmp_path: Path, content: str | None, version: str
@@ -206,6 +207,7 @@ def test_a_job_with_their_names_keeps_one_checkpoint_and_saves_again_what_was_re
     run_ranks(_train, 2, store_per_node=node_dirs(2))
 
 
+@pytest.mark.framework
 def test_the_example_resumes(tmp_path: Path) -> None:
     run = ("-m", "localckpt.integrations.nvrx", "run", "-m", "torch.distributed.run")
     ranks = ("--standalone", "--nproc-per-node=2", "-m", "examples.integrations.nvrx_training")

@@ -155,7 +155,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("before", "after", "kinds", "redundancy"),
     [

@@ -62,15 +62,18 @@ def test_page_cache_and_swap_count_as_available_and_shared_memory_does_not() -> 
     }
     both = v1 | {"memory.memsw.limit_in_bytes": f"{1610 * MB}"}
 
-    assert parse_cgroup(v2, 2, 0) == (1600 * MB, 800 * MB)
-    assert parse_cgroup(v2, 2, 100 * MB) == (1600 * MB, 900 * MB)
-    assert parse_cgroup(v2 | swap, 2, 100 * MB) == (1600 * MB, 820 * MB)
-    assert parse_cgroup(v2 | {"memory.max": "max\n"}, 2, 0) is None
-    assert parse_cgroup(v1, 1, 100 * MB) == (1600 * MB, 900 * MB)
-    assert parse_cgroup(both, 1, 100 * MB) == (1600 * MB, 810 * MB)
-    assert parse_cgroup(v1 | {"memory.limit_in_bytes": "9223372036854771712"}, 1, 0) is None
-    assert parse_cgroup({}, 1, 0) is None
-    assert parse_cgroup({}, 2, 0) is None
+    def parse(files: dict[str, str], version: int, free_swap: int) -> tuple[int, int] | None:
+        return parse_cgroup(lambda name: files.get(name, ""), version, free_swap)
+
+    assert parse(v2, 2, 0) == (1600 * MB, 800 * MB)
+    assert parse(v2, 2, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse(v2 | swap, 2, 100 * MB) == (1600 * MB, 820 * MB)
+    assert parse(v2 | {"memory.max": "max\n"}, 2, 0) is None
+    assert parse(v1, 1, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse(both, 1, 100 * MB) == (1600 * MB, 810 * MB)
+    assert parse(v1 | {"memory.limit_in_bytes": "9223372036854771712"}, 1, 0) is None
+    assert parse({}, 1, 0) is None
+    assert parse({}, 2, 0) is None
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def _enter(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "/proc/self/cgroup": "4:memory:/job\n",
         "/proc/self/mountinfo": f"31 1 0:28 / {job.parent} rw - cgroup cgroup rw,memory",
     }
-    monkeypatch.setattr(limits, "_read", lambda path: told.get(str(path)) or read(path))
+    monkeypatch.setattr(limits, "_read", lambda *path: told.get(str(path[0])) or read(*path))
 
 
 def test_the_limit_of_a_container_is_read_and_named(

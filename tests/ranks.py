@@ -17,6 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.stores import serve_store
 
@@ -172,6 +175,23 @@ class RankGroup:
         self._store.wait([name], timedelta(seconds=timeout_s))
         return pickle.loads(self._store.get(name))
 
+    def output(self, rank: int) -> str:
+        """What a rank has printed so far."""
+        log = self._logs / f"{rank}"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def await_printed(self, rank: int, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until a rank has printed a text."""
+        self.await_(lambda: text in self.output(rank), timeout_s)
+
+    def await_(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something holds, while all ranks run."""
+        until = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < until, self.output(0)
+            assert all(process.exitcode is None for process in self._processes), self.output(0)
+            time.sleep(0.02)
+
     def announce(self, name: str, value: Any = None) -> None:
         """Tell the ranks, who wait by the module's :func:`await_announced`."""
         self._store.set(name, pickle.dumps(value))
@@ -252,8 +272,7 @@ class RankGroup:
         for connection in self._connections:
             connection.close()
         for rank in range(len(self._processes)):
-            log = self._logs / f"{rank}"
-            text = log.read_text(errors="replace") if log.exists() else ""
+            text = self.output(rank)
             if text.strip():
                 print(f"--- output of rank {rank} ---\n{text[-_SHOWN_CHARACTERS:]}")
         stuck = [process.name for process in self._processes if process.exitcode is None]
@@ -289,6 +308,27 @@ def await_announced(name: str, timeout_s: float = 30.0) -> Any:
     store = _test_store()
     store.wait([name], timedelta(seconds=timeout_s))
     return pickle.loads(store.get(name))
+
+
+def torchrun(
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    restarts: int,
+    logs: Path,
+) -> None:
+    """In one rank, without a group: be torchrun, and run ``fn(*args)`` in two forked processes."""
+    # torch leaves files there of ranks that are killed.
+    tempfile.tempdir = str(logs)
+    config = LaunchConfig(
+        *(1, 1, 2, DefaultLogsSpecs(str(logs)), uuid.uuid4().hex),
+        rdzv_endpoint="localhost:0",
+        rdzv_backend="c10d",
+        max_restarts=restarts,
+        start_method="fork",
+    )
+    elastic_launch(config, fn)(*args)
 
 
 def init_group_with_store_on(host: int, rank: int, world_size: int) -> dist.TCPStore:

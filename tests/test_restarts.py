@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,7 +33,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
-from tests.ranks import announce, await_announced, node_store, run_ranks
+from tests.ranks import announce, await_announced, node_store, run_ranks, torchrun
 from tests.simulated import gather
 
 _TIMEOUT_S = 20.0
@@ -312,35 +310,29 @@ def test_a_manager_made_before_the_process_group_is_an_error_and_no_world_of_one
     )
 
 
-_SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-import torch.distributed as dist
-import localckpt
+def _die_at_points(here: Path, deaths: int) -> None:
+    attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
 
-attempt, here = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Path(sys.argv[1])
+    def die_in(number: int) -> None:
+        if attempt == number and number < deaths and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def die_in(number):
-    if attempt == number and number < int(sys.argv[2]) and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-dist.init_process_group("gloo")
-die_in(1)
-with (
-    localckpt.AsyncCallsQueue(timeout_s=60.0) as queue,
-    localckpt.LocalCheckpointManager(here / "node", "run", timeout=60.0) as local,
-    localckpt.GlobalCheckpointManager(here / "shared", timeout=60.0) as shared,
-):
-    found = [local.find_latest(), shared.find_latest()]
-    die_in(2)
-    for iteration in range(found[0] + 1, found[0] + 3):
-        queue.schedule_async_request(local.save({"n": iteration}, iteration, is_async=True))
-        queue.maybe_finalize_async_calls(blocking=True)
-        shared.save({"n": iteration}, iteration, is_async=False)
-        die_in(0)
-(here / f"{os.environ['RANK']}").write_text(f"{attempt} {found}")
-dist.destroy_process_group()
-"""
+    dist.init_process_group("gloo")
+    die_in(1)
+    with (
+        AsyncCallsQueue(timeout_s=60.0) as queue,
+        LocalCheckpointManager(here / "node", "run", timeout=60.0) as local,
+        GlobalCheckpointManager(here / "shared", timeout=60.0) as shared,
+    ):
+        found = [local.find_latest(), shared.find_latest()]
+        die_in(2)
+        for iteration in range(found[0] + 1, found[0] + 3):
+            queue.schedule_async_request(local.save({"n": iteration}, iteration, is_async=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+            shared.save({"n": iteration}, iteration, is_async=False)
+            die_in(0)
+    (here / f"{rank}").write_text(f"{attempt} {found}")
+    dist.destroy_process_group()
 
 
 @pytest.mark.fault("trainer-dies")
@@ -348,29 +340,12 @@ def test_torchrun_restarts_a_job_whose_ranks_died_at_different_points(
     tmp_path: Path, long_form: bool
 ) -> None:
     deaths = 3 if long_form else 1
-    script = tmp_path / "train.py"
-    script.write_text(_SCRIPT)
-    env = os.environ | {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TMPDIR": str(tmp_path),
-    }
 
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *options,
-            str(script),
-            str(tmp_path),
-            str(deaths),
-        ],
-        env=env,
-        check=True,
-        timeout=240,
+    run_ranks(
+        *(torchrun, 1, _die_at_points, (tmp_path, deaths), 3, tmp_path),
+        init_group=False,
+        timeout_s=150.0,
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
 
     assert {(tmp_path / f"{rank}").read_text() for rank in range(2)} == {f"{deaths} [0, 0]"}

@@ -6,8 +6,6 @@ Each line that it prints says how far it is.
 from __future__ import annotations
 
 import faulthandler
-import logging
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -87,8 +85,3 @@ def main(folder: Path, slow: str, tier: str, *, steps: int = 1000) -> int:
                 (folder / "slow").touch()
         tell(f"newest {checkpointer.newest}")
     return first
-
-
-if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

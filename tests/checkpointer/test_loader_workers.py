@@ -3,69 +3,58 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import localckpt
 from localckpt.checkpointer.parts import TrainingState
 from localckpt.checkpointer.stopping import Evidence, is_of_loader, judge_ends
-from tests.ranks import run_ranks
-
-_PATIENCE_S = 60.0
+from tests.ranks import run_ranks, start_ranks
 
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    # Killed workers, and torchrun, leave folders there; names of sockets are short.
+    # Killed workers leave folders there; names of sockets are short.
     with tempfile.TemporaryDirectory(prefix="w-") as folder:
         yield os.environ | {"TMPDIR": folder}
 
 
-@contextmanager
-def _torchrun(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the program on two ranks."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    log = folder / "log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(
-            [sys.executable, *command, "-m", "tests.checkpointer.loader_program", str(folder)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        ) as launcher,
-    ):
-        family = []
-        try:
-            _await(log, "resumed")
-            family = psutil.Process(launcher.pid).children(recursive=True)
-            yield launcher
-        finally:
-            launcher.kill()
-            for process in family:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-
-
-def _await(log: Path, line: str) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    while line not in log.read_text():
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
+def _train_with_workers(rank: int, world_size: int, folder: Path) -> int:
+    # As torchrun starts a rank, whose signals then go to its workers as well.
+    os.setsid()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = TensorDataset(torch.ones(100_000, 4))
+    init = localckpt.worker_init_fn
+    loader = iter(
+        DataLoader(data, num_workers=2, worker_init_fn=init, multiprocessing_context="fork")
+    )
+    state = {"model": model, "optimizer": optimizer}
+    places = {"local": folder / str(rank), "shared": folder / "shared"}
+    with localckpt.Checkpointer(state, **places, every=100_000, grace_s=10.0) as checkpointer:
+        first = checkpointer.resume()
+        for step in range(first, first + 10_000):
+            (batch,) = next(loader)
+            model(batch).sum().backward()
+            dist.barrier()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+            print(f"step {step}", flush=True)
+            if checkpointer.step(step):
+                return step
+    raise AssertionError("it was not stopped")
 
 
 def _first(rank: int, world_size: int, nodes: Path, shared: Path | None = None) -> int:
@@ -78,20 +67,18 @@ def _first(rank: int, world_size: int, nodes: Path, shared: Path | None = None) 
         return checkpointer.resume()
 
 
-def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_with_the_last_step_on_both_tiers(
-    tmp_path: Path, environment: dict[str, str]
+def test_sigterm_to_ranks_with_workers_stops_them_with_the_last_step_on_both_tiers(
+    tmp_path: Path,
 ) -> None:
-    log = tmp_path / "log"
-    with _torchrun(tmp_path, environment) as launcher:
-        _await(log, "step 30\n")
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait(_PATIENCE_S)
-    stopped = [int(n) for n in re.findall(r"^stopped (\d+)$", log.read_text(), re.MULTILINE)]
+    with start_ranks(_train_with_workers, 2, tmp_path) as group:
+        group.await_printed(0, "step 30\n")
+        for pid in group.pids:
+            os.killpg(pid, signal.SIGTERM)
+        stopped = group.join()
 
     of_nodes = run_ranks(_first, 2, tmp_path)
     of_shared = run_ranks(_first, 2, tmp_path / "other nodes", tmp_path / "shared")
 
-    assert len(stopped) == 2
     assert of_nodes == of_shared == [step + 1 for step in stopped]
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,90 +15,42 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.stores import serve_store
 from localckpt import Checkpointer
 from tests.checkpointer import stopped_program
 from tests.checkpointer.loops import stores
-from tests.ranks import node_store, run_ranks
+from tests.ranks import RankGroup, node_store, run_ranks, start_ranks
 
 _WORLD = 2
-# A step, 2 s to hear of the signal, the grace time and 2 s.
+# A step, 2 s to hear of the signal, the grace time and 2 s, beside what ranks take to start, to
+# resume and to end, here and now.
 _ENDED_S = stopped_program.STEP_S + 2 + stopped_program.GRACE_S + 2
-# Of starts and ends on a machine that is busy.
+# Of ranks on a machine that is busy.
 _PATIENCE_S = 120.0
 _LONG = pytest.mark.timeout(400)
 
 
-@functools.cache
-def _exits_s() -> float:
-    """Measure how long two processes at once take to import torch and to exit, here and now.
+def _number(group: RankGroup, rank: int, word: str) -> int:
+    """The number of the last line of a rank that begins with a word."""
+    lines = [line.split() for line in group.output(rank).splitlines()]
+    return next(int(line[1]) for line in reversed(lines) if line[:1] == [word])
 
-    The exit alone takes torch a second of the processor, which is many seconds on a busy machine.
-    """
+
+def _job(folder: Path, slow: str, tier: str) -> AbstractContextManager[RankGroup]:
+    return start_ranks(_run, _WORLD, folder, slow, tier, init_group=False)
+
+
+def _run(rank: int, world_size: int, folder: Path, slow: str, tier: str) -> None:
+    stopped_program.main(folder, slow, tier)
+
+
+def _stop(group: RankGroup) -> tuple[float, list[str]]:
+    """Signal one rank; how long all take to end, and what they have printed."""
+    # Some save, or step, begins, and is in the way of the next.
+    time.sleep(20 * stopped_program.STEP_S)
     began = time.monotonic()
-    ranks = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(_WORLD)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    return time.monotonic() - began
-
-
-class _Job:
-    """Ranks of :mod:`stopped_program` in processes of their own."""
-
-    def __init__(self, folder: Path, slow: str, tier: str) -> None:
-        self._logs = [folder / f"log {rank}" for rank in range(_WORLD)]
-        self._store = serve_store()
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", stopped_program.__name__, str(folder), slow, tier],
-                env=os.environ
-                | {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(_WORLD),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self._store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "OMP_NUM_THREADS": "1",
-                },
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(self._logs)
-        ]
-
-    def text(self, rank: int) -> str:
-        return self._logs[rank].read_text()
-
-    def number(self, rank: int, word: str) -> int:
-        """The number of the last line that begins with a word."""
-        lines = [line.split() for line in self.text(rank).splitlines()]
-        return next(int(line[1]) for line in reversed(lines) if line[:1] == [word])
-
-    def await_end(self) -> list[int]:
-        """Wait until both have ended; their exit codes."""
-        until = time.monotonic() + _PATIENCE_S
-        while any(rank.poll() is None for rank in self.ranks):
-            assert time.monotonic() < until, [self.text(rank) for rank in range(_WORLD)]
-            time.sleep(0.02)
-        return [rank.returncode for rank in self.ranks]
-
-    def await_(self, holds: Callable[[], bool]) -> None:
-        until = time.monotonic() + _PATIENCE_S
-        while not holds():
-            assert time.monotonic() < until, [self.text(rank) for rank in range(_WORLD)]
-            assert all(rank.poll() is None for rank in self.ranks), self.text(0)
-            time.sleep(0.02)
-
-
-@contextmanager
-def _job(folder: Path, slow: str, tier: str = "nodes") -> Iterator[_Job]:
-    job = _Job(folder, slow, tier)
-    try:
-        yield job
-    finally:
-        for rank in job.ranks:
-            rank.kill()
-            rank.wait()
+    group.kill(1, signal.SIGTERM)
+    group.join(_PATIENCE_S)
+    return time.monotonic() - began, [group.output(rank) for rank in range(_WORLD)]
 
 
 def _go_on(rank: int, world_size: int, folder: Path, steps: int) -> int:
@@ -124,21 +72,11 @@ def _go_on(rank: int, world_size: int, folder: Path, steps: int) -> int:
 def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_complete(
     tier: str, slow: str, tmp_path: Path
 ) -> None:
-    with _job(tmp_path, slow, tier) as job:
-        job.await_(lambda: any(tmp_path.glob("slow*")))
-        # Some save begins, and is in the way of the next.
-        time.sleep(20 * stopped_program.STEP_S)
-        began = time.monotonic()
-
-        job.ranks[1].send_signal(signal.SIGTERM)
-        codes = job.await_end()
-
-        took_s = time.monotonic() - began
-        texts = [job.text(rank) for rank in range(_WORLD)]
-        stopped = {job.number(rank, "stopped") for rank in range(_WORLD)}
-        newest = min(job.number(rank, "newest") for rank in range(_WORLD))
-    assert codes == [0, 0], texts
-    assert took_s < _ENDED_S + _exits_s(), texts
+    with _job(tmp_path, slow, tier) as group:
+        group.await_(lambda: any(tmp_path.glob("slow*")), _PATIENCE_S)
+        took_s, texts = _stop(group)
+        stopped = {_number(group, rank, "stopped") for rank in range(_WORLD)}
+        newest = min(_number(group, rank, "newest") for rank in range(_WORLD))
     assert len(stopped) == 1
     where = "safe on the nodes" if tier == "nodes" else "on shared storage"
     assert all(f"step {max(stopped)} is not {where}" in text for text in texts)
@@ -148,7 +86,9 @@ def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_co
     if tier == "shared":
         assert newest == max(stopped)
         shutil.rmtree(tmp_path / "nodes")
+    began = time.monotonic()
     first = min(run_ranks(_go_on, _WORLD, tmp_path, 1, init_group=False))
+    assert took_s < _ENDED_S + time.monotonic() - began, texts
     # It has looked whether the state is that of the step before.
     assert first - 1 >= (newest if tier == "nodes" else 19)
 
@@ -159,24 +99,17 @@ def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_co
 def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
     slow_from: str, tmp_path: Path
 ) -> None:
+    began = time.monotonic()
     run_ranks(_go_on, _WORLD, tmp_path, 2, init_group=False)
+    ended_s = _ENDED_S + time.monotonic() - began
     if slow_from == "resume":
         # The first step notes that this start is counted.
         (tmp_path / "slow at resume").touch()
-    with _job(tmp_path, "fsync") as job:
-        job.await_(lambda: "resumed 2\n" in job.text(0))
+    with _job(tmp_path, "fsync", "nodes") as group:
+        group.await_printed(0, "resumed 2\n", _PATIENCE_S)
         (tmp_path / "slow").touch()
-        # A step, or the first save, waits.
-        time.sleep(20 * stopped_program.STEP_S)
-        began = time.monotonic()
-
-        job.ranks[1].send_signal(signal.SIGTERM)
-        codes = job.await_end()
-
-        took_s = time.monotonic() - began
-        texts = [job.text(rank) for rank in range(_WORLD)]
-    assert codes == [0, 0], texts
-    assert took_s < _ENDED_S + _exits_s(), texts
+        took_s, texts = _stop(group)
+    assert took_s < ended_s, texts
     assert all("is not safe on the nodes" in text for text in texts)
 
 

@@ -142,7 +142,6 @@ def _drive_own_managers(rank: int, world_size: int) -> None:
         queue.close()
 
 
-@pytest.mark.framework
 def test_managers_of_a_users_own_save_in_their_queues(node_dirs: Dirs) -> None:
     run_upstream_ranks(_drive_own_managers, 2, store_per_node=node_dirs(2))
 
@@ -163,7 +162,6 @@ def _fail(rank: int) -> None:
         raise ValueError("its own error")
 
 
-@pytest.mark.framework
 def test_a_request_of_another_library_in_our_queue_shows_its_first_error() -> None:
     told, also_told = run_upstream_ranks(_take_theirs, 2)
 

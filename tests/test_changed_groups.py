@@ -158,7 +158,18 @@ def _change(
 @_NOT_HERE
 @pytest.mark.parametrize(
     ("before", "after"),
-    [([0, 1, 2], [2, 0, 1]), ([0, 1, 2], [0, 2, 1]), ([0, 1], [0, 1, 2]), ([0, 1, 2], [1, 2])],
+    [
+        ([0, 1, 2], [2, 0, 1]),
+        ([0, 1, 2], [0, 2, 1]),
+        ([0, 1], [0, 1, 2]),
+        ([0, 1], [2, 3, 0, 1]),
+        ([0, 1, 2], [1, 2]),
+        ([0, 1, 2], [0, 2]),
+        ([0, 1, 2], [0, 1]),
+        ([0, 1, 2, 3], [3, 0]),
+        ([0, 1], [2, 1]),
+        ([0, 1, 2], [0, 1, 3]),
+    ],
 )
 def test_a_group_changed_in_place_is_seen_by_all_and_new_objects_work(
     before: list[int],
@@ -167,7 +178,7 @@ def test_a_group_changed_in_place_is_seen_by_all_and_new_objects_work(
     tmp_path: Path,
 ) -> None:
     told = run_ranks(
-        *(_change, 3, tmp_path, before, after), init_group=False, store_per_node=node_dirs(3)
+        *(_change, 4, tmp_path, before, after), init_group=False, store_per_node=node_dirs(4)
     )
 
     for home in set(before) & set(after):

@@ -16,6 +16,7 @@ import pytest
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.waiting import wait_until
 from tests.async_save import work
 
 PATIENCE_S = 20.0
@@ -47,22 +48,6 @@ def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
     queue.close(abort=True)
 
 
-@pytest.fixture
-def queue() -> Iterator[AsyncCallsQueue]:
-    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
-    yield queue
-    queue.close(abort=True)
-
-
-def test_a_blocking_poll_finalizes_everything_in_order(owner: Owner, tmp_path: Path) -> None:
-    numbers = [owner.schedule(work.append, tmp_path / "log", w, 0.01, name=w) for w in "abc"]
-
-    assert owner.queue.maybe_finalize_async_calls(blocking=True) == numbers == [0, 1, 2]
-
-    assert owner.finalized == ["a", "b", "c"]
-    assert (tmp_path / "log").read_text() == "+a -a +b -b +c -c "
-
-
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_a_later_call_may_be_over_first_and_is_finalized_after(
     owner: Owner, tmp_path: Path, no_dist: bool
@@ -70,10 +55,7 @@ def test_a_later_call_may_be_over_first_and_is_finalized_after(
     gate, pids = tmp_path / "gate", list[int]()
     owner.schedule(work.write_when, tmp_path / "a", gate, name="a")
     owner.schedule(work.note_pid, pids, name="b")
-    deadline = time.monotonic() + PATIENCE_S
-    while not pids:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    assert wait_until(lambda: bool(pids), PATIENCE_S)
 
     assert owner.queue.maybe_finalize_async_calls(no_dist=no_dist) == []
 
@@ -84,17 +66,17 @@ def test_a_later_call_may_be_over_first_and_is_finalized_after(
 
 
 def test_the_worker_that_was_warmed_up_takes_what_can_be_sent_and_a_fork_the_rest(
-    queue: AsyncCallsQueue, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    owner = Owner(queue)
-    queue.warm_up()
-    queue._worker._join(time.monotonic() + PATIENCE_S)
-    ready = queue._worker.worker_pid
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        owner = Owner(queue)
+        queue.warm_up()
+        queue._worker._join(time.monotonic() + PATIENCE_S)
+        ready = queue._worker.worker_pid
 
-    owner.schedule(work.describe_process, tmp_path / "a")
-    owner.schedule(lambda: work.describe_process(tmp_path / "b"))
-    owner.schedule(work.describe_process, tmp_path / "c")
-    queue.wait_until_finished()
+        owner.schedule(work.describe_process, tmp_path / "a")
+        owner.schedule(lambda: work.describe_process(tmp_path / "b"))
+        owner.schedule(work.describe_process, tmp_path / "c")
 
     a, b, c = (json.loads((tmp_path / name).read_text())["pid"] for name in "abc")
     assert a == c == ready

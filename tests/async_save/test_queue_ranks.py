@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
 from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ranks.ranks import Ranks
@@ -265,12 +265,31 @@ def _without_the_others(rank: int, directory: Path) -> Any:
     return one.finalized
 
 
+def _polls_a_caller_without_a_queue(rank: int, directory: Path) -> Any:
+    caller, gate = ThreadAsyncCaller(timeout_s=PATIENCE_S), directory / "gate"
+    function, args = (work.write_when, (directory / "a", gate)) if rank else (None, ())
+    caller.schedule_async_call(AsyncRequest(function, args, []))
+    alone = caller.is_current_async_call_done(no_dist=True)
+    before = caller.is_current_async_call_done()
+    dist.barrier()
+    work.write(gate)
+    polls = torch.zeros(1)
+    while not caller.is_current_async_call_done():
+        polls += 1
+        time.sleep(0.002)
+    caller.close()
+    most = polls.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return alone, before, bool(polls == most), (directory / "a").exists()
+
+
 _POLLS: dict[str, Callable[[int, Path], Any]] = {
     "one poll ahead of the first": _polls_ahead,
     "a verdict that is void": _polls_and_then_asks_nobody,
     "one that waits": _one_waits,
     "an empty queue": _polls_nothing,
     "no_dist": _without_the_others,
+    "no queue": _polls_a_caller_without_a_queue,
 }
 
 
@@ -287,6 +306,8 @@ def _poll(rank: int, world_size: int, how: str, directory: Path) -> Any:
         ("one that waits", [["0", "1"]] * 2),
         ("an empty queue", [True] * 2),
         ("no_dist", [[], ["a"]]),
+        # All are through in the same poll.
+        ("no queue", [(True, False, True, True), (False, False, True, True)]),
     ],
 )
 def test_polls_ask_no_more_of_the_others_than_they_must(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -16,6 +14,7 @@ import psutil
 
 from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import StorageError
+from localckpt.waiting import wait_until
 
 
 def write(path: Path, text: str = "done") -> None:
@@ -106,24 +105,17 @@ def describe_process(path: Path) -> None:
         json.dumps(
             {
                 "pid": os.getpid(),
-                "torch": "torch" in sys.modules,
                 "niceness": os.nice(0),
                 "io_class": int(psutil.Process().ionice().ioclass),
-                "collects_garbage": gc.isenabled(),
-                "ignores_sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
                 "leads_session": os.getsid(0) == os.getpid(),
-                "path": sys.path,
             }
         ),
     )
 
 
 def await_file(path: Path, timeout_s: float = 20.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear within {timeout_s:g} s")
-        time.sleep(0.005)
+    if not wait_until(path.exists, timeout_s):
+        raise TimeoutError(f"{path} did not appear within {timeout_s:g} s")
     return path.read_text()
 
 
@@ -150,9 +142,7 @@ def hang(path: Path, *args: object) -> None:
 
 def await_ends_of_threads(timeout_s: float = 20.0) -> bool:
     """Whether all threads of ours end in time: one that has done its part takes a moment."""
-    deadline = time.monotonic() + timeout_s
-    while any(thread.name.startswith("localckpt") for thread in threading.enumerate()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
+    return wait_until(
+        lambda: not any(thread.name.startswith("localckpt") for thread in threading.enumerate()),
+        timeout_s,
+    )

@@ -191,20 +191,12 @@ def test_the_loop_over_epochs_of_the_documents_goes_on_after_each_step(
 
 
 def _lives_of_stateful() -> list[Any]:
-    loaders = import_upstream("torchdata.stateful_dataloader")
-
-    def make(workers: int, sampler: Any = None) -> Any:
-        is_shuffled = sampler is None
-        return loaders.StatefulDataLoader(
-            _DATA, 4, shuffle=is_shuffled, sampler=sampler, num_workers=workers
-        )
-
-    dealt = DistributedSampler(_DATA, 1, 0)
-    kinds = [partial(make, 0), partial(make, 0, dealt)]
-    return [
-        lives(0, partial(_train, make_loader=kind, looks=True), node_store() / str(number), "nodes")
-        for number, kind in enumerate(kinds)
-    ]
+    make = import_upstream("torchdata.stateful_dataloader").StatefulDataLoader
+    outcomes = []
+    for options in ({"shuffle": True}, {"sampler": DistributedSampler(_DATA, 1, 0)}):
+        program = partial(_train, make_loader=partial(make, _DATA, 4, **options), looks=True)
+        outcomes.append(lives(0, program, node_store() / str(len(outcomes)), "nodes"))
+    return outcomes
 
 
 def _warnings_of_plain_loops() -> list[str]:

@@ -14,19 +14,19 @@ from tests.managers.jobs import MAX_S
 _LEAST = Retention(last=2, best=Best("loss"))
 
 
-def _run(local: Path, losses: dict[int, float], **options: Any) -> tuple[int, list[int], float]:
-    """A start that saves each step with a loss: its first step, what is there, and its state."""
+def _run(local: Path, losses: dict[int, float], by_hand: int = -1, **options: Any) -> list[int]:
+    """What is there after a start that has these steps, and saves one of them by hand."""
     weight = torch.zeros(9)
     state = {"weight": (lambda: weight, weight.copy_)}
-    usual = {"every": 1, "timeout_s": MAX_S, "retention": _LEAST}
+    usual = {"timeout_s": MAX_S, "retention": _LEAST}
     with Checkpointer(state, local=local, **(usual | options)) as checkpointer:
-        first = checkpointer.resume()
-        loaded = float(weight[0])
+        assert checkpointer.resume() == min(losses)
         for step, loss in losses.items():
-            weight.fill_(step)
             checkpointer.step(step, metrics={"loss": torch.tensor(loss)})
+            if step == by_hand:
+                checkpointer.save(step, metrics={"loss": loss})
             checkpointer.wait_until_finished()
-        return first, checkpointer.manager.all_iterations(), loaded
+        return checkpointer.manager.all_iterations()
 
 
 def test_both_tiers_keep_the_best_by_their_own_rules(tmp_path: Path) -> None:
@@ -37,29 +37,14 @@ def test_both_tiers_keep_the_best_by_their_own_rules(tmp_path: Path) -> None:
     }
     losses = {0: 3.0, 1: 0.5, 2: 2.0, 3: 1.0, 4: 1.5}
 
-    assert _run(tmp_path / "nodes", losses, **shared)[1] == [4, 3, 1]
+    assert _run(tmp_path / "nodes", losses, every=1, **shared) == [4, 3, 1]
     with localckpt.GlobalCheckpointManager(tmp_path / "shared", read_only=True) as manager:
         assert manager.all_iterations() == [4, 0]
 
 
 def test_a_step_that_is_saved_by_hand_or_at_the_end_has_its_metric(tmp_path: Path) -> None:
-    weight = torch.zeros(9)
-    state = {"weight": (lambda: weight, weight.copy_)}
-
-    def start(losses: dict[int, float], by_hand: int) -> list[int]:
-        options: dict[str, Any] = {"every": 100, "timeout_s": MAX_S, "retention": _LEAST}
-        with Checkpointer(state, local=tmp_path, **options) as checkpointer:
-            first = checkpointer.resume()
-            for step, loss in losses.items():
-                assert step >= first
-                checkpointer.step(step, metrics={"loss": loss})
-                if step == by_hand:
-                    checkpointer.save(step, metrics={"loss": loss})
-                    checkpointer.wait_until_finished()
-            return checkpointer.manager.all_iterations()
-
-    start({0: 2.0, 1: 0.5}, 0)
-    start({2: 5.0, 3: 6.0}, 2)
+    _run(tmp_path, {0: 2.0, 1: 0.5}, by_hand=0, every=100)
+    _run(tmp_path, {2: 5.0, 3: 6.0}, by_hand=2, every=100)
 
     # Step 1 was saved by close().
-    assert start({4: 7.0, 5: 8.0}, 4) == [4, 3, 1]
+    assert _run(tmp_path, {4: 7.0, 5: 8.0}, by_hand=4, every=100) == [4, 3, 1]

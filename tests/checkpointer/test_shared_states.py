@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,15 @@ from tests.checkpointer.loops import save_once, stores
 from tests.ranks import node_store, run_ranks
 
 
-@contextmanager
-def _resumed(path: Path, state: dict[str, Any], **options: Any) -> Iterator[tuple[int, Any]]:
-    """A checkpointer that has resumed from shared storage alone."""
-    shutil.rmtree(path / "local", ignore_errors=True)
-    with Checkpointer(
-        state, local=path / "local", shared=path / "shared", events=(), **options
-    ) as checkpointer:
-        yield checkpointer.resume(), checkpointer
+def _places(path: Path) -> dict[str, Any]:
+    return {"local": path / "local", "shared": path / "shared", "events": ()}
 
 
-def _save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    with _resumed(path, state, **options) as (_, checkpointer):
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
+def _resume(path: Path, state: dict[str, Any], **arguments: Any) -> int:
+    """Resume from shared storage alone."""
+    shutil.rmtree(path / "local")
+    with Checkpointer(state, **_places(path)) as checkpointer:
+        return checkpointer.resume(**arguments)
 
 
 def _values(state: dict[str, Any]) -> list[Any]:
@@ -124,13 +118,7 @@ def _save_by_halves(
     else:
         fully_shard(model, mesh=meshes[half])
     try:
-        with Checkpointer(
-            *({"model": model},), local=node_store(), shared=shared, timeout_s=20, events=()
-        ) as checkpointer:
-            checkpointer.resume()
-            checkpointer.step(0)
-            checkpointer.save(0, shared=True)
-            checkpointer.wait_until_finished()
+        save_once({"model": model}, local=node_store(), shared=shared, timeout_s=20, events=())
     except CheckpointingException as error:
         return str(error)
     return None
@@ -172,15 +160,12 @@ def _tied(is_tied: bool, seed: int = 1) -> torch.nn.Module:
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize("was_tied", [False, True])
 def test_weights_that_are_tied_or_apart_since_are_refused(was_tied: bool, tmp_path: Path) -> None:
-    _save(tmp_path, {"model": _tied(was_tied)})
+    save_once({"model": _tied(was_tied)}, **_places(tmp_path))
     model = _tied(not was_tied, seed=2)
     before = _values({"model": model})
 
-    with (
-        pytest.raises(MismatchError, match=r"sharing memory with model.head.weight"),
-        _resumed(tmp_path, {"model": model}),
-    ):
-        pass
+    with pytest.raises(MismatchError, match=r"sharing memory with model.head.weight"):
+        _resume(tmp_path, {"model": model})
 
     assert _values({"model": model}) == before
 
@@ -190,14 +175,11 @@ def test_an_optimizer_of_weights_that_were_tied_is_refused_before_anything_is_ch
     tmp_path: Path,
 ) -> None:
     tied, apart = _tied(True), _tied(False, seed=2)
-    _save(tmp_path, {"model": tied, "opt": torch.optim.AdamW(tied.parameters())})
+    save_once({"model": tied, "opt": torch.optim.AdamW(tied.parameters())}, **_places(tmp_path))
     before = _values({"model": apart})
 
-    with (
-        pytest.raises(MismatchError, match=r"given, not saved: model.head.weight"),
-        _resumed(tmp_path, {"model": apart, "opt": torch.optim.AdamW(apart.parameters())}),
-    ):
-        pass
+    with pytest.raises(MismatchError, match=r"given, not saved: model.head.weight"):
+        _resume(tmp_path, {"model": apart, "opt": torch.optim.AdamW(apart.parameters())})
 
     assert _values({"model": apart}) == before
 
@@ -214,21 +196,14 @@ def test_another_dtype_is_an_error_unless_it_is_asked_for(
     make: Callable[[int], torch.nn.Module], name: str, tmp_path: Path
 ) -> None:
     model: torch.nn.Module = make(3)
-    _save(tmp_path, {"model": model})
+    save_once({"model": model}, **_places(tmp_path))
     half = make(3).bfloat16()
     before = _values({"model": half})
 
-    with (
-        pytest.raises(MismatchError, match=rf"model.{name}.*allow_dtype_change=True"),
-        _resumed(tmp_path, {"model": half}),
-    ):
-        pass
+    with pytest.raises(MismatchError, match=rf"model.{name}.*allow_dtype_change=True"):
+        _resume(tmp_path, {"model": half})
     assert _values({"model": half}) == before
-    shutil.rmtree(tmp_path / "local")
-    with Checkpointer(
-        {"model": half}, local=tmp_path / "local", shared=tmp_path / "shared", events=()
-    ) as checkpointer:
-        assert checkpointer.resume(allow_dtype_change=True) == 1
+    assert _resume(tmp_path, {"model": half}, allow_dtype_change=True) == 1
     assert _values({"model": half}) == _values({"model": model.bfloat16()})
 
 

@@ -165,11 +165,13 @@ def test_recycled_files_go_only_when_their_owner_is_gone(tmp_path: Path) -> None
     call("clean", tmp_path)
     with_owner = listed(tmp_path)["leftovers"]
     (tmp_path / "session-run" / "0" / ".owner").write_text(DEAD_OWNER)
+    of_the_dead = listed(tmp_path)["leftovers"]
     call("clean", tmp_path)
     without = listed(tmp_path)["leftovers"]
 
     manager.close()
-    assert with_owner["recycled_live"]["files"] == 1
+    assert with_owner["recycled_live"]["files"] == of_the_dead["recycled_dead"]["files"] == 1
+    assert with_owner["recycled_dead"]["files"] == of_the_dead["recycled_live"]["files"] == 0
     assert without["recycled_live"]["files"] == without["recycled_dead"]["files"] == 0
     assert len(only_shards(tmp_path)) == 1
 

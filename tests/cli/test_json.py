@@ -128,15 +128,6 @@ def test_explain(store: Path, tmp_path: Path) -> None:
     }
 
 
-def test_explain_of_a_checkpoint_that_lacks_shards(nodes: list[Path]) -> None:
-    told = call("explain", nodes[0], "--json").json()["sessions"][0]
-
-    assert told["loads"] is told["newest_complete"] is told["refusal"] is None
-    assert _shape(told["checkpoints"][0]["lacks"]) == [
-        {"ranks": ["int"], "why": "str", "nodes": []}
-    ]
-
-
 def test_inspect(tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
     path.write_bytes(image_of({"x": torch.zeros(3)}))

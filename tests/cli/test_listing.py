@@ -94,20 +94,6 @@ def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: st
     assert finally_["corrupt"] == {"files": 1, "nbytes": 3}
 
 
-def test_recycled_files_are_counted_by_whether_their_owner_lives(tmp_path: Path) -> None:
-    manager = make_manager("disk", tmp_path, "run", keep_last=1)
-    for iteration in range(3):
-        manager.save(state_of(0, iteration), iteration)
-    mine = listed(tmp_path)["leftovers"]
-    (tmp_path / "session-run" / "0" / ".owner").write_text(DEAD_OWNER)
-
-    orphaned = listed(tmp_path)["leftovers"]
-
-    manager.close()
-    assert mine["recycled_live"]["files"] == orphaned["recycled_dead"]["files"] == 1
-    assert mine["recycled_dead"]["files"] == orphaned["recycled_live"]["files"] == 0
-
-
 @pytest.mark.fault("flipped-bit")
 def test_a_bad_header_is_told_and_the_file_left_where_it_is(store: Path) -> None:
     bad = only_shards(store)[-1]
@@ -197,24 +183,24 @@ def test_notes_that_are_links_are_taken_for_none(store: Path, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("as_root")
 @pytest.mark.fault("unusable-store")
-def test_an_owner_who_cannot_be_read_is_an_error_where_it_matters(shm_roots: Dirs) -> None:
+def test_what_another_user_cannot_read_is_one_line_and_status_2_where_it_matters(
+    shm_roots: Dirs,
+) -> None:
     (store,) = shm_roots(1)
     with make_manager("memory", store, "run") as manager:
         manager.save(state_of(0, 1), 1)
     owner = store / "session-run" / "0" / ".owner"
     owner.write_text(DEAD_OWNER)
-    for path in [store, *store.rglob("*")]:
-        path.chmod(0o755)
-    owner.chmod(0o600)
 
-    answers = {
-        command: run(command, *options, user=54_321)
-        for command, *options in (["ls", store], ["clean", store, "--dry-run"])
-    }
+    for unreadable in (store, owner):
+        for command in (["ls", store], ["clean", store, "--dry-run"]):
+            answer = run(*command, user=54_321)
 
-    for answer in answers.values():
-        assert (answer.status, answer.out) == (2, "")
-        assert answer.err == f"localckpt: {owner} cannot be read: Permission denied\n"
+            assert (answer.status, answer.out) == (2, "")
+            assert answer.err == f"localckpt: {unreadable} cannot be read: Permission denied\n"
+        for path in [store, *store.rglob("*")]:
+            path.chmod(0o755)
+        owner.chmod(0o600)
     assert run("verify", store, user=54_321).status == 0
 
 
@@ -258,20 +244,6 @@ def test_a_store_that_no_session_has_used_is_empty_and_no_error(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("as_root")
-@pytest.mark.fault("unusable-store")
-def test_another_users_store_is_one_line_and_status_2(shm_roots: Dirs) -> None:
-    (store,) = shm_roots(1)
-    with make_manager("memory", store, "run") as manager:
-        manager.save(state_of(0, 1), 1)
-
-    for command in ("ls", "clean"):
-        answer = run(command, store, user=54_321)
-
-        assert (answer.status, answer.out) == (2, "")
-        assert answer.err == f"localckpt: {store} cannot be read: Permission denied\n"
-
-
-@pytest.mark.usefixtures("as_root")
 def test_without_a_directory_it_is_the_users_store_in_memory() -> None:
     user = random.SystemRandom().randrange(1_000_000, 2_000_000_000)
     root = Path(f"/dev/shm/localckpt-{user}")
@@ -292,9 +264,20 @@ def test_without_a_directory_it_is_the_users_store_in_memory() -> None:
     assert all(str(root) in answer.out for answer in answers)
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["ls", "--nonsense"], ["inspect"]])
-def test_wrong_usage_is_status_2_without_a_traceback(arguments: list[str]) -> None:
-    answer = call(*arguments)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "ls --nonsense",
+        "inspect",
+        "survive --nodes 64",
+        "survive --nodes 0 --ranks-per-node 8",
+        "survive --nodes 64 --ranks-per-node 0",
+        "survive --nodes many --ranks-per-node 8",
+    ],
+)
+def test_wrong_usage_is_status_2_without_a_traceback(line: str) -> None:
+    answer = call(*line.split())
 
     assert answer.status == 2
     assert "Usage: " in answer.err

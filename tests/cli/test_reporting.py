@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -95,15 +93,6 @@ def test_programs_get_the_same(store: Path) -> None:
     assert told["unsaved_steps"] == 4
 
 
-def test_ranks_without_a_record_are_named(tmp_path: Path) -> None:
-    job = job_of_three_starts()
-    write([event for event in job.events if event.rank < 3], tmp_path)
-
-    answer = call("report", tmp_path)
-
-    assert "Of start 1 the records of rank 3 are missing" in answer.out
-
-
 def test_one_session_is_reported_and_another_one_refused(store: Path) -> None:
     one, none = call("report", store, "--session", "run"), call("report", store, "--session", "x")
 
@@ -129,27 +118,6 @@ def test_a_record_that_no_checkpointer_began_is_left_out(store: Path) -> None:
     assert "1 record left out" in both.err
     assert (only.status, only.out) == (2, "")
     assert "no Checkpointer has begun them" in only.err
-
-
-_ALL = """
-import sys
-from localckpt.cli import app
-for arguments in (["report"], ["report", "--trace", "/dev/null"]):
-    app([*arguments, sys.argv[1]], standalone_mode=False)
-print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
-"""
-
-
-def test_commands_that_read_records_import_no_torch(store: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ALL, store],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 # The same as a trace.

@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_safe_where_is_shown(store: Path) -> None:
+def test_what_is_safe_where_is_shown_and_told_to_programs(store: Path) -> None:
     answer = call("report", store)
 
     assert (answer.status, answer.err) == (0, "")
@@ -44,11 +44,7 @@ def test_what_is_safe_where_is_shown(store: Path) -> None:
     assert ["shared", "storage", "-", "-", "-"] in rows
     assert [row[0] for row in rows if row[-1:] in (["failed"], ["replicated"])] == ["8", "6"]
     assert "1 save failed, the last of step 8: StorageError: it is full" in answer.out
-
-
-def test_programs_get_the_same(store: Path) -> None:
     (told,) = call("report", store, "--json").json()["sessions"]
-
     assert (told["session"], told["starts"][1]["last_step"]) == ("run", 8)
     assert told["status"]["newest"]["other_nodes"]["step"] == 6
     assert told["status"]["newest"]["shared"] is None
@@ -69,4 +65,4 @@ def test_ranks_that_are_not_heard_of_and_ranks_without_a_record_are_named(tmp_pa
     )
 
     assert "rank 1 not heard of for up to" in both.out
-    assert "the records of rank 1 are missing: give the stores of all nodes" in one.out
+    assert "Of start 1 the records of rank 1 are missing: give the stores of all nodes" in one.out

@@ -85,34 +85,30 @@ def test_alone_it_is_what_a_restart_loads(root: Path) -> None:
 
 
 @pytest.mark.parametrize("session", ["run"], indirect=True)
-def test_beside_nodes_it_is_no_node(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [
+        (70, "The higher iteration is that on shared storage."),
+        (101, "Both are the same iteration."),
+        (102, "The higher iteration is that on the nodes."),
+    ],
+)
+def test_beside_nodes_it_is_no_node_and_which_has_the_higher_iteration_is_said(
+    root: Path, tmp_path: Path, iteration: int, said: str
+) -> None:
     with make_manager("disk", tmp_path / "node", "run") as manager:
-        manager.save(state_of(0, 70), 70)
+        manager.save(state_of(0, iteration), iteration)
 
     both = tmp_path / "node", root
     answer, (_, told) = call("explain", *both), _explained(*both)
 
     assert answer.status == 0
     assert told["nodes"] == [str(tmp_path / "node")]
-    assert told["loads"]["iteration"] == 70
-    assert "A restart loads iteration 70" in answer.out
-    assert re.search(r"Iteration 70 was saved \d+ (s|min) ago\.", answer.out)
+    assert told["loads"]["iteration"] == iteration
+    assert f"A restart loads iteration {iteration}" in answer.out
+    assert re.search(rf"Iteration {iteration} was saved \d+ (s|min) ago\.", answer.out)
     assert "From shared storage a restart loads iteration 101" in answer.out
-    assert "The higher iteration is that on shared storage." in answer.out
-
-
-@pytest.mark.parametrize("session", ["run"], indirect=True)
-@pytest.mark.parametrize(
-    ("iteration", "said"),
-    [(101, "Both are the same iteration."), (102, "The higher iteration is that on the nodes.")],
-)
-def test_which_of_nodes_and_shared_storage_has_the_higher_iteration_is_said(
-    root: Path, tmp_path: Path, iteration: int, said: str
-) -> None:
-    with make_manager("disk", tmp_path / "node", "run") as manager:
-        manager.save(state_of(0, iteration), iteration)
-
-    assert said in call("explain", tmp_path / "node", root).out
+    assert said in answer.out
 
 
 def _flip(path: Path) -> None:

@@ -10,19 +10,26 @@ from pathlib import Path
 import localckpt
 from localckpt.cli import app, main
 from tests.cli.commands import call, only_shards, run
+from tests.cli.jobs import PaperJob
+from tests.cli.test_reporting import write
 
 _ALL = """
 import sys
 from localckpt.cli import app
 root, file = sys.argv[1:]
-for arguments in (["ls"], ["verify"], ["explain"], ["clean"], ["inspect"]):
-    app([*arguments, file if arguments == ["inspect"] else root], standalone_mode=False)
+of_root = (["ls"], ["verify"], ["explain"], ["clean"], ["report"], ["report", "--trace=/dev/null"])
+for arguments in (*([*of, root] for of in of_root), ["inspect", file]):
+    app(arguments, standalone_mode=False)
 app(["survive", "--nodes", "64", "--ranks-per-node", "8"], standalone_mode=False)
 print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
 """
 
 
 def test_no_command_imports_torch(store: Path) -> None:
+    job = PaperJob()
+    job.start()
+    write(job.events, store / "events")
+
     done = subprocess.run(
         [sys.executable, "-c", _ALL, store, only_shards(store)[0]],
         capture_output=True,

@@ -62,18 +62,3 @@ def test_a_job_that_has_done_no_step_has_no_speed() -> None:
 
     assert (before.start.last_step, before.steps_per_s) == (None, None)
     assert (told.number, told.start.last_step, told.steps_per_s) == (2, -1, None)
-
-
-def test_too_few_copies_are_told_until_all_are_there() -> None:
-    job = PaperJob()
-    job.start()
-    job.train(1)
-    job.save()
-    since = job.at
-    job.note("degraded", step=job.done)
-    job.train(1)
-    lacking = status(job)
-    job.save(tier="replicated")
-
-    assert lacking.degraded_since == since
-    assert status(job).degraded_since is None

@@ -66,14 +66,6 @@ def _environment(job: dict[str, Any]) -> dict[str, str]:
     return {variable["name"]: variable["value"] for variable in _container(job)["env"]}
 
 
-def test_the_batch_script_parses() -> None:
-    done = subprocess.run(
-        ["bash", "-n", str(_SLURM)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_options_of_the_batch_script_stand_before_its_first_command() -> None:
     lines = _SLURM.read_text().splitlines()
     given = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from localckpt import AsyncCallsQueue, GlobalCheckpointManager
 from localckpt.global_tier import staging
+from localckpt.waiting import wait_until
 from tests.global_tier.models import manager_on
 from tests.managers.jobs import make_manager
 
@@ -71,7 +71,4 @@ def small_files() -> Iterator[None]:
 def await_files(root: Path, count: int, of_rank: str = "") -> None:
     """Wait until a drain has begun so many data files, of one rank or of all."""
     pattern = f".iteration*/__{of_rank}*.distcp"
-    deadline = time.monotonic() + WAIT_S
-    while len(list(root.glob(pattern))) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: len(list(root.glob(pattern))) >= count, WAIT_S)

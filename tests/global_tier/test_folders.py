@@ -103,10 +103,6 @@ def test_no_other_name_is_taken_for_a_checkpoint(name: str, tmp_path: Path) -> N
     assert folders_in(tmp_path) == ([], [])
 
 
-def test_a_root_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert folders_in(tmp_path / "missing") == ([], [])
-
-
 @given(st.text(max_size=30))
 @example("")
 @example("..")

@@ -1,4 +1,4 @@
-"""A tensor between its frame's two parts is what torch writes of it, and what torch reads."""
+"""A tensor between its frame's two parts is what torch writes of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localckpt.global_tier.staging import frame_of, is_plain
-from tests.global_tier.states import DTYPES, assert_same, tensor_of
+from tests.global_tier.states import DTYPES, tensor_of
 from tests.state_dict.states import Tagged, bits
 
 SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
@@ -58,6 +58,8 @@ def without_checksums_of_values(archive: bytes) -> bytes:
 @example(torch.complex128, (3, 0, 2), 0)
 @example(torch.bool, (1,), 0)
 @example(torch.bfloat16, (1 << 20, 3), 0)
+@example(torch.float8_e4m3fn, (), 0)
+@example(torch.uint16, (0, 4), 0)
 @given(st.sampled_from(DTYPES), SHAPES, st.integers(0, 1 << 30))
 def test_a_framed_tensor_is_what_torch_writes_but_for_checksums_that_torch_does_not_check(
     dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -67,32 +69,6 @@ def test_a_framed_tensor_is_what_torch_writes_but_for_checksums_that_torch_does_
     found = framed(tensor)
 
     assert without_checksums_of_values(found) == without_checksums_of_values(saved(tensor))
-
-
-@settings(max_examples=150, deadline=None)
-@example(torch.float8_e4m3fn, (), 0)
-@example(torch.uint16, (0, 4), 0)
-@example(torch.float64, (1 << 18,), 0)
-@given(st.sampled_from(DTYPES), SHAPES, st.integers(0, 1 << 30))
-def test_torch_reads_a_framed_tensor_bit_for_bit(
-    dtype: torch.dtype, shape: tuple[int, ...], seed: int
-) -> None:
-    tensor = tensor_of(dtype, shape, seed)
-
-    found = torch.load(io.BytesIO(framed(tensor)), weights_only=True)
-
-    assert_same(found, tensor)
-
-
-def test_each_dtype_has_a_frame_of_its_own() -> None:
-    assert len({frame_of(dtype, (3,)).head for dtype in DTYPES}) == len(DTYPES)
-
-
-@given(SHAPES, SHAPES)
-def test_frames_tell_shapes_apart(one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    heads = {frame_of(torch.float32, shape).head for shape in (one, other)}
-
-    assert len(heads) == len({one, other})
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import shutil
 import threading
 from collections.abc import Callable
@@ -90,17 +91,14 @@ def test_a_save_keeps_the_values_of_the_call_and_is_written_and_committed_beside
 class Counter:
     """A ``Stateful`` value."""
 
-    def __init__(self, number: int, told: Callable[[], None] = lambda: None) -> None:
-        self.values = torch.full((4,), float(number))
-        self.number = number
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
         self._told = told
 
     def state_dict(self) -> dict[str, Any]:
         self._told()
-        return {"values": self.values, "number": self.number}
+        return {"values": torch.ones(4)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values, self.number = state["values"], state["number"]
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _save_while_one_is_written(rank: int, world_size: int, root: Path) -> list[str]:
@@ -115,9 +113,9 @@ def _save_while_one_is_written(rank: int, world_size: int, root: Path) -> list[s
 
     with manager_on(root) as manager:
         manager.save(
-            {"counter": Counter(1)}, 1, on_commit=lambda: told.append("committed 1"), is_async=True
+            {"counter": Counter()}, 1, on_commit=lambda: told.append("committed 1"), is_async=True
         )
-        manager.save({"counter": Counter(2, planning)}, 2, is_async=True)
+        manager.save({"counter": Counter(planning)}, 2, is_async=True)
     return told
 
 
@@ -147,8 +145,6 @@ def _learn_of_commits(rank: int, world_size: int, root: Path) -> list[tuple[int,
         assert_loads(manager, rank, 2)
         manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
-        told = error_of(lambda: manager.save(state_of(3, rank), 3))
-        assert "iteration 3 cannot be saved after 3" in told
     return calls
 
 
@@ -176,7 +172,8 @@ def _ask_for_errors(rank: int, world_size: int, root: Path) -> None:
                 manager.check_for_errors()
             dist.barrier()
             gate.set()
-            assert "rank 1: RuntimeError: this cannot be pickled" in error_of(ask)
+            lost = f"could not save iteration {iteration}: rank 1: RuntimeError: this cannot be p"
+            assert lost in error_of(ask)
             manager.check_for_errors()
             manager.wait_until_finished()
         gate.clear()
@@ -218,6 +215,11 @@ def _disagree(rank: int, world_size: int, root: Path) -> None:
         )
         for one in range(world_size):
             assert f"rank {one}: plan the save of iteration {5 + one}" in told
+        unlike = {"x": torch.ones(3) if rank else 5}
+        error_of(lambda: manager.save(unlike, 6, is_async=True))
+        dist.barrier()
+        assert leftovers_in(root) == []
+        dist.barrier()
         manager.save(state_of(7, rank), 7, is_async=True)
         told = error_of(lambda: manager.save(state_of(7, rank), 7, is_async=True))
         assert "iteration 7 cannot be saved after 7" in told
@@ -227,7 +229,9 @@ def _disagree(rank: int, world_size: int, root: Path) -> None:
         assert_loads(manager, rank, 7)
 
 
-def test_ranks_that_speak_of_different_iterations_are_told_and_can_go_on(tmp_path: Path) -> None:
+def test_ranks_that_speak_of_different_things_are_told_leave_nothing_and_can_go_on(
+    tmp_path: Path,
+) -> None:
     run_ranks(_disagree, 3, tmp_path)
 
     assert checkpoints_in(tmp_path) == ["iteration_00000007.0001"]
@@ -260,7 +264,8 @@ def _load_each_that_is_damaged(
 
 
 def _load_what_is_damaged(rank: int, root: Path, name: str) -> tuple[str, str]:
-    said = _Said()
+    said = logging.handlers.BufferingHandler(1000)
+    said.setLevel(logging.ERROR)
     with manager_on(root) as manager:
         manager.save(state_of(1, rank), 1, is_async=True)
         manager.save(state_of(2, rank), 2, is_async=True)
@@ -279,19 +284,7 @@ def _load_what_is_damaged(rank: int, root: Path, name: str) -> tuple[str, str]:
         manager.save(state_of(2, rank), 2, is_async=True)
         assert_loads(manager, rank, 2)
     logging.getLogger("localckpt").removeHandler(said)
-    return told, said.text()
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self._records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
-
-    def text(self) -> str:
-        return "\n".join(record.getMessage() for record in self._records)
+    return told, "\n".join(record.getMessage() for record in said.buffer)
 
 
 @pytest.mark.fault("flipped-bit", "torn-file", "wrong-place")
@@ -301,9 +294,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(tmp_path:
     for name, (_, file) in DAMAGES.items():
         assert all(file in of_rank[name][0] for of_rank in told), name
         assert any(file in of_rank[name][1] for of_rank in told), name
-
-
-# Plans.
 
 
 # What is refused.

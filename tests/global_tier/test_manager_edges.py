@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from localckpt import (
     MismatchError,
 )
 from tests.global_tier.models import checkpoints_in, manager_on
+from tests.managers.jobs import damage
 from tests.ranks import run_ranks
 
 
@@ -34,20 +34,13 @@ def test_ranks_that_have_nothing_to_write_save_again_and_again(tmp_path: Path) -
     assert run_ranks(_saves_one_tensor_between_two, 2, tmp_path) == [[4, 4]] * 2
 
 
-def _flip_in(folder: Path, position: int) -> None:
-    """Damage a byte of the folder's first data file; negative positions count from its end."""
-    path = min(folder.glob("*.distcp"))
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
     with manager_on(tmp_path, thread_count=1) as manager:
         manager.save({"b": torch.ones(9)}, 1, is_async=False)
         manager.save({"a": torch.ones(1 << 20), "b": torch.ones(9)}, 2, is_async=False)
         # In the tail of "b", which comes last.
-        _flip_in(tmp_path / "iteration_00000002.0001", -600)
+        file = tmp_path / "iteration_00000002.0001" / "__0_0.distcp"
+        damage(file, 1 - 600 / file.stat().st_size)
 
         with pytest.raises(CorruptShardError):
             manager.load(into={"b": torch.zeros(9)}, partial=True)
@@ -73,8 +66,6 @@ def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
         assert manager.find_latest() == 1
         with pytest.raises(CorruptShardError, match="give it its name again"):
             manager.load(into={"w": torch.zeros(9)}, iteration=900)
-        with pytest.raises(CorruptShardError, match="is gone"):
-            manager.load(into={"w": torch.zeros(9)}, iteration=2)
 
 
 class _Collective:
@@ -101,10 +92,7 @@ def _load_what_one_rank_cannot_read(rank: int, world_size: int, root: Path) -> i
         for iteration in (1, 2):
             manager.save(state(float(iteration)), iteration, is_async=False)
         if rank == 1:
-            path = root / "iteration_00000002.0001" / "__1_0.distcp"
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
+            damage(root / "iteration_00000002.0001" / "__1_0.distcp")
         dist.barrier()
         loaded = manager.load(into=(target := state(0.0)))[1].iteration
         assert bool((target[f"w{rank}"] == loaded).all())
@@ -162,18 +150,6 @@ def test_views_of_one_buffer_are_loaded_as_they_were_saved(tmp_path: Path) -> No
         assert torch.equal(given[name], tensor), name
 
 
-def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> list[str]:
-    with manager_on(root) as manager:
-        with pytest.raises(CheckpointingException):
-            manager.save({"x": torch.ones(3) if rank else 5}, 1, is_async=True)
-        dist.barrier()
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".localckpt"))
-
-
-def test_a_plan_that_fails_leaves_no_directory(tmp_path: Path) -> None:
-    assert run_ranks(_plan_what_does_not_go_together, 2, tmp_path) == [[], []]
-
-
 def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it(
     tmp_path: Path,
 ) -> None:
@@ -188,10 +164,7 @@ def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it
     assert checkpoints_in(tmp_path) == []
 
 
-def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
         manager.save(
             {"w": torch.ones(3)}, 1, on_commit=lambda: print(manager.find_latest()), is_async=True

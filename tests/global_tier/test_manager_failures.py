@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import localckpt.global_tier.manager
-from localckpt import CheckpointingException, PeerLostError, StorageError
+from localckpt import PeerLostError, StorageError
 from localckpt.global_tier import root
 from localckpt.storage.write import sync_folder
 from tests.global_tier.models import (
@@ -42,7 +42,7 @@ _SHORT_S = 1.5
 _LONGER_S = 3.0
 
 
-def _told_at_once(call: Callable[[], Any], kind: type[Exception] = CheckpointingException) -> str:
+def _told_at_once(call: Callable[[], Any], kind: type[Exception]) -> str:
     began = time.monotonic()
     told = error_of(call, kind)
     assert time.monotonic() - began < _AT_ONCE_S
@@ -76,25 +76,18 @@ def _fail_on_one(rank: int, world_size: int, root: Path) -> list[str]:
         manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
 
-        bad = {"bad": Unpicklable()} if rank == 2 else {}
-        manager.save(state_of(4, rank) | bad, 4, is_async=True)
-        told.append(_told_at_once(manager.wait_until_finished))
-        assert_loads(manager, rank, 3)
-        manager.save(state_of(5, rank), 5, is_async=True)
-        assert_loads(manager, rank, 5)
-
-        manager.save(state_of(6, rank), 6, is_async=True)
+        manager.save(state_of(4, rank), 4, is_async=True)
         manager.wait_until_finished()
         if rank == 0:
             # A stranger's directory stands where the next checkpoint is to be.
-            stranger = root / checkpoints_in(root)[-1].replace("6.", "7.")
+            stranger = root / checkpoints_in(root)[-1].replace("4.", "5.")
             stranger.mkdir()
             (stranger / "file").touch()
-        manager.save(state_of(7, rank), 7, is_async=True)
+        manager.save(state_of(5, rank), 5, is_async=True)
         told.append(_told_at_once(manager.wait_until_finished, StorageError))
+        assert_loads(manager, rank, 4)
+        manager.save(state_of(6, rank), 6, is_async=True)
         assert_loads(manager, rank, 6)
-        manager.save(state_of(8, rank), 8, is_async=True)
-        assert_loads(manager, rank, 8)
     return told
 
 
@@ -105,12 +98,11 @@ def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works
     told = run_ranks(_fail_on_one, 3, tmp_path)
 
     assert told[0] == told[1] == told[2]
-    writing, staging, committing = told[0]
+    writing, committing = told[0]
     assert writing.startswith("StorageError: could not save iteration 2: rank 1: ")
     assert "__1_" in writing
     assert "File too large" in writing
-    assert "could not save iteration 4: rank 2: RuntimeError: this cannot be pickled" in staging
-    assert "could not save iteration 7: rank 0: could not commit" in committing
+    assert "could not save iteration 5: rank 0: could not commit" in committing
     assert leftovers_in(tmp_path) == []
 
 

@@ -54,7 +54,7 @@ def _in_a_fork(act: Callable[[], object]) -> int:
 
 
 def _save_in_turn(rank: int, world_size: int, root: Path) -> None:
-    sessions = ("", "one", "a/b")
+    begun, sessions = our_threads(), ("", "one", "a/b")
     managers = {name: manager_on(root, name, keep_last=1) for name in sessions}
     for iteration in (1, 2):
         for number, manager in enumerate(managers.values()):
@@ -64,14 +64,24 @@ def _save_in_turn(rank: int, world_size: int, root: Path) -> None:
     for number, manager in enumerate(managers.values()):
         assert_loads(manager, rank, 10 * number + 2)
         manager.close()
+    for thread in threading.enumerate():
+        if thread.name == "localckpt-within":
+            thread.join(10.0)
+    assert our_threads() == begun
+    assert psutil.Process().children() == []
+    open_files = [file.path for file in psutil.Process().open_files()]
+    assert [path for path in open_files if path.startswith(str(root))] == []
 
 
-def test_sessions_that_share_a_root_do_not_see_each_other(tmp_path: Path) -> None:
+def test_sessions_that_share_a_root_do_not_see_each_other_and_leave_nothing_once_closed(
+    tmp_path: Path,
+) -> None:
     run_ranks(_save_in_turn, 2, tmp_path)
 
     assert checkpoints_in(tmp_path) == ["iteration_00000002.0001"]
     assert checkpoints_in(tmp_path / "session-one") == ["iteration_00000012.0001"]
     assert checkpoints_in(tmp_path / "session-a%2Fb") == ["iteration_00000022.0001"]
+    assert leftovers_in(tmp_path / "session-one") == []
 
 
 # Jobs.
@@ -96,7 +106,10 @@ def test_a_second_job_is_refused_until_the_first_is_closed(tmp_path: Path) -> No
         before = _tree(tmp_path)
         # Long enough for a busy machine's storage to answer.
         second = manager_on(tmp_path, timeout=3.0)
-        assert_loads_of_two(second, 1)
+        expected = state_of(1, 0) | state_of(1, 1)
+        found = blank(expected)
+        second.load(into=found)
+        assert_same(found, expected)
 
         told = error_of(lambda: second.save(state_of(2, 0), 2, is_async=True), StorageError)
 
@@ -111,40 +124,6 @@ def test_a_second_job_is_refused_until_the_first_is_closed(tmp_path: Path) -> No
         first.announce("end")
         first.join()
     assert checkpoints_in(tmp_path) == ["iteration_00000001.0001", "iteration_00000002.0002"]
-
-
-def assert_loads_of_two(manager: GlobalCheckpointManager, iteration: int) -> None:
-    """One rank loads what two have saved."""
-    expected = state_of(iteration, 0) | state_of(iteration, 1)
-    found = blank(expected)
-    assert manager.load(into=found, iteration=iteration)[1].iteration == iteration
-    assert_same(found, expected)
-
-
-# What is left.
-
-
-def _leave(rank: int, world_size: int, root: Path) -> None:
-    begun = our_threads()
-    manager = manager_on(root)
-    for iteration in (1, 2):
-        manager.save(state_of(iteration, rank), iteration, is_async=True)
-    assert_loads(manager, rank, 2)
-    manager.close()
-    for thread in threading.enumerate():
-        if thread.name == "localckpt-within":
-            thread.join(10.0)
-    assert our_threads() == begun
-    assert psutil.Process().children() == []
-    open_files = [file.path for file in psutil.Process().open_files()]
-    assert [path for path in open_files if path.startswith(str(root))] == []
-
-
-def test_a_closed_manager_leaves_checkpoints_and_two_dot_files(tmp_path: Path) -> None:
-    run_ranks(_leave, 2, tmp_path)
-
-    assert len(checkpoints_in(tmp_path)) == 2
-    assert leftovers_in(tmp_path) == []
 
 
 # Forks.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from localckpt import CheckpointingException, UnsafeGlobalError
+from localckpt import CheckpointingException
 from tests.global_tier.models import blank, manager_on
 from tests.global_tier.states import assert_same
 
@@ -45,6 +45,7 @@ def _quantized() -> torch.Tensor:
         pytest.param(lambda: (1, 1 << 3000), "more than 255 bytes", id="integer in a tuple"),
         pytest.param(Fails, "a field that was renamed", id="object that cannot be rebuilt"),
         pytest.param(_quantized, "dequantize", id="quantized tensor"),
+        pytest.param(lambda: _OF_OWN_CLASS, "OwnTensor", id="tensor of a class"),
     ],
 )
 def test_what_load_would_refuse_is_refused_when_it_is_saved(
@@ -60,22 +61,6 @@ def test_what_load_would_refuse_is_refused_when_it_is_saved(
         assert manager.find_latest() == 1
         manager.save({"w": torch.ones(2)}, 2, is_async=False)
         assert manager.find_latest() == 2
-
-
-def test_a_tensor_of_a_class_that_is_not_allowed_is_refused_and_an_allowed_one_comes_back(
-    tmp_path: Path,
-) -> None:
-    with manager_on(tmp_path) as manager:
-        with pytest.raises(UnsafeGlobalError, match="OwnTensor"):
-            manager.save({"it": _OF_OWN_CLASS}, 1, is_async=False)
-        assert manager.find_latest() == -1
-
-    with manager_on(tmp_path, safe_globals=[OwnTensor]) as manager:
-        manager.save({"it": _OF_OWN_CLASS}, 1, is_async=False)
-        state = {"it": torch.zeros(3).as_subclass(OwnTensor)}
-        manager.load(into=state)
-
-    assert torch.equal(state["it"].as_subclass(torch.Tensor), torch.ones(3))
 
 
 def test_values_under_keys_that_are_no_text_come_back_under_them(tmp_path: Path) -> None:
@@ -95,12 +80,16 @@ def test_values_under_keys_that_are_no_text_come_back_under_them(tmp_path: Path)
     assert_same(found, state())
 
 
-def test_loading_leaves_what_the_program_has_allowed_as_it_was(tmp_path: Path) -> None:
+def test_a_tensor_of_an_allowed_class_comes_back_and_the_program_has_allowed_no_more_by_that(
+    tmp_path: Path,
+) -> None:
     with torch.serialization.safe_globals([Path, collections.deque]):
         before = set(torch.serialization.get_safe_globals())
         with manager_on(tmp_path, safe_globals=[collections.deque, OwnTensor]) as manager:
-            state = {"it": _OF_OWN_CLASS, "pair": (1, 2)}
-            manager.save(state, 1, is_async=False)
+            manager.save({"it": _OF_OWN_CLASS, "pair": (1, 2)}, 1, is_async=False)
+            state = {"it": torch.zeros(3).as_subclass(OwnTensor), "pair": None}
             manager.load(into=state)
 
+        assert torch.equal(state["it"].as_subclass(torch.Tensor), torch.ones(3))
+        assert state["pair"] == (1, 2)
         assert set(torch.serialization.get_safe_globals()) == before

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -29,12 +27,10 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.global_tier.models import (
     MISDESCRIBED,
     checkpoints_in,
-    fsdp_model,
     gathered,
     manager_on,
     misdescribed,
     run_sharded,
-    states_of,
 )
 from tests.managers.jobs import assert_same, error_of
 
@@ -51,52 +47,6 @@ def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def spread(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     """A DTensor of values that all ranks have."""
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
-
-
-# FSDP2 and its optimizer.
-
-
-def _save_on_each_and_load_on_each(
-    rank: int, world_size: int, root: Path, counts: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    groups = {count: dist.new_group(range(count)) for count in counts}
-    mine = [count for count in counts if rank < count]
-    meshes = {count: DeviceMesh.from_group(groups[count], "cpu") for count in mine}
-    for count in mine:
-        state = states_of(*fsdp_model(meshes[count], seed=count))
-        with manager_on(root, process_group=groups[count]) as manager:
-            manager.save(state, count, is_async=True)
-        full = gathered(state)
-        if rank == 0:
-            torch.save(full, root / f"saved on {count}")
-    dist.barrier()
-    done = []
-    for count in mine:
-        model, optimizer = fsdp_model(meshes[count], seed=99)
-        with manager_on(root, process_group=groups[count]) as manager:
-            for saved in counts:
-                state = states_of(model, optimizer)
-                assert manager.load(into=state, iteration=saved)[1].iteration == saved
-                set_state_dict(
-                    model,
-                    optimizer,
-                    model_state_dict=state["model"],
-                    optim_state_dict=state["optimizer"],
-                )
-                expected = torch.load(root / f"saved on {saved}")
-                assert_same(gathered(states_of(model, optimizer)), expected)
-                done.append((saved, count))
-    return done
-
-
-def test_fsdp_models_and_optimizers_go_from_any_number_of_ranks_to_any_other(
-    tmp_path: Path,
-) -> None:
-    counts = (1, 3)
-    told = run_sharded(_save_on_each_and_load_on_each, counts[-1], tmp_path, counts)
-
-    assert sorted(told[0]) == sorted(product(counts, counts))
-    assert len(told[-1]) == len(counts)
 
 
 # Placements.

@@ -68,29 +68,6 @@ def metadata_of(path: Path) -> Metadata:
     return metadata
 
 
-def _save_three_times(rank: int, world_size: int, root: Path) -> list[tuple[int, int, int]]:
-    writer, told, counts = FileSystemWriterAsync(root / "0"), [], Counts()
-    for number in range(3):
-        writer.reset(root / str(number))
-        save(writer, model_of(rank, number), timeout_s=TIMEOUT_S)
-        told.append((writer.plans.bytes_gathered, counts.plans, counts.layouts))
-    writer.close()
-    return told
-
-
-def test_saves_of_one_structure_are_planned_once_and_then_send_nothing(tmp_path: Path) -> None:
-    coordinator, other = run_ranks(_save_three_times, 2, tmp_path)
-
-    gathered = [nbytes for nbytes, _, _ in coordinator]
-    assert gathered[0] > 20_000
-    assert gathered[1:] == [0, 0]
-    assert [made for _, made, _ in coordinator] == [1, 1, 1]
-    assert [made for _, made, _ in other] == [0, 0, 0]
-    assert all(layouts == 1 for _, _, layouts in (*coordinator, *other))
-    for number in range(3):
-        require_saved(tmp_path / str(number), model_of_all(number))
-
-
 # Each is made once, by both ranks in turn, and stays; what becomes None is removed. One that
 # changes nothing is a save that finds its plan.
 _CHANGES: list[dict[str, Any]] = [

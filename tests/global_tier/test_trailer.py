@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -30,14 +29,11 @@ from tests.global_tier.states import (
     assert_same,
     data_files,
     load_with_ours,
-    load_with_torch,
     save,
     tensor_of,
 )
 
 SAVE_ID = st.binary(min_size=16, max_size=16).map(bytes.hex)
-# The magic, and how many bytes the digests cover: a footer begins with them.
-_PLACE_NBYTES = 24
 quickly = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -131,24 +127,6 @@ def test_a_trailer_comes_back(save_id: str, content_nbytes: int, data: st.DataOb
     assert trailer_in(digests + footer, file_nbytes) == trailer
 
 
-@given(SAVE_ID, st.integers(0, 9), st.data())
-def test_a_trailer_with_a_flipped_bit_is_none_or_is_refused(
-    save_id: str, blocks: int, data: st.DataObject
-) -> None:
-    covered = blocks * BLOCK_NBYTES
-    digests = data.draw(st.binary(min_size=8 * blocks, max_size=8 * blocks))
-    whole = bytearray(digests + Trailer(save_id, covered, digests).footer())
-    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    whole[bit // 8] ^= 1 << bit % 8
-
-    in_footer = bit // 8 - len(digests)
-    if 0 <= in_footer < _PLACE_NBYTES:
-        assert trailer_in(bytes(whole), covered + len(whole)) is None
-    else:
-        with pytest.raises(CorruptShardError, match="here"):
-            trailer_in(bytes(whole), covered + len(whole))
-
-
 @given(st.binary(max_size=2 * FOOTER_NBYTES), st.integers(0, 1 << 20))
 def test_a_file_that_ends_in_anything_else_has_no_trailer(end: bytes, more: int) -> None:
     assert trailer_in(end, len(end) + (more if len(end) >= FOOTER_NBYTES else 0)) is None
@@ -158,27 +136,15 @@ def test_a_file_that_ends_in_anything_else_has_no_trailer(end: bytes, more: int)
 def test_a_block_verifies_in_its_place_of_its_file_of_its_save_only(
     block: bytes, save_id: str, other_save_id: str, index: int
 ) -> None:
-    digest = BlockHasher(FileIdentity("__0_0.distcp", save_id)).digest(index, block)
+    places = {("__0_0", save_id, index), ("__0_1", save_id, index)}
+    places |= {("__0_0", save_id, index + 1), ("__0_0", other_save_id, index)}
 
-    elsewhere = [
-        BlockHasher(FileIdentity("__0_1.distcp", save_id)).digest(index, block),
-        BlockHasher(FileIdentity("__0_0.distcp", save_id)).digest(index + 1, block),
-    ]
-    if other_save_id != save_id:
-        elsewhere.append(
-            BlockHasher(FileIdentity("__0_0.distcp", other_save_id)).digest(index, block)
-        )
+    digests = {
+        BlockHasher(FileIdentity(f"{name}.distcp", of_save)).digest(at, block)
+        for name, of_save, at in places
+    }
 
-    assert digest not in elsewhere
-
-
-def test_an_undamaged_checkpoint_is_loaded(saved: Saved) -> None:
-    saved.restore()
-
-    assert len(saved.files) == 2
-    assert min(saved.covered) > 2 * BLOCK_NBYTES
-    assert_same(load_with_ours(saved.path, saved.state, save_id=saved.save_id), saved.state)
-    assert_same(load_with_torch(saved.path, saved.state), saved.state)
+    assert len(digests) == len(places)
 
 
 @quickly
@@ -212,13 +178,10 @@ def test_a_file_that_is_cut_short_is_found(saved: Saved, data: st.DataObject) ->
 
     saved.require_found(number)
     saved.require_found_or_right(number)
-
-
-def test_a_file_whose_values_are_cut_off_is_found_by_whoever_loads(saved: Saved) -> None:
-    saved.put(0, saved.contents[0][: saved.covered[0] - (1 << 12)])
-
-    with pytest.raises(CorruptShardError, match=saved.files[0].name):
-        load_with_ours(saved.path, saved.state)
+    if nbytes < saved.covered[number] - (1 << 12):
+        # Some of its values are cut off.
+        with pytest.raises(CorruptShardError, match=saved.files[number].name):
+            load_with_ours(saved.path, saved.state)
 
 
 def test_a_file_that_goes_on_after_its_end_is_found(saved: Saved) -> None:
@@ -262,12 +225,9 @@ def test_a_block_or_a_file_of_another_save_is_found(saved: Saved, tmp_path: Path
         load_with_ours(saved.path, saved.state, save_id=saved.save_id)
 
 
-@pytest.mark.parametrize("remove", [Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_file_that_is_gone_or_empty_is_found(
-    saved: Saved, remove: Callable[[Path], object]
-) -> None:
+def test_a_file_that_is_gone_is_found(saved: Saved) -> None:
     saved.restore()
-    remove(saved.files[1])
+    saved.files[1].unlink()
 
     for save_id in (None, saved.save_id):
         with pytest.raises(CheckpointingException, match=saved.files[1].name):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples import model, two_tiers
+from localckpt.waiting import wait_until
 from tests.managers.jobs import assert_same, damage
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
@@ -50,8 +49,8 @@ def _run_until_killed(folder: Path) -> None:
     with start_ranks(_train_until_killed, RANKS, folder, **_options(folder)) as group:
         for rank in range(RANKS):
             group.await_announced(f"rank {rank} stands still", WAIT_S)
-        _await(lambda: len(_shards(folder, 8)) == RANKS)
-        _await(lambda: (_checkpoint(folder, 7) / "localckpt.json").exists())
+        record = _checkpoint(folder, 7) / "localckpt.json"
+        assert wait_until(lambda: len(_shards(folder, 8)) == RANKS and record.exists(), WAIT_S)
         for rank in range(RANKS):
             group.kill(rank)
         group.join(WAIT_S, expect_dead=range(RANKS))
@@ -88,13 +87,6 @@ def _stand_still(rank: int) -> NoReturn:
     announce(f"rank {rank} stands still")
     await_announced("never", 2 * WAIT_S)
     raise AssertionError("nobody announces it")
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _shards(folder: Path, iteration: int) -> list[Path]:

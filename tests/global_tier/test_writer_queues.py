@@ -64,7 +64,7 @@ def _write_as_a_foreign_worker_does(writer: FileSystemWriterAsync) -> None:
     function(args[0], preload())
 
 
-def test_a_worker_that_preloads_itself_gets_what_was_staged_when_it_was_pickled(
+def test_a_worker_that_preloads_itself_gets_what_was_staged_and_outlives_a_failure(
     tmp_path: Path,
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "checkpoint")
@@ -74,15 +74,9 @@ def test_a_worker_that_preloads_itself_gets_what_was_staged_when_it_was_pickled(
     save_state_dict_async_finalize(*planned)
 
     assert_same(load_with_ours(tmp_path / "checkpoint", state_of(0, 0)), state_of(0, 3))
-    writer.close()
-
-
-def test_a_worker_that_preloads_itself_outlives_a_failure_which_finalizing_raises(
-    tmp_path: Path,
-) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "checkpoint")
-    planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
-    shutil.rmtree(tmp_path / "checkpoint")
+    writer.reset(tmp_path / "next")
+    planned = save_state_dict_async_plan(state_of(0, 4), writer, timeout_s=PATIENCE_S)
+    shutil.rmtree(tmp_path / "next")
 
     _write_as_a_foreign_worker_does(writer)
 
@@ -93,8 +87,9 @@ def test_a_worker_that_preloads_itself_outlives_a_failure_which_finalizing_raise
 
 def _three_saves(
     rank: int, world_size: int, root: Path, persistent: bool
-) -> tuple[int, int, list[bool]]:
+) -> tuple[int, int, list[int], list[bool]]:
     writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
+    gathered: list[int] = []
     workers: list[bool] = []
     counts = Counts()
     with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
@@ -102,6 +97,7 @@ def _three_saves(
             writer.reset(root / str(number))
             state = state_of(rank, number)
             queue.schedule_async_request(request_of(writer, state))
+            gathered.append(writer.plans.bytes_gathered)
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
@@ -111,17 +107,22 @@ def _three_saves(
             maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in children]
             workers += ["libtorch" in text for text in maps if text]
     writer.close()
-    return counts.layouts, counts.plans, workers
+    return counts.layouts, counts.plans, gathered, workers
 
 
 @pytest.mark.parametrize("persistent", [True, False], ids=["worker", "forks"])
-def test_three_saves_in_a_row_use_one_layout_and_one_plan(tmp_path: Path, persistent: bool) -> None:
+def test_three_saves_in_a_row_use_one_layout_and_one_plan_and_then_send_nothing(
+    tmp_path: Path, persistent: bool
+) -> None:
     told = run_ranks(_three_saves, 2, tmp_path, persistent)
 
-    assert [layouts for layouts, _, _ in told] == [1, 1]
-    assert [plans for _, plans, _ in told] == [1, 0]
+    assert [layouts for layouts, *_ in told] == [1, 1]
+    assert [plans for _, plans, *_ in told] == [1, 0]
+    first, *later = told[0][2]
+    assert first > 1000
+    assert later == [0, 0]
     # A worker process has never loaded torch; a fork of the trainer is gone when it is done.
-    assert [workers for _, _, workers in told] == [[False] * 3 if persistent else []] * 2
+    assert [workers for *_, workers in told] == [[False] * 3 if persistent else []] * 2
     for number in range(3):
         wanted = state_of_all(2, number)
         assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)

@@ -111,6 +111,7 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert trusts[checkpoint].failed_starts >= most
         assert any(other.world_size == checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.exhausted:
+        assert trusts[checkpoint].failed_starts >= (most or 0)
         assert all(other.world_size != checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.usable:
         assert trusts[checkpoint].mark != "quarantined"
@@ -118,16 +119,6 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
     if most is None:
         assert not choice.exhausted
         assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()
-
-
-def test_a_checkpoint_whose_starts_failed_too_often_gives_way_if_there_is_another() -> None:
-    newer, older = (Checkpoint(Generation(1, n), n, 2) for n in (2, 1))
-    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3)})
-
-    choice, alone = choose([newer, older], trusts, 3), choose([newer], trusts, 3)
-
-    assert (choice.usable, choice.quarantined.keys()) == ((older,), {newer})
-    assert (alone.usable, alone.exhausted.keys()) == ((), {newer})
 
 
 @given(_NOTES)

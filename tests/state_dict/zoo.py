@@ -167,7 +167,9 @@ class Zoo:
         return tensor
 
     def _mark(self) -> Any:
-        return self._random.choice([True, 3, 0.5, "text", (1, None), {"a": [torch.bfloat16]}])
+        return self._random.choice(
+            [True, 3, 0.5, "text", (1, None), {"a": [torch.bfloat16], "b": torch.Size([2])}, {3}]
+        )
 
     def _sparse(self) -> torch.Tensor:
         dense = torch.tensor([[0.0, self._random.random(), 0.0, 1.0]] * self._random.choice([2, 4]))

@@ -66,27 +66,6 @@ def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_gen
 
 
 @given(_found)
-def test_complete_checkpoints_without_a_lineage_come_by_iteration(found: Found) -> None:
-    complete = complete_checkpoints(Inventory.found(found))
-
-    order = [(c.iteration, c.generation) for c in complete]
-
-    assert order == sorted(order, reverse=True)
-
-
-@given(_found, st.randoms())
-def test_who_holds_a_shard_does_not_matter(found: Found, random) -> None:
-    moved: dict[str, list[ShardRecord]] = {}
-    for records in found.values():
-        for record in records:
-            moved.setdefault(random.choice("abc"), []).append(record)
-
-    complete = complete_checkpoints(Inventory.found(moved))
-
-    assert complete == complete_checkpoints(Inventory.found(found))
-
-
-@given(_found)
 def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explained(
     found: Found,
 ) -> None:
@@ -117,14 +96,6 @@ def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
         "iteration 100 (generation 2.1, 2 ranks) lacks the shards of ranks 0; "
         "iteration 100 (generation 1.5, 2 ranks) lacks the shards of ranks 1"
     )
-
-
-def test_two_jobs_that_share_a_generation_and_an_iteration_are_ordered_by_their_size() -> None:
-    one, two = _record(1, 2, 0, 0, 1), [_record(1, 2, 0, rank, 2) for rank in (0, 1)]
-
-    for records in ([one, *two], [*two, one]):
-        complete = complete_checkpoints(Inventory.found({"a": records}))
-        assert [c.world_size for c in complete] == [2, 1]
 
 
 def test_an_empty_job_is_said_to_have_nothing() -> None:
@@ -209,10 +180,6 @@ _CHECKPOINTS = st.builds(
     st.integers(0),
     st.integers(1),
 )
-
-
-def test_a_save_that_went_well_everywhere_has_no_problems() -> None:
-    assert save_problems([_outcome()] * 3) == []
 
 
 @given(

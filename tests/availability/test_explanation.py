@@ -67,10 +67,10 @@ def _explain(
     return explain(Inventory.found(inventory), world_size, files)
 
 
-def _bad(text: str, claim: str = "") -> Stored:
+def _bad(text: str) -> Stored:
     """A file that cannot be used, from its name and what is wrong with it."""
     name, _, why = text.partition(": ")
-    return Stored(name, problem=Problem("damaged", why, claim))
+    return Stored(name, problem=Problem("damaged", why))
 
 
 @given(_any_inventory)

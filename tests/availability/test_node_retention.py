@@ -90,15 +90,6 @@ def test_what_stays_is_the_last_and_the_best_of_all_that_was_saved(
             assert {i for i in before if not over.takes(_checkpoint(i))} == job.iterations
 
 
-def test_of_equal_values_the_newer_one_stays() -> None:
-    job = _Job(Retention(last=1, best=Best("loss")))
-    for iteration in (1, 2, 3):
-        job.save(iteration, 0.5)
-    job.save(4, None)
-
-    assert job.iterations == {3, 4}
-
-
 def test_what_the_job_went_back_from_is_not_best() -> None:
     job = _Job(Retention(last=1, best=Best("loss")))
     for iteration, value in ((1, 2.0), (2, 1.0), (3, 3.0)):

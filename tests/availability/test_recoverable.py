@@ -56,7 +56,10 @@ def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
     for rank in range(4):
         for node in draw(st.sets(st.sampled_from("abcd"), max_size=2)):
             found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
-    for group in (Group((0, 1, 2), 1, "sum"), Group((3, 1, 0, 2), 2, "parity")):
+    for group in (
+        Group((0, 1, 2), 1, "sum"),
+        Group((3, 1, 0, 2), draw(st.integers(1, 2)), "parity"),
+    ):
         for rank in draw(st.sets(st.sampled_from(group.ranks))):
             piece = _CHECKPOINT.shard(rank, "run").of_kind(group.kind)
             found[draw(st.sampled_from("abcd"))].append(ShardRecord(piece, 7, group))

@@ -16,10 +16,11 @@ from localckpt.storage.notes import Notes
 from localckpt.storage.owner import Owner
 from localckpt.trust import Trust, Trusts, choose, is_orderly
 
+# Few, so that the nodes have notes of what is complete.
 _CHECKPOINTS = st.builds(
     Checkpoint,
-    st.builds(Generation, st.integers(1, 3), st.integers(1, 3)),
-    st.integers(0, 5),
+    st.builds(Generation, st.just(1), st.integers(1, 2)),
+    st.integers(0, 2),
     st.integers(1, 2),
 )
 _STARTS = st.tuples(st.integers(0, 5), st.integers(1, 4))
@@ -111,6 +112,7 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert trusts[checkpoint].failed_starts >= most
         assert any(other.world_size == checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.exhausted:
+        assert trusts[checkpoint].failed_starts >= (most or 0)
         assert all(other.world_size != checkpoint.world_size for other in choice.usable)
     for checkpoint in choice.usable:
         assert trusts[checkpoint].mark != "quarantined"
@@ -120,13 +122,14 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()
 
 
-def test_a_checkpoint_whose_starts_failed_too_often_gives_way_if_there_is_another() -> None:
-    newer, older = (Checkpoint(Generation(1, n), n, 2) for n in (2, 1))
-    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3)})
+def test_what_failed_too_often_gives_way_if_there_is_another_and_what_is_bad_comes_last() -> None:
+    newer, bad, older, oldest = (Checkpoint(Generation(1, n), n, 2) for n in (4, 3, 2, 1))
+    noted = {bad: Trust(mark="bad"), oldest: Trust(mark="quarantined")}
+    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3), **noted})
 
-    choice, alone = choose([newer, older], trusts, 3), choose([newer], trusts, 3)
+    choice, alone = choose([newer, bad, older, oldest], trusts, 3), choose([newer], trusts, 3)
 
-    assert (choice.usable, choice.quarantined.keys()) == ((older,), {newer})
+    assert (choice.usable, choice.quarantined.keys()) == ((older, bad), {newer, oldest})
     assert (alone.usable, alone.exhausted.keys()) == ((), {newer})
 
 

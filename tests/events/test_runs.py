@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, CheckpointingException, Every
-from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
 from tests.events.sinks import Kept
 from tests.managers.jobs import damage, take_away
@@ -30,10 +29,6 @@ def _run(local: Path, sink: Kept, steps: int, **options: Any) -> Checkpointer:
             if checkpointer.step(step):
                 break
     return checkpointer
-
-
-def _named(events: list[Event], *names: str) -> list[Event]:
-    return [event for event in events if event.name in names]
 
 
 def test_each_save_is_recorded_with_what_training_waited_for(tmp_path: Path) -> None:
@@ -84,7 +79,8 @@ def test_a_run_begins_with_who_it_is_and_the_parts_of_its_restart(tmp_path: Path
     assert sum(split) <= resume.duration + 1e-3
     (start,) = sink.named("start")
     assert start.start == pytest.approx(began.details["process_start"], abs=1.0)
-    assert {event.is_lost for event in _named(sink.events, "start", "meet", "read")} == {True}
+    lost = [event.is_lost for event in sink.events if event.name in ("start", "meet", "read")]
+    assert set(lost) == {True}
     (pruned, *_) = sink.named("pruned")
     assert (pruned.step, pruned.details["kept"]) == (5, [3, 5])
 

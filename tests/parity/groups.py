@@ -24,10 +24,9 @@ def carry_out(
     chains: Sequence[Chain],
     held: Mapping[int, Mapping[Kept, Bytes]],
     sinks: MutableMapping[Kept, Bytes],
-) -> dict[int, int]:
-    """Do what the ranks would, each reading only what it holds; returns bytes sent by each."""
+) -> None:
+    """Do what the ranks would, each reading only what it holds."""
     scratch = Scratch()
-    sent: dict[int, int] = {}
     for chain in chains:
         acc = np.full(chain.nbytes, 0xEE, np.uint8)
         for number, hop in enumerate(chain.hops):
@@ -37,11 +36,8 @@ def carry_out(
                 return kept[strip.start + at : strip.start + max(at, min(end, strip.nbytes))]
 
             add_terms(hop, acc, read, 0, scratch, first=number == 0)
-            if number < len(chain.hops) - 1:
-                sent[hop.rank] = sent.get(hop.rank, 0) + len(acc)
         sink = sinks[chain.place.kind, chain.place.member]
         sink[chain.place.start : chain.place.start + chain.nbytes] = acc
-    return sent
 
 
 def group(layout: ParityLayout) -> dict[Kept, Bytes]:

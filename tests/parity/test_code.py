@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
+from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import durability_found, durability_saved
-from localckpt.availability.explanation import explain
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
-from localckpt.availability.recoverable import minimal
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
 from localckpt.parity.code import ParityCode
@@ -106,28 +104,6 @@ def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
                 parity = _CHECKPOINT.shard(rank, "run").of_kind(PARITY_KIND)
                 found[node].append(ShardRecord(parity, 7, group))
     return found
-
-
-@settings(deadline=None)
-@given(_found())
-def test_the_breaking_sets_are_the_smallest_whose_loss_loses_the_checkpoint(
-    found: dict[str, list[ShardRecord]],
-) -> None:
-    explanation = explain(Inventory.found(found, codes=SCHEMES))
-
-    def is_lost(lost: Collection[str]) -> bool:
-        left = {node: there for node, there in found.items() if node not in lost}
-        return not complete_checkpoints(Inventory.found(left, codes=SCHEMES))
-
-    assert (explanation.newest is None) == is_lost(())
-    breaking = [
-        frozenset(lost)
-        for count in range(len(found) + 1)
-        for lost in combinations(found, count)
-        if is_lost(lost)
-    ]
-    if explanation.newest is not None:
-        assert set(map(frozenset, explanation.breaking)) == set(minimal(breaking))
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localckpt.errors import PeerLostError, StorageError
+from localckpt.errors import PeerLostError
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.parity import chains as chaining
 from localckpt.parity.encode import encode
@@ -22,7 +22,7 @@ from localckpt.replication.transport import connect
 from localckpt.state_dict.source import MemorySource, ShardSource
 from tests.parity.groups import Kept, group
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
-from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
+from tests.replication.sources import ScratchSource, SignallingSource
 from tests.simulated import gather
 
 _MESSAGE, _LARGEST = 300_000, chaining._LARGEST_MESSAGE_NBYTES
@@ -101,17 +101,12 @@ def test_ranks_encode_and_bring_back_what_is_lost(sizes: tuple[int, ...], m: int
     run_ranks(_encode_and_lose, len(sizes), sizes, m)
 
 
-def _lose_a_peer(
-    rank: int, world_size: int, m: int, what: str, timeout_s: float
-) -> tuple[str, float]:
-    layout = ParityLayout((4_000_000,) * world_size, m)
+def _encode_while_rank_1_stops(rank: int, world_size: int, timeout_s: float) -> tuple[str, float]:
+    layout = ParityLayout((4_000_000,) * world_size, 1)
     content = bytes(layout.image_nbytes[rank])
     source: ShardSource = ScratchSource(content)
     if rank == 1:
-        if what == "fail":
-            source = FailingSource(content, 2_000_000, StorageError("disk gone"))
-        else:
-            source = SignallingSource(content, 2_000_000, signal.Signals[what])
+        source = SignallingSource(content, 2_000_000, signal.SIGSTOP)
     pipeline = _pipeline(rank, world_size)
     parity = memoryview(bytearray(layout.parity_nbytes))
     ranks = Ranks("clique", timeout_s=60.0)
@@ -120,12 +115,12 @@ def _lose_a_peer(
     started = time.monotonic()
     with Attempt() as encoding:
         encode(layout, pipeline, source, parity, timeout_s)
-    with pytest.raises((PeerLostError, StorageError)) as raised:
+    with pytest.raises(PeerLostError) as raised:
         ranks.decide("encode parity", encoding, grace_s=timeout_s)
     took = time.monotonic() - started
     with pytest.raises(PeerLostError, match="broke before"):
         encode(layout, pipeline, source, parity, timeout_s)
-    if what == "SIGSTOP" and rank != 1:
+    if rank != 1:
         then = bytes(parity)
         announce(f"gave up {rank}")
         await_announced("resumed")
@@ -135,7 +130,7 @@ def _lose_a_peer(
 
 @pytest.mark.fault("silent-peer")
 def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> None:
-    with start_ranks(_lose_a_peer, 4, 1, "SIGSTOP", 2.0) as ranks:
+    with start_ranks(_encode_while_rank_1_stops, 4, 2.0) as ranks:
         for rank in (0, 2, 3):
             ranks.await_announced(f"gave up {rank}")
         ranks.kill(1, signal.SIGCONT)

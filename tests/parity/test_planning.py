@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import combinations
 
 import numpy as np
 import pytest
 
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.parity.gf import Bytes
 from localckpt.parity.planning import Left, plan_rebuild
 from localckpt.parity.stripes import Kind, ParityLayout
-from tests.parity.groups import Kept, carry_out, group
+from tests.parity.groups import carry_out, group
 
 _SHAPES = [(g, m) for g in range(3, 9) for m in (1, 2) if g >= m + 2]
 
@@ -27,27 +26,16 @@ def _left(g: int, lost: Collection[int]) -> Left:
     return Left(there, there)
 
 
-def _rebuild(
-    layout: ParityLayout, kept: Mapping[Kept, Bytes], left: Left, wanted: Mapping[int, int]
-) -> tuple[dict[Kept, Bytes], dict[int, int]]:
-    held: dict[int, dict[Kept, Bytes]] = {rank: {} for rank in range(layout.members + 2)}
-    for (kind, member), content in kept.items():
-        at = left.images if kind is Kind.IMAGE else left.parities
-        if member in at:
-            held[at[member]][kind, member] = content
-    places = [(Kind.IMAGE, member) for member in wanted]
-    sinks = {place: np.zeros_like(kept[place]) for place in places}
-    return sinks, carry_out(plan_rebuild(layout, left, wanted), held, sinks)
-
-
 @pytest.mark.parametrize(("g", "m"), _SHAPES)
 def test_any_m_lost_members_come_back(g: int, m: int) -> None:
     layout = ParityLayout(_sizes(g), m)
     kept = group(layout)
     for lost in (set(c) for k in range(1, m + 1) for c in combinations(range(g), k)):
-        wanted = {member: member for member in lost}
+        left = _left(g, lost)
+        held = {n: {(kind, n): kept[kind, n] for kind in Kind} for n in left.images}
+        sinks = {(Kind.IMAGE, n): np.zeros_like(kept[Kind.IMAGE, n]) for n in lost}
 
-        sinks, _ = _rebuild(layout, kept, _left(g, lost), wanted)
+        carry_out(plan_rebuild(layout, left, {n: n for n in lost}), held, sinks)
 
         assert all(np.array_equal(sinks[at], kept[at]) for at in sinks), f"lost {lost}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,38 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import NoReplicasAvailableError
-from localckpt.ids import CkptID
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from tests.replication.plans import plan_exchange
-
-_RANKS = st.integers(0, 7)
-_IDS = st.integers(0, 9).map(lambda rank: CkptID(5, rank, "s"))
-
-
-@st.composite
-def _worlds(
-    draw: st.DrawFn,
-) -> tuple[dict[int, list[CkptID]], dict[int, list[CkptID]]]:
-    available = draw(st.dictionaries(_RANKS, st.lists(_IDS, unique=True), min_size=1))
-    held = sorted({id_ for ids in available.values() for id_ in ids})
-    wish = st.lists(st.sampled_from(held), unique=True) if held else st.just([])
-    return available, draw(st.dictionaries(_RANKS, wish))
-
-
-@given(_worlds(), st.randoms(use_true_random=False))
-def test_the_order_in_which_ranks_are_given_makes_no_difference(
-    world: tuple[dict[int, list[CkptID]], dict[int, list[CkptID]]], chance: random.Random
-) -> None:
-    available, wanted = world
-    ranks = list(available)
-    chance.shuffle(ranks)
-    shuffled = {rank: set(available[rank]) for rank in ranks}
-    as_tuples: dict[int, Any] = {
-        rank: [tuple(id_) for id_ in ids] for rank, ids in sorted(wanted.items(), reverse=True)
-    }
-
-    assert plan_exchange(shuffled, as_tuples) == plan_exchange(available, wanted)
-
 
 _RanksOn = dict[str, list[int]]
 _HeldOn = dict[int, list[str]]
@@ -62,6 +32,24 @@ def _worlds_of_nodes(draw: st.DrawFn) -> tuple[_HeldOn, _RanksOn, dict[int, list
     wish = st.lists(st.sampled_from(sorted(held_on)), unique=True)
     wanted = draw(st.dictionaries(st.integers(0, sum(counts) - 1), wish))
     return held_on, ranks_on, wanted
+
+
+@given(_worlds_of_nodes(), st.randoms(use_true_random=False))
+def test_the_order_in_which_nodes_ranks_and_shards_are_given_makes_no_difference(
+    world: tuple[_HeldOn, _RanksOn, dict[int, list[int]]], chance: random.Random
+) -> None:
+    held_on, ranks_on, wanted = world
+
+    def shuffled(items: Iterable[Any]) -> list[Any]:
+        return sorted(items, key=lambda _: chance.random())
+
+    plan = plan_among_nodes(
+        {id_: shuffled(on) for id_, on in shuffled(held_on.items())},
+        dict(shuffled(ranks_on.items())),
+        dict(shuffled(wanted.items())),
+    )
+
+    assert plan == plan_among_nodes(*world)
 
 
 def _loads(plan: ExchangePlan[int], ranks_on: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:

@@ -103,22 +103,16 @@ def test_the_safetensors_library_reads_the_metadata_from_a_file(tmp_path: Any) -
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 2000])
-def test_the_data_begins_on_a_page_without_holes_and_each_tensor_aligned(count: int) -> None:
-    dtypes = [torch.int8, torch.float64, torch.bfloat16, torch.float32, torch.bool]
-    state = {f"t{n}": torch.zeros(n % 5, dtype=dtypes[n % 5]) for n in range(count)}
+def test_the_data_begins_on_a_page_and_the_skeleton_and_digests_follow(count: int) -> None:
+    state = {f"t{n}": torch.zeros(n % 5) for n in range(count)}
 
     image = image_of(state)
 
     header = read_header(source_of(image))
     assert header.data_start % PAGE_NBYTES == 0
     assert header.nbytes == len(image)
-    end = 0
-    for slot in sorted(header.slots.values(), key=lambda slot: (slot.offset, slot.nbytes)):
-        assert slot.offset == end
-        assert slot.offset % ITEM_NBYTES[slot.dtype] == 0
-        assert all(slot.offset % a == 0 for a in (64, PAGE_NBYTES) if slot.nbytes % a == 0)
-        end += slot.nbytes
-    assert header.skeleton_start == header.data_start + end
+    tensors_nbytes = sum(slot.nbytes for slot in header.slots.values())
+    assert header.skeleton_start == header.data_start + tensors_nbytes
     assert header.nbytes - header.digests_start == digests_nbytes(header.digests_start)
 
 
@@ -129,15 +123,6 @@ def test_the_digests_cover_every_byte_before_them_in_blocks_of_a_mebibyte() -> N
 
     assert 3 * BLOCK_NBYTES < header.digests_start < 4 * BLOCK_NBYTES
     assert header.nbytes - header.digests_start == 4 * 8
-
-
-def test_the_reserved_names_belong_to_the_format() -> None:
-    state = {name: torch.ones(2) for name in (SKELETON, DIGESTS, "__metadata__")}
-
-    slots = read_header(source_of(image_of(state))).slots
-
-    assert len(slots) == 3
-    assert not {SKELETON, DIGESTS, "__metadata__"} & set(slots)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
@@ -249,20 +234,6 @@ def test_any_part_of_an_image_can_be_packed_on_the_tensors_device(data: st.DataO
     ImagePlanner().capture(state).fill(bucket, memoryview(image), data_start, start)
 
     assert bytes(bucket.numpy()) == image[start:stop]
-
-
-def test_the_image_is_the_same_however_many_threads_copy() -> None:
-    state = {f"t{n}": torch.rand(1 << 18) for n in range(20)}
-    capture = ImagePlanner().capture(state)
-    images = []
-    for threads in (1, 3):
-        copier = Copier(threads)
-        image = bytearray(capture.nbytes(IDENTITY))
-
-        capture.write(memoryview(image), IDENTITY, copier, SideStreams())
-
-        images.append(image)
-    assert images[0] == images[1]
 
 
 @given(

@@ -14,46 +14,13 @@ from localckpt.state_dict.marks import set_marks
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
-from tests.state_dict.states import IDENTITY, assert_same, round_trip
-
-_MARKS: dict[str, Any] = {
-    "tensor_model_parallel": True,
-    "partition_dim": 0,
-    "partition_stride": 1,
-    "sequence_parallel": False,
-    "scale": 0.5,
-    "note": ("text", [1, None], {"dtype": torch.bfloat16, "shape": torch.Size([2])}, {3}),
-}
+from tests.state_dict.states import IDENTITY, round_trip
 
 
 def _marked(tensor: torch.Tensor, **marks: Any) -> torch.Tensor:
-    for name, value in (marks or _MARKS).items():
+    for name, value in marks.items():
         setattr(tensor, name, value)
     return tensor
-
-
-def test_the_attributes_of_parameters_and_tensors_come_back() -> None:
-    parameter = _marked(torch.nn.Parameter(torch.rand(3, 4), requires_grad=False))
-    state = {
-        "parameter": parameter,
-        "tied": [parameter],
-        "tensor": _marked(torch.rand(2)),
-        "view": _marked(parameter.data[1], row=1),
-        "buffer": _marked(torch.nn.Buffer(torch.rand(2), persistent=False), shared=True),
-        "plain": torch.rand(2),
-    }
-
-    loaded = round_trip(state)
-
-    assert_same(loaded, state)
-    assert isinstance(state["buffer"], torch.nn.Buffer)
-    assert vars(loaded["parameter"]) == vars(loaded["tensor"]) == _MARKS
-    assert loaded["tied"][0] is loaded["parameter"]
-    assert vars(loaded["view"]) == {"row": 1}
-    assert isinstance(loaded["buffer"], torch.nn.Buffer)
-    assert (loaded["buffer"].persistent, loaded["buffer"].shared) == (False, True)
-    assert vars(loaded["plain"]) == {}
-    assert vars(parameter) == _MARKS
 
 
 def test_attributes_are_those_of_each_save() -> None:

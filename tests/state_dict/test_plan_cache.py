@@ -70,32 +70,21 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_new_structure_is_saved_right_and_so_is_the_old_one_after_it(
-    layouts: list[Any], change: Callable[[dict[str, Any]], Any]
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_new_structure_is_saved_right_with_one_new_layout_and_so_is_the_old_one_after_it(
+    layouts: list[Any], name: str
 ) -> None:
-    planner, given = ImagePlanner(), state()
-    save(planner, given)
-
-    change(given)
-    save(planner, given)
-    save(planner, state())
-
-    assert len(layouts) in (1, 3)
-
-
-@pytest.mark.parametrize(
-    "name", ["a new tensor", "another name", "another shape", "another dtype", "tied no more"]
-)
-def test_a_new_structure_makes_a_new_layout(layouts: list[Any], name: str) -> None:
     planner, given = ImagePlanner(), state()
     save(planner, given)
 
     CHANGES[name](given)
     save(planner, given)
     save(planner, given)
+    made = len(layouts)
+    save(planner, state())
 
-    assert len(layouts) == 2
+    # A tensor in another place as well has no bytes of its own.
+    assert (made, len(layouts)) == ((1, 1) if name == "a tensor twice" else (2, 3))
 
 
 def test_a_capture_outlives_the_plan_it_was_made_by() -> None:

@@ -56,18 +56,6 @@ def test_the_tensors_that_were_given_hold_the_saved_values() -> None:
     assert given["step"] == 0
 
 
-def test_a_models_parameters_are_filled_in_place() -> None:
-    saved, model = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    weight = model.weight
-
-    load_into(saved.state_dict(), model.state_dict())
-
-    assert model.weight is weight
-    assert torch.equal(model.weight, saved.weight)
-    assert torch.equal(model.bias, saved.bias)
-    assert model.weight.requires_grad
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.int16, torch.float8_e5m2fnuz, torch.complex128, torch.uint4]
 )
@@ -89,33 +77,6 @@ def test_what_lies_between_the_items_of_a_target_stays() -> None:
     load_into([torch.arange(4.0)], [storage[::2]])
 
     assert storage.tolist() == [0, -1, 1, -1, 2, -1, 3, -1]
-
-
-def test_channels_last_tensors_are_filled_in_their_own_order() -> None:
-    images = torch.rand(2, 3, 4, 5)
-    given = torch.zeros_like(images).to(memory_format=torch.channels_last)
-
-    load_into({"images": images}, {"images": given})
-
-    assert torch.equal(given, images)
-    assert given.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_conjugated_target_gets_the_value() -> None:
-    values = torch.tensor([1 + 2j, 3 - 4j])
-    storage = torch.zeros(2, dtype=torch.complex64)
-
-    load_into([values], [storage.conj()])
-
-    assert torch.equal(storage.conj(), values)
-
-
-def test_overlapping_views_are_filled_together() -> None:
-    saved, storage = torch.arange(10.0), torch.zeros(10)
-
-    load_into([saved[:6], saved[4:]], [storage[:6], storage[4:]])
-
-    assert torch.equal(storage, saved)
 
 
 def test_tensors_of_many_blocks_are_filled() -> None:

@@ -327,11 +327,6 @@ def test_a_skeleton_that_is_cut_short_is_refused(framed: bytes) -> None:
         unpack(source_of(written(capture)))
 
 
-def test_a_class_that_is_refused_is_refused_when_saving() -> None:
-    with pytest.raises(UnsafeGlobalError, match=r"tests\.state_dict\.states\.Settings"):
-        pack({"weight": torch.ones(1), "settings": Settings(1)}, IDENTITY)
-
-
 def test_a_class_that_comes_in_at_a_later_save_is_refused_at_that_save() -> None:
     planner = ImagePlanner()
     weight = torch.ones(1)

@@ -27,10 +27,10 @@ from tests.state_dict.states import (
     assert_same,
 )
 
-__all__ = ["Zoo", "assert_same_state", "tensors_of"]
+__all__ = ["DTYPES", "Zoo", "assert_same_state", "tensors_of"]
 
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
-_DTYPES = sorted(
+DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _QUANTIZED, key=str
 )
 _LEARNED = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
@@ -99,7 +99,7 @@ class Zoo:
         else:
             shape = [self._random.randint(0 if self._random.random() < 0.1 else 1, 6)]
             shape = [max(n, 0) for n in shape * self._random.randint(0, 4)]
-            tensor = self._filled(self._random.choice(_DTYPES), shape)
+            tensor = self._filled(self._random.choice(DTYPES), shape)
         for _ in range(self._random.choice([0, 0, 1, 1, 2, 4])):
             tensor = self._viewed(tensor)
         tensor = self._dressed(tensor)
@@ -167,7 +167,9 @@ class Zoo:
         return tensor
 
     def _mark(self) -> Any:
-        return self._random.choice([True, 3, 0.5, "text", (1, None), {"a": [torch.bfloat16]}])
+        return self._random.choice(
+            [True, 3, 0.5, "text", (1, None), {"a": [torch.bfloat16], "b": torch.Size([2])}, {3}]
+        )
 
     def _sparse(self) -> torch.Tensor:
         dense = torch.tensor([[0.0, self._random.random(), 0.0, 1.0]] * self._random.choice([2, 4]))
@@ -270,7 +272,7 @@ def _assert_same_values(found: Any, wanted: Any) -> None:
 
 def _parts(sparse: torch.Tensor) -> Iterator[torch.Tensor]:
     if sparse.layout is torch.sparse_coo:
-        yield from (sparse._indices(), sparse._values())
+        yield from (sparse._indices(), sparse._values(), torch.tensor(sparse.is_coalesced()))
         return
     by_rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
     yield from (

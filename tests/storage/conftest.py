@@ -20,15 +20,11 @@ class Node:
         self.stores: list[DirectoryStore] = []
 
     def __call__(
-        self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
+        self, rank: int = 0, session: str = "run", timeout_s: float = 5.0
     ) -> DirectoryStore:
-        store: DirectoryStore
-        if self.kind == "memory":
-            store = MemoryStore(root or self.root, session, rank, timeout_s)
-        else:
-            store = DirectoryStore(root or self.root, session, rank, timeout_s)
-        self.stores.append(store)
-        return store
+        kind = MemoryStore if self.kind == "memory" else DirectoryStore
+        self.stores.append(kind(self.root, session, rank, timeout_s))
+        return self.stores[-1]
 
 
 @pytest.fixture(params=KINDS)
@@ -37,7 +33,7 @@ def node(
     tmp_path: Path,
     shm_roots: Callable[[int], list[Path]],
 ) -> Iterator[Node]:
-    """A node of each kind: disk written by a thread, by a process, and shared memory."""
+    """A node of each kind: disk and shared memory."""
     (memory,) = shm_roots(1)
     made = Node(request.param, (memory if request.param == "memory" else tmp_path) / "node")
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,9 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
 
 
-def identity(
-    iteration: int, rank: int = 0, session: str = "run", epoch: int = 1, sequence: int | None = None
-) -> ShardIdentity:
-    """A shard's identity; each iteration is its own save unless told otherwise."""
-    generation = Generation(epoch, iteration if sequence is None else sequence)
-    return ShardIdentity(session, generation, iteration, rank, 8)
+def identity(iteration: int, rank: int = 0, session: str = "run") -> ShardIdentity:
+    """A shard's identity; each iteration is its own save."""
+    return ShardIdentity(session, Generation(1, iteration), iteration, rank, 8)
 
 
 def everything(_: ShardIdentity) -> bool:
@@ -39,10 +36,8 @@ def everything(_: ShardIdentity) -> bool:
 
 
 def older_than(who: ShardIdentity) -> Callable[[ShardIdentity], bool]:
-    """For ``prune``: shards of earlier attempts go, and of earlier saves."""
-    return lambda shard: (
-        (shard.generation.epoch, shard.iteration) < (who.generation.epoch, who.iteration)
-    )
+    """For ``prune``: shards of earlier saves go."""
+    return lambda shard: shard.iteration < who.iteration
 
 
 def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:
@@ -62,12 +57,7 @@ def filled(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> 
 
 def staged(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrite:
     """Fill a slot with a shard, and give what the job that commits it writes."""
-    return write_of(store, filled(store, who, nbytes))
-
-
-def write_of(store: DirectoryStore, slot: Slot) -> ShardWrite:
-    """What the job that commits a slot writes."""
-    (write,) = store.writes([slot])
+    (write,) = store.writes([filled(store, who, nbytes)])
     return write
 
 
@@ -84,24 +74,10 @@ def save(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> Sh
     return who
 
 
-def retire(store: DirectoryStore, who: ShardIdentity) -> None:
-    """Have a shard's file recycled."""
-    store.prune(lambda shard: shard == who, [])
-
-
-def load(store: DirectoryStore, who: ShardIdentity) -> dict[str, Any]:
-    """Read a shard, every block verified."""
-    source = store.open(who)
-    try:
-        loaded: dict[str, Any] = unpack(source, expect=who)
-        return loaded
-    finally:
-        source.close()
-
-
 def assert_loads(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> None:
-    """The store gives back exactly what was saved."""
-    loaded, saved = load(store, who), state(who.iteration, nbytes)
+    """The store gives back exactly what was saved, every block verified."""
+    with closing(store.open(who)) as source:
+        loaded, saved = unpack(source, expect=who), state(who.iteration, nbytes)
     assert loaded.keys() == saved.keys()
     assert torch.equal(loaded["weight"], saved["weight"])
     assert torch.equal(loaded["bias"], saved["bias"])

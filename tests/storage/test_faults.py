@@ -21,7 +21,6 @@ from tests.storage.shards import (
     found,
     identity,
     older_than,
-    retire,
     save,
     staged,
 )
@@ -171,7 +170,7 @@ def _write(
     store = DirectoryStore(root, "run", 0, 5.0)
     if recycled:
         save(store, identity(2))
-        retire(store, identity(2))
+        store.prune(everything, [])
     job = staged(store, identity(3))
     with watched.section(fault) as section:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,9 @@ SIZES = [1, 4096, 100_001, (1 << 20) - 4096, 3 << 20, (33 << 20) + 7]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
-    return DirectoryStore(tmp_path, "run", 0, 5.0)
+def store(tmp_path: Path) -> Iterator[DirectoryStore]:
+    with closing(DirectoryStore(tmp_path, "run", 0, 5.0)) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -47,7 +50,6 @@ def test_every_size_is_written_whole_past_and_through_the_page_cache(
     assert job.final.stat().st_size == job.nbytes
     assert not job.dirty.exists()
     assert_loads(store, who, nbytes)
-    store.close()
 
 
 def received(job: ShardWrite) -> ShardWrite:
@@ -59,13 +61,8 @@ def received(job: ShardWrite) -> ShardWrite:
 def test_a_replica_is_checked_while_it_is_written(store: DirectoryStore) -> None:
     write_shard(received(staged(store, identity(1, rank=5))))
 
-    assert_loads_after_scan(store, 5)
-    store.close()
-
-
-def assert_loads_after_scan(store: DirectoryStore, rank: int) -> None:
-    assert identity(1, rank) in found(store)
-    assert_loads(store, identity(1, rank))
+    assert identity(1, rank=5) in found(store)
+    assert_loads(store, identity(1, rank=5))
 
 
 @pytest.mark.fault("flipped-bit")
@@ -96,7 +93,6 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: Directo
     with pytest.raises(StorageError, match="its save was given up"):
         write_shard(job)
     assert not job.final.exists()
-    store.close()
 
 
 def test_a_file_that_is_in_the_way_is_not_overwritten_and_shards_before_it_stay(
@@ -112,7 +108,6 @@ def test_a_file_that_is_in_the_way_is_not_overwritten_and_shards_before_it_stay(
     assert not job.final.exists()
     assert found(store) == {earlier.identity}
     assert not job.buffer.in_use
-    store.close()
 
 
 @pytest.mark.fault("refused-io")
@@ -130,7 +125,6 @@ def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
 
     assert not job.buffer.in_use
     assert save(store, identity(3)) in found(store)
-    store.close()
 
 
 def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DirectoryStore) -> None:
@@ -143,7 +137,6 @@ def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DirectoryStor
     assert store.holds(identity(1))
     assert_loads(store, identity(1), 1 << 20)
     assert len(job.buffer.view) == 0
-    store.close()
 
 
 class _ClosesWhenHashed(PrivateBuffer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,38 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
+
+
+def test_two_threads_that_save_at_random_moments_mix_no_values(tmp_path: Path) -> None:
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    refused: list[int] = []
+
+    def save_some(manager: Any, thread: int) -> None:
+        for iteration in range(thread, 40, 2):
+            state = {f"w{n}": torch.full((20_000,), 100.0 * iteration + n) for n in range(20)}
+            try:
+                manager.save(state, iteration)
+                saved[iteration] = state
+            except localckpt.CheckpointingException:
+                refused.append(iteration)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with make_manager("disk", tmp_path) as manager:
+            threads = [threading.Thread(target=save_some, args=(manager, n)) for n in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(MAX_S)
+            newest = manager.find_latest()
+            found, _ = manager.load()
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert newest == max(saved)
+    assert_same(found, saved[newest])
+    assert len(saved) + len(refused) == 40
 
 
 @pytest.mark.parametrize(("kind", "is_async"), [("disk", False), ("memory", True)])

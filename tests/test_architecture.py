@@ -109,14 +109,14 @@ _BUDGETS = {
     "ranks": (2587, 1600, 10),
     "replication": (3189, 2900, 18),
     "state_dict": (6979, 5000, 30),
-    "storage": (3371, 3100, 15),
+    "storage": (3372, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (164, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 59_540
+_TEST_LINES = 59_550
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

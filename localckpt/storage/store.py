@@ -136,7 +136,7 @@ class Store(ABC):
         finally:
             # Even if the store has failed: it may recover, and then needs the memory again.
             self._give_back(slot, was_unfinished=was_unfinished)
-            self._forget(slot)
+        self._forget(slot)
 
     def discard(self, slots: Sequence[Slot]) -> None:
         """Remove what a failed save has written; the memory of its slots may still be in use."""
@@ -151,8 +151,9 @@ class Store(ABC):
             for slot in slots:
                 slot.end_filling()
             for slot in slots:
-                steps.callback(self._forget, slot)
                 steps.callback(self._drop_memory, slot)
+        for slot in slots:
+            self._forget(slot)
 
     @abstractmethod
     def list_stored(self) -> list[Stored]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import random
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ __all__ = [
     "needs",
     "needs_upstream",
     "run_upstream_ranks",
+    "unused_port",
     "upstream_variables",
 ]
 
@@ -55,6 +59,15 @@ def upstream_variables() -> dict[str, str]:
     """The environment of a process that imports the upstream libraries without a GPU."""
     path = [str(_SITE), str(_ROOT), str(UPSTREAM), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
+
+
+def unused_port() -> int:
+    """A port of this machine that nothing uses."""
+    # Not one of those that the kernel gives to others meanwhile.
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("of 100 ports, each is in use")
 
 
 def run_upstream_ranks(

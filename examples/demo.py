@@ -35,7 +35,7 @@ from examples.report import Event, Journals, Resharded, Training, make_table, ma
 NODES = 2
 RANKS_ON_NODE, SHARDED_RANKS_ON_NODE = 1, 2
 ITERATIONS = 24
-SAVE_EVERY = 4
+SAVE_EVERY = 6
 LOSE_AT = 15  # three iterations after a save: that much is lost
 SAY_EVERY = 12
 STILL_S = 90.0

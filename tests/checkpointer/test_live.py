@@ -31,6 +31,8 @@ from tests.checkpointer.survivors import begin, connect, make_state, train_step
 from tests.ranks import DeadRank, node_store, run_ranks
 
 _STEPS = 16
+# Of who replaces a rank, until the lives before are over, on a machine that is busy.
+_PATIENCE_S = 140.0
 
 # (process, step, where in the step, whether it is killed or gets an error)
 _Cut = tuple[int, int, str, str]
@@ -109,7 +111,7 @@ def _train(
         store, limit = connect(f"life{number}"), timedelta(seconds=20)
         if number == 0 or checkpointer is not None:
             store.set("begins", "")
-        store.wait(["begins"], timedelta(seconds=60))
+        store.wait(["begins"], timedelta(seconds=_PATIENCE_S))
         ranks = world.index(home), len(world)
         dist.init_process_group("gloo", None, limit, ranks[1], ranks[0], store)
         job.may_be_cut(-number, "before it joins")
@@ -159,7 +161,7 @@ def _run(
         init_group=False,
         store_per_node=stores(folder, homes),
         expect_dead=lost,
-        timeout_s=120.0,
+        timeout_s=_PATIENCE_S + 20,
     )
 
 

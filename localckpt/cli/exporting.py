@@ -290,7 +290,9 @@ def _write(
         paths = [out.with_name(f"{out.stem}-{n:05d}-of-{count:05d}.safetensors") for n in parts]
     index = out.with_name(f"{out.name}.index.json")
     for path in paths if count == 1 else [*paths, index]:
-        if path.exists():
+        with storage_errors("look at", path):
+            is_there = path.exists()
+        if is_there:
             raise StorageError(
                 f"{path} is there already, and was left as it is: remove it, or give another name"
             )
@@ -309,6 +311,7 @@ def _write(
 
 
 def _write_tensors(checkpoint: SavedCheckpoint, names: Mapping[str, str], path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # What Hugging Face's readers ask for.
@@ -321,6 +324,8 @@ def _write_tensors(checkpoint: SavedCheckpoint, names: Mapping[str, str], path: 
             raise CheckpointingException(
                 f"safetensors cannot hold a tensor of {path.name}: {error}. Leave it out, --keys"
             ) from error
+        except SafetensorError as error:
+            raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 @contextmanager

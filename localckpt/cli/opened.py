@@ -229,24 +229,26 @@ def open_checkpoint(
 def _expanded(directories: Iterable[Path]) -> Iterator[Path]:
     """Yield stores and roots; of a folder that is none of these, those in it."""
     for directory in directories:
-        try:
-            if not find_shared_sessions(directory):
-                find_sessions(directory)
-        except StorageError:
-            inside = sorted(directory.iterdir()) if directory.is_dir() else []
-            found = [path for path in inside if path.is_dir() and _is_store(path)]
-            if not found:
-                raise
-            yield from found
-        else:
+        if (why_not := _why_no_store(directory)) is None:
             yield directory
+            continue
+        inside = sorted(directory.iterdir()) if directory.is_dir() else []
+        found = [path for path in inside if path.is_dir() and _why_no_store(path) is None]
+        if not found:
+            raise why_not
+        yield from found
 
 
-def _is_store(path: Path) -> bool:
+def _why_no_store(path: Path) -> StorageError | None:
+    """Say why a directory is neither a store nor a root; raises one that cannot be read."""
     try:
-        return bool(find_shared_sessions(path) or find_sessions(path))
-    except StorageError:
-        return False
+        if not find_shared_sessions(path):
+            find_sessions(path)
+    except StorageError as error:
+        if error.__cause__ is not None:
+            raise
+        return error
+    return None
 
 
 def _is_above(known: SharedCheckpoint, checkpoint: Checkpoint) -> bool:
@@ -382,7 +384,6 @@ class _NodeShards:
         """Note what a shard holds."""
         rank = shard.identity.rank
         is_asked = self._rank in (None, rank)
-        shard.read_values(())
         keys: dict[int, str] = {}
         for number, box in shard.tensors.items():
             keys[number] = box.key
@@ -425,9 +426,9 @@ class _NodeShards:
                 return act(self._shard(rank))
             except (CorruptShardError, StorageError) as error:
                 self._shards.pop(rank, None)
-                bad = self._copies[rank].pop(0)
-                if not self._copies[rank]:
+                if len(self._copies[rank]) == 1:
                     raise
+                bad = self._copies[rank].pop(0)
                 logger.warning("another copy than %s is read: %s", bad, error)
 
     def _shard(self, rank: int) -> SavedShard:
@@ -435,7 +436,9 @@ class _NodeShards:
             identity: ShardIdentity = self._checkpoint.shard(rank, self._session)
             source = _ShardFile(self, self._copies[rank][0])
             like = next(iter(self._shards.values()), None)
-            self._shards[rank] = SavedShard(source, self._allowed, identity, like)
+            shard = SavedShard(source, self._allowed, identity, like)
+            shard.read_values(())
+            self._shards[rank] = shard
         return self._shards[rank]
 
 

@@ -41,6 +41,8 @@ LEASE_S = 30.0
 
 _SPARES = "spares"
 _STORE_S = 10.0
+# A save, which looks for spares as it ends, waits no longer for a store that does not answer.
+_SAVE_WAITS_S = 1.0
 # A spare that waits for a rank looks so often for another order.
 _LOOK_S = 0.5
 # Of records that others change at the same time.
@@ -110,7 +112,7 @@ class SpareRegistry:
 
     def waiting(self) -> list[SpareRecord]:
         """Return the spares that wait for shards, and remove those that have ended."""
-        records, now = self._ask(self._records), time.monotonic()
+        records, now = self._ask(self._records, _SAVE_WAITS_S), time.monotonic()
         seen = {r.name: self._seen.get(r.name, (r.beat, now)) for r in records}
         changed = {r.name: (r.beat, now) for r in records if r.beat != seen[r.name][0]}
         self._seen = seen | changed
@@ -145,8 +147,8 @@ class SpareRegistry:
 
         return self._ask(take_in)
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        return ask_store("reach the spares of the job", _STORE_S, call)
+    def _ask(self, call: Callable[[], T], limit_s: float = _STORE_S) -> T:
+        return ask_store("reach the spares of the job", limit_s, call)
 
     def _records(self) -> list[SpareRecord]:
         return _parsed(if_there(self._part, _SPARES) or b"[]")

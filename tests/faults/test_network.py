@@ -31,8 +31,8 @@ Dirs = Callable[[int], list[Path]]
 _WORLD_SIZE = 3
 # So long may a rank that nothing happens to be late, on a machine that is busy.
 _TIMEOUT_S = 4.0
-# A call waits for the others up to three times: to move bytes, and twice to tell how it went.
-_LIMIT_S = 5 * _TIMEOUT_S + 20.0
+# A call waits up to seven times for bytes that do not move, and three times for the others.
+_LIMIT_S = 10 * _TIMEOUT_S + 20.0
 _START_S = 60.0
 # Where nothing is cut, ranks may be as slow as the machine is busy.
 _PATIENT_S = 30.0

@@ -8,6 +8,7 @@ launcher below it starts the processes, and says who is in the job.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -42,6 +43,9 @@ _PROJECT = Path(__file__).absolute().parents[1]
 def train(home: int, store: TCPStore, folder: Path, *, is_spare: bool) -> None:
     """Train as process `home`; each life of the job is a world, whose ranks the store has."""
     journal = Journal(folder / f"home{home}.jsonl", node=str(home))
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpointer = None
     if is_spare:
         # What the job saves comes to this node until this process is in a world.
@@ -57,15 +61,11 @@ def train(home: int, store: TCPStore, folder: Path, *, is_spare: bool) -> None:
             rank=world.index(home),
             world_size=len(world),
         )
-        torch.manual_seed(0)
-        model = DistributedDataParallel(GPT())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         text = Text(dist.get_rank(), dist.get_world_size())
         torch.manual_seed(1 + dist.get_rank())
-        state = {"model": model, "optimizer": optimizer}
         if checkpointer is None:
             checkpointer = Checkpointer(
-                state,
+                {"model": model, "optimizer": optimizer},
                 local=folder / f"node{home}",
                 every=SAVE_EVERY,
                 replication_factor=2,
@@ -74,22 +74,27 @@ def train(home: int, store: TCPStore, folder: Path, *, is_spare: bool) -> None:
             )
             start = checkpointer.resume()
         else:
-            rejoined = checkpointer.rejoin(state)
+            rejoined = checkpointer.rejoin()
             start = rejoined.step
             journal.write("rejoined", source=rejoined.source, seconds=rejoined.seconds)
+        ddp = DistributedDataParallel(model)
         try:
             for step in range(start, STEPS):
-                model(*text.batch_at(step)).backward()
+                ddp(*text.batch_at(step)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 checkpointer.step(step)
                 journal.write("step", step=step)
             break
-        except (RuntimeError, PeerLostError):
-            # gloo's error: the connection to a rank is closed.
-            checkpointer.abort()
-            dist.destroy_process_group()
-            number, world = next_world(store, home, number + 1)
+        except (RuntimeError, PeerLostError) as error:
+            # gloo's error, if it is no other: the connection to a rank is closed.
+            print(error)
+        # Not within `except`, whose traceback has DDP, which must go before its group does.
+        checkpointer.abort()
+        del ddp
+        gc.collect()
+        dist.destroy_process_group()
+        number, world = next_world(store, home, number + 1)
     rank = dist.get_rank()
     torch.save([model.state_dict(), optimizer.state_dict()], folder / f"rank{rank}.pt")
     checkpointer.close()

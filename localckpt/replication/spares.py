@@ -119,7 +119,6 @@ class SpareRegistry:
         gone = [name for name, (_, since) in self._seen.items() if now - since > LEASE_S]
         for name in gone:
             self.forget(name)
-            del self._seen[name]
         return [record for record in records if record.name not in gone]
 
     def give(self, spare: str, order: Order) -> None:
@@ -170,8 +169,7 @@ class SpareRegistry:
 
 
 def _parsed(data: bytes) -> list[SpareRecord]:
-    shape = [(str, str, int, int, float, [int])]
-    values = shaped(shape)(json.loads(data))
+    values = shaped([(str, str, int, int, float, [int])])(json.loads(data))
     records = [SpareRecord._make([*fields, tuple(ranks)]) for *fields, ranks in values]
     if not all(_NAMES.fullmatch(r.name) and 0 < r.rate_limit < math.inf for r in records):
         raise ValueError("it is no record of a spare")

@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share;
 # the order is that of tests/conftest.py, which has the longest files first.
-SIDE_BY_SIDE = --numprocesses 4 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE = --numprocesses 6 --dist loadfile --no-loadscope-reorder
 
 INTEGRATIONS = tests/integrations tests/upstream
 
@@ -58,7 +58,7 @@ faults: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD)) $(PATIENCE)
 
 # Every worker takes the next test, one at a time: most of a file may be one long form.
-SPREAD = --numprocesses 4 --dist load --maxschedchunk 1 $(TESTS)
+SPREAD = --numprocesses 6 --dist load --maxschedchunk 1 $(TESTS)
 
 CAMPAIGN = $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/faults/test_campaign.py
 

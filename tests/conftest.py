@@ -44,25 +44,20 @@ _TORCHS_OWN = "torchs-own"
 # Files that take half a minute or more. One worker runs a file, so at the end of a run all others
 # would wait for the one that began last.
 _LONGEST = (
-    *("faults/test_refused.py", "managers/test_behind_training.py", "faults/test_power_cut.py"),
-    "faults/test_network.py",
-    *("faults/test_interrupted.py", "faults/test_killed.py", "test_restarts.py"),
-    *("faults/test_campaign.py", "managers/test_failed_saves.py", "upstream/test_queues.py"),
-    "global_tier/test_saver_ranks.py",
-    "global_tier/test_manager_failures.py",
-    *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
-    *("state_dict/test_large.py", "integrations/test_nvrx.py"),
-    *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
-    *("checkpointer/test_kinds_of_loops.py", "checkpointer/test_epochs.py"),
-    "faults/test_lost_nodes.py",
+    *("faults/test_network.py", "checkpointer/test_live.py", "checkpointer/test_rejoin.py"),
+    *("managers/test_elastic_values.py", "managers/test_spares.py", "faults/test_power_cut.py"),
+    *("managers/test_repair.py", "async_save/test_queue_ranks.py", "faults/test_refused.py"),
+    *("checkpointer/test_loader_workers.py", "global_tier/test_drain_repairs.py"),
+    *("managers/test_failed_saves.py", "managers/parity/test_parity_redundancy.py"),
+    *("test_ranks_commit.py", "managers/test_behind_training.py", "checkpointer/test_epochs.py"),
+    *("faults/test_hostile_store.py", "global_tier/test_manager_failures.py"),
+    *("cli/test_real_job.py", "global_tier/test_drain.py", "managers/test_redundancy.py"),
+    *("test_restarts.py", "checkpointer/test_stopped_in_time.py", "checkpointer/test_abort.py"),
+    *("faults/test_campaign.py", "upstream/test_queues.py", "integrations/test_nvrx.py"),
     *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
     *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
     *("integrations/test_transformers.py", "integrations/test_accelerate.py"),
-    *(
-        "upstream/test_megatron.py",
-        "integrations/test_ray.py",
-        "checkpointer/test_stopped_in_time.py",
-    ),
+    *("upstream/test_megatron.py", "integrations/test_ray.py"),
 )
 
 _our_temporary_directory = pytest.StashKey[Path]()

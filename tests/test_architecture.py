@@ -97,18 +97,18 @@ _BUDGETS = {
     "top": (2550, 1300, 14),
     "async_save": (1580, 1400, 6),
     "availability": (2701, 2000, 12),
-    "checkpointer": (4784, 1800, 14),
+    "checkpointer": (4843, 1800, 14),
     "cli": (3937, 3600, 19),
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (5751, 4900, 15),
     "integrations": (3061, 2900, 20),
-    "managers": (5641, 3600, 19),
+    "managers": (5651, 3600, 19),
     "memory": (735, 700, 7),
     "parity": (1676, 1700, 12),
     "ranks": (2587, 1600, 10),
     "replication": (3189, 2900, 18),
-    "state_dict": (6979, 5000, 30),
+    "state_dict": (6984, 5000, 30),
     "storage": (3372, 3100, 15),
 }
 
@@ -116,7 +116,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (164, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 59_550
+_TEST_LINES = 59_666
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

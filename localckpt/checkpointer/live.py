@@ -9,8 +9,10 @@ and put back: buffers, learning rates, random number generators, schedules, plac
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -34,6 +36,7 @@ class LiveReport(NamedTuple):
     ``keeps`` is ``None`` on a rank that did not rejoin. ``step`` is the one at whose end the state
     is whole, -1 for none, and ``changed`` why. ``private`` names what no other rank has. ``was`` is
     the rank then, the number of ranks, and the job's run; ``place`` that in the loop over epochs.
+    ``is_sharded`` if tensors are DTensors, and ``is_anew`` if the parts to go on with are others.
     """
 
     keeps: bool | None = None
@@ -42,16 +45,23 @@ class LiveReport(NamedTuple):
     private: str = ""
     was: Sequence[Any] = (-1, -1, "")
     place: Mapping[str, Any] | None = None
+    is_sharded: bool = False
+    is_anew: bool = False
 
 
 class Kept(NamedTuple):
-    """Step whose live state is kept, -1 for none, and ``why``; ranks ``lacking`` it get it."""
+    """Step whose live state is kept, -1 for none, and ``why``.
+
+    Ranks ``lacking`` it get it from the ``holders``, ranks now and then: those ``without`` it, and
+    those whose parts are made anew.
+    """
 
     step: int
-    holder: int
-    lacking: Collection[int]
-    place: Any
-    why: str
+    holders: Sequence[tuple[int, int]] = ()
+    lacking: Collection[int] = ()
+    without: Collection[int] = ()
+    place: Any = None
+    why: str = ""
 
 
 class LiveState:
@@ -88,8 +98,7 @@ class LiveState:
             named = ", ".join(map(repr, unwatched)) or "the state, which names no optimizer"
             raise CheckpointingException(
                 f"keep='live' cannot know whether the state is whole: give "
-                f"whole_step() the optimizer of {named}. It is the one that has trained, not one "
-                f"that is made anew. Nothing was changed"
+                f"whole_step() the optimizer of {named}. Nothing was changed"
             )
 
     # While training.
@@ -101,6 +110,7 @@ class LiveState:
     def lose(self, why: str) -> None:
         """Note that the state is no more that of the end of a step."""
         self.step, self._why = -1, why
+        self._parts: dict[str, Any] = {}
         self._seen: dict[str, list[tuple[torch.Tensor, float]]] = {}
         self._copied: dict[str, Any] = {}
 
@@ -109,7 +119,7 @@ class LiveState:
         if not self._hooks:
             return
         self.lose("no step was made before")
-        plain = {key: without_marker(part) for key, part in parts.items()}
+        self._parts = plain = {key: without_marker(part) for key, part in parts.items()}
         self._seen = {k: [(t, _version(t)) for t in _tensors(p)] for k, p in plain.items()}
         self._copied = {key: _copy_of(part) for key, part in plain.items()}
         self.step, self._was = step, was
@@ -124,33 +134,39 @@ class LiveState:
         *,
         keeps: bool | None,
     ) -> LiveReport:
-        loop = self._copied.get(EPOCHS, {})
         alone = why_private(parts, private, world_size)
+        report = LiveReport(keeps, private=alone, is_sharded=_are_sharded(parts))
         if self.step < 0 or not keeps:
-            return LiveReport(keeps, changed=self._why, private=alone)
-        if changed := self._why_changed(parts):
-            return LiveReport(keeps, changed=changed, private=alone)
+            return report._replace(changed=self._why)
+        if parts.keys() != self._parts.keys():
+            return report._replace(changed="rejoin() was given parts of other names")
+        both = ((without_marker(part), self._parts[key]) for key, part in parts.items())
+        is_anew = any(now is not was for of in both for now, was in zip_longest(*map(_tensors, of)))
+        for part in self._parts.values() if is_anew else ():
+            _reshard(part)
+        if changed := self._why_changed():
+            return report._replace(changed=changed)
+        loop = self._copied[EPOCHS]
         place = {name: loop[name] for name in _PLACE}
         dealt = place["facts"].get("dealt")
         is_common = dealt and dealt[0] and not (loop["generators"] or loop.get("loader"))
         if not alone and place["epoch"] is not None and not is_common:
             alone = "the order in which batches() takes the data is each rank's own"
-        return LiveReport(keeps, self.step, "", alone, self._was, place)
+        now: dict[str, Any] = {
+            "step": self.step,
+            "was": self._was,
+            "place": place,
+            "is_anew": is_anew,
+        }
+        return report._replace(private=alone, **now)
 
-    def _why_changed(self, parts: Mapping[str, Any]) -> str:
+    def _why_changed(self) -> str:
         stepped = {id(p) for optimizer in self._watched for p in tensors_of(optimizer)}
-        for key in {**self._seen, **parts}:
-            part, seen = without_marker(parts.get(key)), self._seen.get(key)
-            now = list(_tensors(part))
-            is_same = seen is not None and len(seen) == len(now)
-            if not is_same or any(
-                t is not was for t, (was, _) in zip(now, seen or (), strict=True)
-            ):
-                return (
-                    f"{key!r} is not the object that was trained up to step {self.step}: give "
-                    f"rejoin() the modules and optimizers of before, and make DDP alone anew"
-                )
-            if any(_version(t) != was for t, (_, was) in zip(now, seen or (), strict=True)):
+        for key, seen in self._seen.items():
+            part = self._parts[key]
+            if [*map(id, _tensors(part))] != [id(tensor) for tensor, _ in seen]:
+                return f"{key!r} has other tensors than at the end of step {self.step}"
+            if any(_version(tensor) != was for tensor, was in seen):
                 return (
                     f"tensors of {key!r} were changed since the end of step {self.step}, which "
                     f"DistributedDataParallel(module) does without init_sync=False"
@@ -173,14 +189,22 @@ class LiveState:
     def put_back(
         self, parts: Mapping[str, Any], now: Sequence[int], dropped: Collection[str]
     ) -> None:
-        """Put back what was copied; what other ranks have otherwise only at the rank of before."""
+        """Put back what was copied; what other ranks have otherwise only at the rank of before.
+
+        What the holders' images have is put back into the parts that were trained.
+        """
         is_moved = [*self._was[:2]] != [*now]
-        for key, part in parts.items():
-            copied = deepcopy(self._copied[key])
+        apart = {EPOCHS, RNG, *dropped}
+        for key, given in parts.items():
+            copied, part = deepcopy(self._copied[key]), given if key in apart else self._parts[key]
             if key == EPOCHS and is_moved:
                 copied = {name: copied[name] for name in _PLACE}
             if not (is_moved and key in dropped):
                 _put_back(without_marker(part), copied)
+
+    def parts(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the parts that were trained."""
+        return {key: self._parts[key] for key in keys}
 
 
 def dropped_in(parts: Mapping[str, Any], private: Mapping[str, PrivateRule]) -> set[str]:
@@ -195,9 +219,11 @@ def why_private(
     """Return why no other rank has what one rank has of some part; empty if another has it all."""
     for key in sorted(parts.keys() - {EPOCHS, RNG} - dropped_in(parts, private)):
         part, value = parts[key], without_marker(parts[key])
-        placements = [p for tensor in _tensors(value) for p in getattr(tensor, "placements", ())]
-        if getattr(value, "is_fsdp1", False) or not all(p.is_replicate() for p in placements):
+        if getattr(value, "is_fsdp1", False):
             return f"each rank has a part of its own of the tensors of {key!r}"
+        if _are_sharded({key: value}):
+            # They say themselves who else has them.
+            continue
         if not isinstance(part, Replicated):
             return (
                 f"nothing says that {key!r} is equal on all ranks: mark it by replicated(), or "
@@ -222,19 +248,24 @@ def judge_live(reports: Sequence[LiveReport]) -> Kept | None:
             f"checkpoint: give rejoin() the same keep= on all ranks. Nothing was changed"
         )
     step = max(report.step for report in reports)
-    holder = next(rank for rank, report in enumerate(reports) if report.step == step)
+    first = next(report for report in reports if report.step == step)
     # A rank that was away while others went back may have another state of that step.
-    run = reports[holder].was[2]
-    lacking = [n for n, r in enumerate(reports) if r.step != step or r.was[2] != run]
+    whole = [n for n, r in enumerate(reports) if (r.step, r.was[2]) == (step, first.was[2])]
+    without = [n for n in range(len(reports)) if n not in whole]
+    lacking = [n for n, report in enumerate(reports) if n in without or report.is_anew]
     # If all ranks are there, each with all that it had, nothing is to be had from others.
     is_same = all([*r.was[:2]] == [n, len(reports)] for n, r in enumerate(reports))
     alone = {rank: report.private for rank, report in enumerate(reports) if report.private}
+    is_sharded = any(report.is_sharded for report in reports)
+    if is_sharded and not (lacking or is_same):
+        alone = dict.fromkeys(whole, "its tensors are sharded over other ranks")
     if alone and (lacking or not is_same):
-        return Kept(-1, -1, (), None, said_by(alone))
+        return Kept(-1, why=said_by(alone))
     if step < 0:
         changed = {n: report.changed for n, report in enumerate(reports) if report.keeps}
-        return Kept(-1, -1, (), None, f"no rank has a whole state: {said_by(changed)}")
-    return Kept(step, holder, lacking, reports[holder].place, "")
+        return Kept(-1, why=f"no rank has a whole state: {said_by(changed)}")
+    holders = [(n, reports[n].was[0]) for n in (whole if is_sharded else whole[:1])]
+    return Kept(step, holders, lacking, without, first.place)
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:
@@ -242,6 +273,23 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
         yield from part.module.parameters()
     elif isinstance(part, torch.optim.Optimizer):
         yield from tensors_of(part)
+
+
+def _are_sharded(parts: Mapping[str, Any]) -> bool:
+    return any(
+        hasattr(tensor, "placements")
+        for part in parts.values()
+        for tensor in _tensors(without_marker(part))
+    )
+
+
+def _reshard(part: Any) -> None:
+    """Have a module of FSDP2, which may have been cut off in a step, hold its own shards again."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in part.module.modules() if isinstance(part, ModulePart) else ():
+        if isinstance(module, fsdp):
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def _version(tensor: torch.Tensor) -> float:

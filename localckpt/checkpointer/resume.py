@@ -166,18 +166,20 @@ class Resumption:
         """Keep the live state of a step; ``None`` on all ranks if they are to go back."""
         rank, parts, failed = self._ranks.rank, state.parts, kept.why
         is_lacking, step = rank in kept.lacking, kept.step
+        is_whole = step >= 0 and self._live.step == step and rank not in kept.without
         dropped = dropped_in(parts, state.private)
-        if step >= 0 and is_lacking:
+        if is_whole:
+            self._live.put_back(parts, (rank, self._ranks.world_size), dropped)
+        elif step >= 0:
             # After an error it is partly filled.
             self._live.lose("it was being filled from another rank's")
-        elif step >= 0:
-            self._live.put_back(parts, (rank, self._ranks.world_size), dropped)
         if step >= 0 and kept.lacking:
             apart = dropped | {EPOCHS, RNG}
             shared = {k: without_marker(part) for k, part in parts.items() if k not in apart}
+            held = self._live.parts(shared) if is_whole else shared
             try:
                 self.nbytes = self._nodes.load_live(
-                    load, shared, step, kept.holder, is_lacking=is_lacking
+                    load, shared, step, dict(kept.holders), held, is_lacking=is_lacking
                 )
             except (CorruptShardError, MismatchError) as error:
                 # The same on all ranks, which fill their states anew.
@@ -191,14 +193,14 @@ class Resumption:
         self.newest = self._newest(None).on_nodes
         # What is saved next descends from what that state does.
         manager.begin(step, lineage=manager.lineage_of(self.newest))
-        if not is_lacking:
+        if is_whole:
             return step, "own live state"
         parts[EPOCHS].load_state_dict(kept.place)
         alone = sorted(parts.keys() & (dropped | {RNG}))
         if alone:
             what = "no live rank has what rank %d had of %s: it stays as it is here"
             logger.warning(what, rank, ", ".join(alone))
-        return step, f"live rank {kept.holder}"
+        return step, f"live {ranks_named([*dict(kept.holders)])}"
 
     def _note(
         self,

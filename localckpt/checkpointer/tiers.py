@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -200,12 +201,20 @@ class NodeTier(_Tier):
         return step, self.manager.last_load.source
 
     def load_live(
-        self, load: Selection, parts: Mapping[str, Any], step: int, holder: int, *, is_lacking: bool
+        self,
+        load: Selection,
+        parts: Mapping[str, Any],
+        step: int,
+        holders: Mapping[int, int],
+        held: Mapping[str, Any],
+        *,
+        is_lacking: bool,
     ) -> int:
-        """Fill parts of ranks that lack them from those of another one; the bytes filled here."""
+        """Fill parts of ranks that lack them with those that others ``held``; the bytes filled."""
         live = copy(load)
         live.parts = parts
-        return self.manager.load_live(_options_of(live), step, holder, is_lacking=is_lacking)
+        options = replace(_options_of(live), fills=is_lacking, is_elastic=True)
+        return self.manager.load_live(options, step, holders, {**options.given, **held})
 
     def _note_complete(self, step: int) -> None:
         super()._note_complete(step)

@@ -110,11 +110,15 @@ class StateCapture:
         return slot, capture.agreed
 
     def held(
-        self, state: TensorAwareStateDict, identity: ShardIdentity, images: DirectoryStore
+        self, state: Any, identity: ShardIdentity, images: DirectoryStore, ranks: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Context in which a state as it is now is in memory, where ``images`` opens it."""
+        """Context in which a state as it is now is in memory, where ``images`` opens it.
+
+        ``ranks`` are those of all shards of the checkpoint, as meshes in the state number them.
+        """
         # Its layout is not that of the saves.
-        capture = ImagePlanner(self._context.allowed).capture(state)
+        job = Job(identity.rank, ranks, ranks[identity.rank])
+        capture = ImagePlanner(self._context.allowed, job).capture(wrapped(state))
 
         def fill(image: memoryview) -> None:
             written = capture.write(image, identity, self._copier, self._streams)

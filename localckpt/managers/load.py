@@ -112,7 +112,8 @@ class Load:
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._context.session_id)
         self._recovery = Recovery(self._context, self._inventory, checkpoint, self.bad)
-        self._is_elastic = checkpoint.world_size != self._ranks.world_size
+        is_of_others = checkpoint.world_size != self._ranks.world_size
+        self._is_elastic = is_of_others or self._options.is_elastic
         with record_function("localckpt.load"), collection_paused():
             try:
                 while True:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
@@ -34,7 +34,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.events.stream import EventStream
-from localckpt.failure_texts import shown
+from localckpt.failure_texts import ranks_named, shown
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.interrupted import OfOneProcess, interrupt_behind
 from localckpt.lineage import Lineage, Point
@@ -600,28 +600,31 @@ class CheckpointManager(OfOneProcess):
 
     @one_call
     def load_live(
-        self, options: LoadOptions, iteration: int, holder: int, *, is_lacking: bool
+        self, options: LoadOptions, iteration: int, holders: Mapping[int, int], held: Any
     ) -> int:
-        """Fill the state of ranks that lack it from that of a ``holder``; all ranks call it.
+        """Fill the states of some ranks from what the ``holders`` have; all ranks call it.
 
-        Returns the bytes that were filled here. Raises CorruptShardError if the holder's image in
-        memory is bad, and MismatchError, before anything is changed, if the states differ.
+        These are ranks, with their numbers in the meshes of what they have. ``options.fills`` says
+        whether this rank's state is filled; ``held`` is what it has as a holder. Returns the bytes
+        that were filled here. Raises CorruptShardError if a holder's image in memory is bad, and
+        MismatchError, before anything is changed, if the states differ, or the holders lack parts.
         """
-        # As if a job of the holder alone had saved it on a node of its own.
-        identity = replace(self._context.epoch.identity(iteration), rank=0, world_size=1)
+        # As if a job of the holders alone had saved it, each on a node of its own.
+        identity = replace(self._context.epoch.identity(iteration), world_size=len(holders))
         places = [f"the memory of rank {rank}" for rank in range(self.world_size)]
         inventory = Inventory({place: [rank] for rank, place in enumerate(places)})
-        inventory.add(identity.checkpoint, 0, places[holder], 1)
+        for shard, holder in enumerate(holders):
+            inventory.add(identity.checkpoint, shard, places[holder], 1)
         context, images = replace(self._context, placed=places), self._images("load_live")
-        with ExitStack() as held:
+        with ExitStack() as captured:
             with Attempt() as capturing:
-                if self.rank == holder:
-                    assert options.into is not None, "there is a state"
-                    captures = self._saves.capture
-                    held.enter_context(captures.held(options.into, identity, images))
+                if self.rank in holders:
+                    mine = replace(identity, rank=[*holders].index(self.rank))
+                    hold = partial(self._saves.capture.held, held, mine, images)
+                    captured.enter_context(hold([*holders.values()]))
             self._ranks.decide(f"capture the live state of iteration {iteration}", capturing)
-            options = replace(options, fills=is_lacking)
-            return _load_images(places[holder], identity.checkpoint, context, inventory, options)
+            place = f"the memory of {ranks_named([*holders])}"
+            return _load_images(place, identity.checkpoint, context, inventory, options)
 
     def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
         """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""

@@ -31,6 +31,8 @@ class LoadOptions:
     """Rules for values of single ranks, by key prefix; ``None`` for those of the manager."""
     fills: bool = True
     """Whether the state is filled; if not, this rank sends what others lack, and is compared."""
+    is_elastic: bool = False
+    """Whether the shards are not those of the ranks, even if there are as many."""
 
     @cached_property
     def targets(self) -> Targets | None:

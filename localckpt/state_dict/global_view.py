@@ -24,10 +24,14 @@ from localckpt.state_dict.sharded import is_sharded
 
 
 class Job(NamedTuple):
-    """Job that a rank saves with: its ranks, as torch.distributed numbers them."""
+    """Job that a rank saves with: its ranks, as torch.distributed numbers them.
+
+    ``own`` is this one's number in meshes of a process group that there was before.
+    """
 
     rank: int
     ranks: Sequence[int]
+    own: int | None = None
 
 
 _Kind = Literal["plain", "DTensor", "ShardedTensor", "Megatron", "other"]
@@ -132,7 +136,7 @@ def boxes_of(
         id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
         for number, tensor in enumerate(tensors)
     }
-    sets, parts = _RankSets(job), LocalParts()
+    sets, parts = _RankSets(job), LocalParts(job.own)
     boxes: dict[int, Box] = {}
     paths: Counter[str] = Counter()
     for teller in tellers:
@@ -183,7 +187,8 @@ def _boxes(teller: Teller, sets: _RankSets, parts: LocalParts) -> Iterator[tuple
 class LocalParts:
     """Parts of global tensors that a rank has, each computed once, however many tensors have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None) -> None:
+        self._rank = rank
         self._of_specs: dict[tuple[Any, ...], tuple[tuple[Run, ...], ...] | None] = {}
         self._fitting: dict[tuple[Any, ...], bool] = {}
 
@@ -193,7 +198,7 @@ class LocalParts:
         # With the classes, since some versions of torch call placements of two classes equal.
         which = id(mesh), shape, placements, tuple(map(type, placements))
         if which not in self._of_specs:
-            at = _place_in(mesh)
+            at = _place_in(mesh, self._rank)
             runs = None if at is None else shard_runs(shape, mesh.shape, at, placements)
             self._of_specs[which] = runs
         return self._of_specs[which]
@@ -210,7 +215,7 @@ class _RankSets:
     """Sets of a job's ranks, each made once."""
 
     def __init__(self, job: Job) -> None:
-        self.own = RankSet.of([job.rank])
+        self.own, self._own = RankSet.of([job.rank]), job.own
         self._numbers = {rank: number for number, rank in enumerate(job.ranks)}
         self._of_markers: dict[int, RankSet] = {}
         self._of_meshes: dict[tuple[Any, ...], tuple[list[int], RankSet]] = {}
@@ -227,7 +232,7 @@ class _RankSets:
         kept = tuple(placement.is_replicate() for placement in spec.placements)
         which = (id(mesh), kept, None if marked is None else id(marked))
         if which not in self._of_meshes:
-            own = zip(kept, _place_in(mesh) or (), strict=True)
+            own = zip(kept, _place_in(mesh, self._own) or (), strict=True)
             here = mesh.mesh[tuple(slice(None) if is_kept else at for is_kept, at in own)]
             equal = set(here.flatten().tolist())
             others = set(mesh.mesh.flatten().tolist()) - equal
@@ -246,8 +251,8 @@ class _RankSets:
         return RankSet.of([self._numbers[rank] for rank in ranks if rank in self._numbers])
 
 
-def _place_in(mesh: Any) -> tuple[int, ...] | None:
-    """Return this rank's place in a mesh; ``None`` outside of it.
+def _place_in(mesh: Any, rank: int | None) -> tuple[int, ...] | None:
+    """Return a rank's place in a mesh, this process's by default; ``None`` outside of it.
 
     Not by what the mesh says itself. torch gives new DTensors the spec of an equal one, whose mesh
     is of an earlier process group where this rank may have had another number.
@@ -257,7 +262,7 @@ def _place_in(mesh: Any) -> tuple[int, ...] | None:
     if not dist.is_initialized():
         at = mesh.get_coordinate()
         return None if at is None else tuple(at)
-    places = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    places = (mesh.mesh == (dist.get_rank() if rank is None else rank)).nonzero().tolist()
     return tuple(places[0]) if places else None
 
 

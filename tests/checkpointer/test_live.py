@@ -8,6 +8,7 @@ import os
 import signal
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -27,7 +30,7 @@ from localckpt.checkpointer.live import LiveReport, judge_live
 from localckpt.managers.capture import tensors_of
 from localckpt.state_dict.replicated import Replicated
 from tests.checkpointer.loops import stores
-from tests.checkpointer.survivors import begin, connect, make_state, train_step
+from tests.checkpointer.survivors import begin, connect, digest
 from tests.ranks import DeadRank, node_store, run_ranks
 
 _STEPS = 16
@@ -227,12 +230,128 @@ def test_a_rank_behind_or_not_whole_gets_the_step_of_another(where: str, tmp_pat
     assert behind.nbytes > 1000
 
 
+def _train_sharded(
+    home: int, world_size: int, worlds: list[list[int]], shape: tuple[int, ...], cut: _Cut | None
+) -> list[Any]:
+    """Train a state that FSDP2 shards, and makes anew in each life; a digest is the last."""
+    checkpointer, seen = None, list[Any]()
+    for number, world in enumerate(worlds):
+        if home not in world:
+            continue
+        begin(number, world, home)
+        mesh = _mesh(shape)
+        torch.manual_seed(1)
+        widths = [8, 64, 32, 1]
+        layers = [torch.nn.Linear(*of) for of in pairwise(widths)]
+        model = torch.nn.Sequential(*layers)
+        for part in (*layers, model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = StepLR(optimizer, 3, 0.7)
+        state = {"model": model, "optimizer": optimizer, "lr": replicated(schedule)}
+        if checkpointer is None:
+            how: dict[str, Any] = {"every": 4, "replication_factor": 2, "timeout_s": 8.0}
+            checkpointer = localckpt.Checkpointer(
+                state, local=node_store(), on_resize="drop", **how
+            )
+            checkpointer.whole_step(optimizer)
+            first = checkpointer.resume()
+        else:
+            checkpointer.whole_step(optimizer)
+            seen.append(checkpointer.rejoin(state, keep="live"))
+            first = seen[-1].step
+        try:
+            for step in range(first, 12):
+                batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+                if step == 6 and number == 0:
+                    checkpointer.wait_until_finished()
+                if number == 0 and (home, step, "in its forward") == (cut or ())[:3]:
+                    layers[1].register_forward_pre_hook(lambda *_: _end(cut))
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                checkpointer.step(step)
+            seen.append(digest({"model": model, "optimizer": optimizer}))
+            break
+        except (RuntimeError, localckpt.PeerLostError) as error:
+            print(error)
+        checkpointer.abort()
+        dist.destroy_process_group()
+    checkpointer.close()
+    dist.destroy_process_group()
+    return seen
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Make a mesh, of which a rank that waits for one that waits elsewhere is told in time."""
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    groups = []
+    for dimension in range(len(shape)):
+        members = ranks.movedim(dimension, -1).reshape(-1, shape[dimension]).tolist()
+        made = [dist.new_group(each, timeout=timedelta(seconds=8)) for each in members]
+        groups += [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    names = ("replicate", "shard")[-len(shape) :]
+    return DeviceMesh.from_group(
+        groups if len(shape) > 1 else groups[0], "cpu", mesh=ranks, mesh_dim_names=names
+    )
+
+
+def _end(cut: _Cut | None) -> None:
+    assert cut is not None
+    if cut[3] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("cut off")
+
+
+_SHARDED: dict[str, tuple[list[list[int]], tuple[int, ...], _Cut, str]] = {
+    "a replica of each shard is alive": (
+        [[0, 1, 2, 3], [0, 4, 2, 3]],
+        (2, 2),
+        (1, 6, "in its forward", "killed"),
+        "",
+    ),
+    "all are alive": ([[0, 1], [1, 0]], (2,), (1, 6, "in its forward", "error"), ""),
+    "one of two shards is lost": (
+        [[0, 1], [0, 2]],
+        (2,),
+        (1, 6, "in its forward", "killed"),
+        "model.0.weight: elements [32:64, 0:8] are in no shard",
+    ),
+}
+
+
+@pytest.mark.fault("survivors")
+@pytest.mark.parametrize("name", _SHARDED)
+def test_a_sharded_step_is_kept_if_each_shard_has_a_live_holder(name: str, tmp_path: Path) -> None:
+    worlds, shape, cut, why = _SHARDED[name]
+
+    def run(worlds: list[list[int]], cut: _Cut | None, folder: Path) -> list[Any]:
+        homes = 1 + max(home for world in worlds for home in world)
+        return run_ranks(
+            *(_train_sharded, homes, worlds, shape, cut),
+            init_group=False,
+            store_per_node=stores(folder, homes),
+            expect_dead=[cut[0]] if cut and cut[3] == "killed" else (),
+        )
+
+    undisturbed = run(worlds[:1], None, tmp_path / "undisturbed")
+    outcomes = [seen for seen in run(worlds, cut, tmp_path) if not isinstance(seen, DeadRank)]
+
+    assert {seen[-1] for seen in outcomes} == {undisturbed[0][-1]}
+    rejoined = [one for *those, _ in outcomes for one in those]
+    assert len(rejoined) == len({*worlds[0]} & {*worlds[1]})
+    for one in rejoined:
+        assert why in one.why
+        assert bool(one.why) == bool(why)
+        assert (one.step, one.lost_steps) == ((4, 2) if why else (6, 0))
+        assert ("live" in one.source) == (not why)
+
+
 _FALLS_BACK = {
-    "sharded": "a part of its own of the tensors of 'model'",
     "unmarked": "nothing says that 'lr' is equal",
     "marked for other ranks": "'b' is marked as equal on ranks 0 to 2",
     "changed by DDP": "without init_sync=False",
-    "made anew": "'model' is not the object that was trained",
     "trained by no watched optimizer": "no optimizer given to whole_step",
     "within a step": "no rank has a whole state",
 }
@@ -245,33 +364,26 @@ def _values(state: dict[str, Any]) -> list[bytes]:
     return [getattr(t, "_local_tensor", t).detach().numpy().tobytes() for t in tensors]
 
 
-def _fall_back(rank: int, world_size: int, how: str) -> tuple[localckpt.Rejoined, bool]:
+def _rejoin_after(rank: int, world_size: int, how: str) -> tuple[localckpt.Rejoined, bool]:
     begin(0, [0, 1], rank)
     job, ends = _Job(rank, []), dict[int, list[bytes]]()
-    state = make_state(sharded=True) if how == "sharded" else job.state()
+    state = job.state()
     if how == "unmarked":
         state["lr"] = job.schedule
     elif how == "trained by no watched optimizer":
         state["head"] = replicated(torch.nn.Linear(3, 3))
     checkpointer = localckpt.Checkpointer(state, local=node_store(), every=4, timeout_s=20.0)
-    checkpointer.whole_step(*(job.optimizers if how != "sharded" else [state["optimizer"]]))
+    checkpointer.whole_step(*job.optimizers)
     for step in range(checkpointer.resume(), 6):
-        if how == "sharded":
-            train_step(state, step)
-        else:
-            job.step(
-                job.model, torch.randn(9, 8, generator=torch.Generator().manual_seed(step)), step
-            )
+        batch = torch.randn(9, 8, generator=torch.Generator().manual_seed(step))
+        job.step(job.model, batch, step)
         checkpointer.step(step)
         ends[step] = _values(state)
     checkpointer.wait_until_finished()
     checkpointer.abort()
     dist.destroy_process_group()
-    begin(1, [0, 1] if how == "sharded" else [1, 0], rank)
-    if how == "sharded":
-        state = make_state(sharded=True)
-        checkpointer.whole_step(state["optimizer"])
-    elif how == "changed by DDP":
+    begin(1, [1, 0], rank)
+    if how == "changed by DDP":
         DistributedDataParallel(job.model)
     elif how == "made anew":
         job = _Job(rank, [])
@@ -291,13 +403,23 @@ def _fall_back(rank: int, world_size: int, how: str) -> tuple[localckpt.Rejoined
 @pytest.mark.parametrize("how", _FALLS_BACK)
 def test_all_go_back_and_say_why_if_no_live_rank_has_all(how: str, tmp_path: Path) -> None:
     outcomes = run_ranks(
-        *(_fall_back, 2, how), init_group=False, store_per_node=stores(tmp_path, 2)
+        *(_rejoin_after, 2, how), init_group=False, store_per_node=stores(tmp_path, 2)
     )
 
     for rejoined, is_as_saved in outcomes:
         assert _FALLS_BACK[how] in rejoined.why
         assert (rejoined.step, rejoined.lost_steps, is_as_saved) == (4, 2, True)
         assert "live" not in rejoined.source
+
+
+def test_parts_made_anew_get_the_step_of_those_before(tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        *(_rejoin_after, 2, "made anew"), init_group=False, store_per_node=stores(tmp_path, 2)
+    )
+
+    for rejoined, is_as_it_was in outcomes:
+        assert (rejoined.step, rejoined.source, rejoined.why) == (6, "own live state", "")
+        assert is_as_it_was
 
 
 def test_keeping_what_is_not_known_to_be_whole_is_refused(tmp_path: Path) -> None:
@@ -342,11 +464,12 @@ def test_only_a_step_that_a_live_rank_has_whole_is_kept(ranks: list[Any]) -> Non
     if not any(report.keeps for report in reports):
         assert kept is None
     elif kept is not None and kept.step >= 0:
-        assert kept.step == whole == reports[kept.holder].step
+        ((holder, _),) = kept.holders
+        assert kept.step == whole == reports[holder].step
         has = [(r.step, r.was[2]) for r in reports]
-        assert [*kept.lacking] == [n for n, of in enumerate(has) if of != has[kept.holder]]
+        assert [*kept.lacking] == [n for n, of in enumerate(has) if of != has[holder]]
         assert not (kept.lacking and any(report.private for report in reports))
-        assert kept.place == {"of": kept.holder}
+        assert kept.place == {"of": holder}
     else:
         assert kept is not None
         assert kept.why

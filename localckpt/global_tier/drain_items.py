@@ -21,7 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +41,7 @@ from localckpt.memory.tensor_bytes import is_number, narrowed
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet, Rectangle, local_starts, rectangles_of
 from localckpt.state_dict.global_view import has_other_order, shard_runs
-from localckpt.state_dict.names import ABOUT, CLASS, MODULE, ORDER, OURS
+from localckpt.state_dict.names import ABOUT, CLASS, MODULE, OBJECTS, ORDER, OURS, PATHS
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.values import digest_of
@@ -69,11 +75,22 @@ class ImageItems:
         self._own: set[MetadataIndex] = set()
         self._numbers: dict[int, int] = {}
         self._is_of_loop = False
+        # Of a state that a planner has divided: the tensors with the bytes that it made of objects.
+        self._made: dict[MetadataIndex, int] = {}
+        self._objects: frozenset[str] = frozenset()
         self._stored = {n for n, entry in enumerate(image.entries) if entry.slot is not None}
         self._rebuild(image)
         for key, value in self.planner.state_dict.items():
             self._add(key, value, image)
+        if self.is_planned:
+            for number, box in image.tables.boxes.items():
+                self._add_planned(box, number)
         self.plan = SavePlan(self._items, planner_data=self.planner.mappings)
+
+    @property
+    def is_planned(self) -> bool:
+        """True for items that a planner has made before the save, whose keys are in the boxes."""
+        return not self.planner.flatten_state_dict
 
     def rank_plan(self, image: ImageReader, before_read: Callable[[], None]) -> RankPlan:
         """The items with the digests of their values; ``before_read`` may raise what ends it."""
@@ -103,7 +120,12 @@ class ImageItems:
         if isinstance(state, BasicTensorAwareStateDict):
             state = state.state_dict
         if isinstance(state, dict) and isinstance(about := state.get(OURS), dict):
-            self._is_of_loop, state = True, _for_others(state, about.get(ABOUT, {}))
+            if PATHS in about:
+                self._objects, state = frozenset(about[OBJECTS]), {}
+                self.planner = DefaultSavePlanner(flatten_state_dict=False)
+                self.planner.mappings = about[PATHS]
+            else:
+                self._is_of_loop, state = True, _for_others(state, about.get(ABOUT, {}))
         if not isinstance(state, dict):
             raise MismatchError(
                 f"the state is a {type(state).__name__}, and the keys of a checkpoint on shared "
@@ -183,8 +205,17 @@ class ImageItems:
             )
         return box
 
-    def _add_box(self, key: str, value: DTensor, box: Box, number: int) -> None:
-        properties = TensorProperties.create_from_tensor(value.to_local())
+    def _add_planned(self, box: Box, number: int) -> None:
+        if box.key not in self._objects:
+            self._add_box(box.key, self._kept[number], box, number)
+            return
+        index, data = MetadataIndex(box.key), BytesIOWriteData(box.shape[0])
+        self._items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=data))
+        self._made[index] = number
+
+    def _add_box(self, key: str, value: Any, box: Box, number: int) -> None:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        properties = TensorProperties.create_from_tensor(local)
         for (offsets, sizes), part in _chunks(box):
             index = MetadataIndex(key, torch.Size(offsets))
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -230,7 +261,7 @@ class ImageItems:
         }
         results: list[WriteResult] = []
         for file in lay_out_in_order(plan, starts, f"__{self._saved_by}_"):
-            contents = {number: self._object(plan.items[number]) for number in file.others}
+            contents = {number: self._object(image, plan.items[number]) for number in file.others}
             nbytes = None if contents else file_nbytes(file.nbytes)
             write(file.name, nbytes, partial(self._content, image, plan, file, contents))
             results += file.results(plan, contents)
@@ -258,7 +289,9 @@ class ImageItems:
             at = slot.end
         yield from contents.values()
 
-    def _object(self, item: WriteItem) -> memoryview:
+    def _object(self, image: ImageReader, item: WriteItem) -> memoryview:
+        if (number := self._made.get(item.index)) is not None:
+            return memoryview(image.tensor(number).numpy().tobytes())
         value = self._reader.read(item, self.planner)
         if isinstance(value, torch.Tensor):
             head, tail = frame_of(value.dtype, value.shape)

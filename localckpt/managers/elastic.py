@@ -31,7 +31,7 @@ from localckpt.managers.elastic_judge import (
 )
 from localckpt.managers.elastic_tensors import DescribedTensors, ShardCopies, move_tensors
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.restoring import Loaded, LoadOptions
+from localckpt.managers.restoring import Loaded, LoadOptions, Survey
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.ranks import shaped, to_all
@@ -75,7 +75,9 @@ class ElasticLoad:
         self._rules = context.options.rules if options.private is None else options.private
         inventory = recovery.inventory
         self._readers = assign_readers(self._checkpoint, inventory, recovery.computed_by)
-        self._copies = ShardCopies(context, recovery, self._rules, images)
+        self._copies = ShardCopies(
+            *(context, recovery, self._rules, images), only_boxes=options.only_chunks
+        )
         self._values = self._copies.values
         self._judge = ElasticJudge(
             *(self._checkpoint, self._rules, context.nodes, self._readers),
@@ -85,6 +87,8 @@ class ElasticLoad:
 
     def run(self) -> Loaded | None:
         """Fill the state of every rank; ``None`` on all if a copy of some shard was bad."""
+        if (survey := self._options.survey) is not None:
+            return self._describe_images(survey)
         step = self._checkpoint.iteration
         with self._context.events.timed("fetch", step):
             if (structure := self._compare_structures()) is None:
@@ -99,6 +103,23 @@ class ElasticLoad:
         with self._context.events.timed("read", step):
             return self._move()
 
+    def _describe_images(self, survey: Survey) -> Loaded | None:
+        """Look at each image on the rank that reads it; in place of a state is the verdict."""
+        with Attempt() as looking:
+            for shard in (s for s, reader in self._readers.items() if reader == self._ranks.rank):
+                self._copies.open_one(shard, survey.look)
+            looking.of(Message(self._copies.bad, survey.report()))
+
+        def judge(reports: Sequence[Message]) -> list[Any]:
+            bad = [[reader, *copy] for reader, one in enumerate(reports) for copy in one.record]
+            return [bad, None if bad else survey.judge([report.data for report in reports])]
+
+        bad, verdict = self._ranks.decide(
+            *(f"describe iteration {self._checkpoint.iteration}", looking, judge),
+            read=shaped(([(int, int, str)], object)),
+        )
+        return None if self._copies.take_out(bad) else Loaded(self._checkpoint, verdict, 0, "")
+
     # Compare structures.
 
     def _compare_structures(self) -> Mapping[str, Any] | None:
@@ -112,7 +133,7 @@ class ElasticLoad:
         with Attempt() as opening:
             self._require_into()
             self._own = own_states(self._options.given)
-            given = names_of(self._own, free)
+            given = None if self._options.only_chunks else names_of(self._own, free)
             mine = [shard for shard, reader in self._readers.items() if reader == self._ranks.rank]
             self._copies.describe(mine, free)
             shards = self._copies.shards

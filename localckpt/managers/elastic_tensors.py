@@ -191,7 +191,10 @@ class ShardCopies:
         recovery: Recovery,
         rules: Mapping[str, PrivateRule],
         images: OpenImages,
+        *,
+        only_boxes: bool = False,
     ) -> None:
+        self._only_boxes = only_boxes
         self._context = context
         self._recovery = recovery
         self._rules = rules
@@ -203,12 +206,13 @@ class ShardCopies:
         """Open the shards that this rank describes, and note the copies that are bad."""
 
         def read(saved: SavedShard) -> None:
-            saved.read_values(self._rules, free)
+            if not self._only_boxes:
+                saved.read_values(self._rules, free)
             # They read private tensors.
             _ = saved.digests, saved.ruled_digests
 
         for shard in shards:
-            self._open(shard, read)
+            self.open_one(shard, read)
 
     def open(self, takes: Iterable[Take], free: Freedom) -> None:
         """Open the shards of this node that a plan takes from, too; as :meth:`describe`."""
@@ -222,7 +226,7 @@ class ShardCopies:
                 saved.read_values(self._rules, free)
 
         for shard in equal_on.keys() - self.shards.keys():
-            self._open(shard, read)
+            self.open_one(shard, read)
 
     def noting(self, shard: int) -> AbstractContextManager[None]:
         """Context in which a shard is read: that its copy is bad is noted, and raised."""
@@ -259,7 +263,8 @@ class ShardCopies:
     def _identity(self, shard: int) -> ShardIdentity:
         return self._recovery.checkpoint.shard(shard, self._context.session_id)
 
-    def _open(self, shard: int, read: Callable[[SavedShard], None]) -> None:
+    def open_one(self, shard: int, read: Callable[[SavedShard], None]) -> None:
+        """Open a shard, and have something read of it; note a copy that is bad."""
         identity = self._identity(shard)
         try:
             source = self._images.source(identity)

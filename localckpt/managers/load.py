@@ -74,6 +74,9 @@ class Load:
         while wanted := self._wanted(iteration):
             judge_newest(wanted, self._ranks.world_size, is_elastic=self._context.options.elastic)
             loaded = self.load(wanted[0])
+            if loaded is not None and self._options.survey is not None:
+                self._drop_slots()
+                return loaded
             if loaded is not None:
                 self._context.epoch.resume_from(self._checkpoint)
                 self._protect(reprotection)

@@ -45,7 +45,7 @@ from localckpt.managers.look import Finder
 from localckpt.managers.promotion import DrainTarget, Promotion, promotable
 from localckpt.managers.repair import open_in_place
 from localckpt.managers.reports import LoadReport, SaveReport
-from localckpt.managers.restoring import Loaded, LoadOptions
+from localckpt.managers.restoring import Loaded, LoadOptions, Survey
 from localckpt.managers.save import Save, Saves, never_scheduled
 from localckpt.options import Options
 from localckpt.ranks.deadline import Deadline, answered
@@ -278,6 +278,11 @@ class CheckpointManager(OfOneProcess):
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return self._ranks.world_size
+
+    @property
+    def safe_globals(self) -> tuple[Any, ...]:
+        """Classes and functions that a checkpoint may name, beyond the defaults."""
+        return tuple(self._options.safe_globals)
 
     @overload
     def save(
@@ -556,11 +561,6 @@ class CheckpointManager(OfOneProcess):
         called = time.monotonic()
         if iteration is not None:
             self._saves.require_none(f"load iteration {iteration}")
-        if self._finder.found is None:
-            self._find_latest()
-        self._await_reprotected()
-        # They write files of what may be loaded.
-        self._saves.repairs.finish()
         try:
             loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
@@ -576,6 +576,12 @@ class CheckpointManager(OfOneProcess):
         self._current = loaded.checkpoint
         self._context.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
+
+    @one_call
+    def survey(self, survey: Survey, iteration: int | None) -> tuple[int, Any]:
+        """Return the iteration that :meth:`load` would give, and a verdict on its images."""
+        loaded = self._run_load(LoadOptions(is_elastic=True, survey=survey), iteration)
+        return loaded.checkpoint.iteration, loaded.state
 
     @one_call
     def load_from(self, store: Store, shard: ShardIdentity, options: LoadOptions) -> None:
@@ -628,6 +634,11 @@ class CheckpointManager(OfOneProcess):
 
     def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
         """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
+        if self._finder.found is None:
+            self._find_latest()
+        self._await_reprotected()
+        # They write files of what may be loaded.
+        self._saves.repairs.finish()
         deadline = Deadline.after(self._context.ranks.timeout_s)
         while True:
             try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,16 @@ from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
+from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.targets import STRICT, TargetRules, Targets, find_targets
+
+
+class Survey(NamedTuple):
+    """Look at each image of a checkpoint, report of a rank on all it has seen, root's judge."""
+
+    look: Callable[[ImageReader], None]
+    report: Callable[[], bytes]
+    judge: Callable[[list[bytes]], Any]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,11 @@ class LoadOptions:
     """Whether the state is filled; if not, this rank sends what others lack, and is compared."""
     is_elastic: bool = False
     """Whether the shards are not those of the ranks, even if there are as many."""
+
+    only_chunks: bool = False
+    """Whether tensors that have boxes are all that is loaded, by whatever ranks they were saved."""
+    survey: Survey | None = None
+    """What is done with the images in place of a load, if that is given."""
 
     @cached_property
     def targets(self) -> Targets | None:

@@ -1,7 +1,8 @@
 """Part of a job's global tensors that each tensor of a state is.
 
-DTensor and the ShardedTensors of torch and Megatron-Core say it themselves; plain tensors are whole
-where :func:`localckpt.replicated` marks them. All others are private to their rank.
+DTensor and the ShardedTensors of torch and Megatron-Core say it themselves, and a :class:`Chunk`
+around a plain tensor; others are whole where :func:`localckpt.replicated` marks them. All others
+are private to their rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet, Run, narrowed_runs
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.foreign_values import ArrayTensor
-from localckpt.state_dict.replicated import Replicated
+from localckpt.state_dict.replicated import Chunk, Replicated
 from localckpt.state_dict.sharded import is_sharded
 
 
@@ -116,7 +117,8 @@ def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         inner = [(str(number), s.tensor) for number, s in enumerate(value.local_shards())]
     elif kind == "Megatron":
         if isinstance(value.data, torch.Tensor):
-            yield from _made_of(f"{path}.data", value.data)
+            path = path if type(value) is Chunk else f"{path}.data"
+            yield from _made_of(path, value.data)
         return
     elif callable(flatten := getattr(value, "__tensor_flatten__", None)):
         # Some versions of torch flatten a DTensor to its mesh, too.
@@ -330,7 +332,7 @@ def _kind_of(value: Any) -> _Kind:
 
 
 def megatron_classes() -> tuple[Any, ...]:
-    """Return Megatron-Core's ShardedTensor, if it is imported."""
+    """Return our Chunk, and Megatron-Core's ShardedTensor if it is imported."""
     module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
     found = getattr(module, "ShardedTensor", None)
-    return () if found is None else (found,)
+    return (Chunk,) if found is None else (Chunk, found)

@@ -30,6 +30,8 @@ OURS = "localckpt"
 """Key of what a training loop saves beside the parts of its state."""
 ABOUT, ORDER = f"{_BESIDE}about", f"{_BESIDE}order"
 """Name of what a caller says of the parts, by their names; and of the order of values in one."""
+PATHS, OBJECTS = f"{_BESIDE}paths", f"{_BESIDE}objects"
+"""Names of the paths of a planner's keys, and of the keys whose bytes it has made of objects."""
 _MOST_KEYS = 1000
 
 # What the dicts of a state are made of.

@@ -1,10 +1,12 @@
-"""Marker around a part of a state that is equal on several ranks."""
+"""Markers in a state: around what is equal on several ranks, and around parts of global tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from localckpt.state_dict.containers import map_tensors, named_values
 
@@ -19,6 +21,20 @@ class Replicated:
 
     value: Any
     ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Plain tensor of a state, saved as such, that is a part of the global tensor of a ``key``.
+
+    The attributes are those of Megatron-Core's ShardedTensor.
+    """
+
+    data: torch.Tensor
+    key: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int = 0
 
 
 def given(value: Any) -> Any:

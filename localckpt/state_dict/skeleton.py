@@ -36,7 +36,7 @@ from localckpt.state_dict.foreign_values import (
     type_of_constant,
 )
 from localckpt.state_dict.marks import marks_of, set_marks
-from localckpt.state_dict.replicated import Replicated, given
+from localckpt.state_dict.replicated import Chunk, Replicated, given
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 from localckpt.state_dict.unpickler import Unpickler, place_of
@@ -169,8 +169,8 @@ class _SkeletonPickler(pickle.Pickler):
             return self._parts.reduce_dtensor(obj)
         if kind is self._parts.spec:
             return self._parts.reduce_spec(obj)
-        if kind is Replicated:
-            return given, (obj.value,)
+        if kind is Replicated or kind is Chunk:
+            return given, (obj.data if kind is Chunk else obj.value,)
         if isinstance(obj, torch.Generator):
             return reduce_generator(obj)
         if kind is type and obj in _CONSTANTS:

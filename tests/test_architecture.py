@@ -80,6 +80,7 @@ _ARROWS = {
         *("availability", "replication"),
     },
     "exporters": {"errors", "events"},
+    "dcp": {"errors", "checkpointer", "global_tier", "managers", "state_dict"},
     "megatron": {
         *("errors", "ids", "state_dict", "replication", "async_save", "managers", "global_tier"),
     },
@@ -94,29 +95,29 @@ _ARROWS = {
 # its own, the goal, and modules today, of which the same holds. "top" is the modules beside the
 # rooms. The command line's goal is 3,000 and 600 for what reads a checkpoint outside of its job.
 _BUDGETS = {
-    "top": (2550, 1300, 14),
+    "top": (2951, 1300, 15),
     "async_save": (1580, 1400, 6),
     "availability": (2701, 2000, 12),
     "checkpointer": (4843, 1800, 14),
     "cli": (3937, 3600, 19),
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
-    "global_tier": (5751, 4900, 15),
-    "integrations": (3061, 2900, 20),
-    "managers": (5651, 3600, 19),
+    "global_tier": (5784, 4900, 15),
+    "integrations": (3101, 2900, 20),
+    "managers": (5705, 3600, 19),
     "memory": (735, 700, 7),
     "parity": (1676, 1700, 12),
     "ranks": (2587, 1600, 10),
     "replication": (3189, 2900, 18),
-    "state_dict": (6984, 5000, 30),
+    "state_dict": (7004, 5000, 30),
     "storage": (3372, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (164, 150)
+_CORE_MODULES = (165, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 59_666
+_TEST_LINES = 60_034
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

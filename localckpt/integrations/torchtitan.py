@@ -22,7 +22,7 @@ from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.parts import ModulePart
 from localckpt.checkpointer.resume import Elsewhere
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.integrations.versions import at_least
+from localckpt.integrations.versions import at_least, require_called
 
 # Releases before had one checkpoint manager, and no place for another.
 with at_least("torchtitan"):
@@ -36,6 +36,11 @@ with at_least("torchtitan"):
     )
     from torchtitan.components.checkpointer.utils import canonical_fqn
     from torchtitan.config.override import derive, override
+
+require_called(
+    *("torchtitan", CheckpointManager),
+    *("_load", "_save", "_should_save", "_maybe_wait_for_staging", "_close"),
+)
 
 logger = logging.getLogger(__name__)
 

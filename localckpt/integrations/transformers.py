@@ -21,7 +21,7 @@ from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.loaders import EpochPosition
 from localckpt.checkpointer.resume import Elsewhere
 from localckpt.errors import CheckpointingException
-from localckpt.integrations.versions import at_least
+from localckpt.integrations.versions import at_least, require_called
 
 with at_least("transformers"):
     from transformers import TrainerCallback, TrainerState
@@ -84,6 +84,12 @@ class LocalCheckpointCallback(TrainerCallback):
                 checkpoints; or the callback belongs to another trainer.
         """
         _require_supported(trainer)
+        replaced: dict[str, Callable[..., Any]] = {
+            "_inner_training_loop": self._train,
+            "_maybe_log_save_evaluate": self._end_step,
+            "_load_from_checkpoint": self._load_model,
+        }
+        require_called("transformers", type(trainer), *replaced)
         if self._trainer is not None:
             raise CheckpointingException(
                 "this LocalCheckpointCallback is attached to a Trainer already: make another one, "
@@ -95,11 +101,7 @@ class LocalCheckpointCallback(TrainerCallback):
         # The Trainer reads how far it is before any callback is called, and only from a directory
         # that it is given; so the whole of its loop is entered with one. It tells of the end of an
         # evaluation before it has judged it; so what follows a step is awaited as a whole.
-        for name, wrapper in (
-            ("_inner_training_loop", self._train),
-            ("_maybe_log_save_evaluate", self._end_step),
-            ("_load_from_checkpoint", self._load_model),
-        ):
+        for name, wrapper in replaced.items():
             setattr(trainer, name, functools.partial(wrapper, getattr(trainer, name)))
 
     @property

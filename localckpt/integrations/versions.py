@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,23 +22,38 @@ OLDEST = {
 }
 """Oldest release of each distribution that its plug-in is tested with."""
 
+NEWEST = {"torchtitan": "0.3.0", "transformers": "5.23.0"}
+"""Newest release that a plug-in is tested with which takes the place of a framework's methods."""
+
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 
 
 class UnsupportedVersionError(CheckpointingException, ImportError):
-    """A framework is older than what its plug-in works with; nothing was changed."""
+    """A framework is older, or otherwise, than its plug-in works with; nothing was changed.
 
-    def __init__(self, framework: str, installed: str, oldest: str) -> None:
+    ``gone`` are methods in whose place the plug-in would put its own, and that are not called.
+    """
+
+    def __init__(self, framework: str, installed: str, oldest: str, gone: str = "") -> None:
+        text = f"needs {oldest} or newer: run `pip install '{framework}>={oldest}'`"
+        if gone:
+            newest = NEWEST[framework]
+            text = (
+                f"puts its own in place of {gone}, which this release does not call any more: "
+                f"nothing would be saved or loaded. It works with releases from {oldest} on, and "
+                f"was tested up to {newest}: run `pip install '{framework}=={newest}'`"
+            )
         super().__init__(
-            f"{framework} {installed} is installed, and localckpt's plug-in for it needs {oldest} "
-            f"or newer: run `pip install '{framework}>={oldest}'`. Nothing was changed"
+            f"{framework} {installed} is installed, and localckpt's plug-in for it {text}. Nothing "
+            f"was changed"
         )
         self.framework = framework
         self.installed = installed
         self.oldest = oldest
+        self.gone = gone
 
-    def __reduce__(self) -> tuple[type[UnsupportedVersionError], tuple[str, str, str]]:
-        return type(self), (self.framework, self.installed, self.oldest)
+    def __reduce__(self) -> tuple[type[UnsupportedVersionError], tuple[str, str, str, str]]:
+        return type(self), (self.framework, self.installed, self.oldest, self.gone)
 
 
 def require(framework: str, distribution: str | None = None) -> None:
@@ -65,6 +81,23 @@ def at_least(framework: str, distribution: str | None = None) -> Iterator[None]:
     """Check a version as :func:`require` does, before the imports inside of the ``with``."""
     require(framework, distribution)
     yield
+
+
+def require_called(framework: str, owner: type, *methods: str) -> None:
+    """Check that a class of a framework calls methods of its own that a plug-in overrides.
+
+    Raises:
+        UnsupportedVersionError: It has one no more, or no method of the class calls it by its name.
+    """
+    found = (m for kind in owner.__mro__ for m in vars(kind).values() if callable(m))
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in found)
+    called = {name for code in codes if code is not None for name in code.co_names}
+    if gone := [name for name in methods if name not in called or not hasattr(owner, name)]:
+        try:
+            installed = version(framework)
+        except PackageNotFoundError:
+            installed = "of an unknown release"
+        raise UnsupportedVersionError(framework, installed, OLDEST[framework], ", ".join(gone))
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -105,12 +105,21 @@ def test_releases_are_compared_by_their_numbers(installed: list[int], oldest: li
     assert (versions._release(texts[0]) < versions._release(texts[1])) == (padded[0] < padded[1])
 
 
-def test_the_error_is_the_same_in_another_process() -> None:
-    error = UnsupportedVersionError("ray", "2.0.0", "2.51.0")
+class _Framework:
+    def load(self) -> None:
+        self._load_checkpoint()
 
-    copy = pickle.loads(pickle.dumps(error))
+    _load = _load_checkpoint = load
 
-    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+def test_a_method_that_a_plug_in_overrides_and_nobody_calls_is_refused() -> None:
+    versions.require_called("torchtitan", _Framework, "_load_checkpoint")
+
+    with pytest.raises(UnsupportedVersionError, match=r"_load, _save, which .*=0\.3") as raised:
+        versions.require_called("torchtitan", _Framework, "_load", "_save", "_load_checkpoint")
+
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copy), vars(copy)) == (str(raised.value), vars(raised.value))
 
 
 def test_what_is_refused_what_is_tested_and_what_is_told_is_the_same() -> None:
@@ -118,6 +127,7 @@ def test_what_is_refused_what_is_tested_and_what_is_told_is_the_same() -> None:
     oldest = newest | _pins("constraints-integrations-oldest.txt")
     page = (_ROOT / "docs" / "dependencies.md").read_text()
 
+    assert versions.NEWEST.items() <= newest.items()
     for framework, version in OLDEST.items():
         assert oldest[framework] == version
         assert f"| `{framework}` | {newest[framework]} | {version}" in page

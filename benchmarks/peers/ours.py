@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import localckpt
 from benchmarks.peers.base import Peer
 from localckpt.global_tier.folders import folders_in, remove
+from localckpt.global_tier.places import FilePlace
 
 __all__ = ["OursDrain", "OursGlobal", "OursPacedDrain", "OursThread"]
 
@@ -90,7 +91,7 @@ class OursGlobal(Peer):
             raise RuntimeError("the newest save was not found")
 
     def retire(self) -> None:
-        for folder in folders_in(self.directory)[0][1:]:
+        for folder in folders_in(FilePlace(self.directory))[0][1:]:
             remove(folder)
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class OursDrain(Peer):
         return list((self.directory / "shared").rglob("*.distcp"))
 
     def retire(self) -> None:
-        for folder in folders_in(self.directory / "shared")[0][1:]:
+        for folder in folders_in(FilePlace(self.directory / "shared"))[0][1:]:
             remove(folder)
         self._save_on_node()
 

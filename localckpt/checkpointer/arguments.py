@@ -20,7 +20,7 @@ from localckpt.availability.retention import node_rules, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.storage.names import local_path
+from localckpt.storage.names import local_path, shared_path
 from localckpt.threads import raise_if_aborted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +30,8 @@ def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the paths among a checkpointer's options absolute, for whoever makes it later."""
     names = "local", "shared", "stop_file", "iteration_file"
     paths = [name for name in names if options.get(name) is not None]
-    return {**options, **{name: local_path(options[name]) for name in paths}}
+    # A URL that only shared storage may have is refused by whoever takes it for a path.
+    return {**options, **{name: shared_path(options[name]) for name in paths}}
 
 
 def as_cadence(name: str, every: object) -> Every:
@@ -127,8 +128,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if given["max_failures"] < 1:
         raise CheckpointingException(f"max_failures is {given['max_failures']}; it must be above 0")
     if local is not None and shared is not None:
-        nodes, common = local_path(local).resolve(), local_path(shared).resolve()
-        if common.is_relative_to(nodes):
+        nodes, common = local_path(local).resolve(), shared_path(shared)
+        if not isinstance(common, str) and common.resolve().is_relative_to(nodes):
             raise CheckpointingException(
                 f"shared={str(shared)!r} is in local={str(local)!r}, or the same: local is a "
                 f"directory on a disk of each node, which is lost with it, and shared one that all "

@@ -81,8 +81,8 @@ class Checkpointer(OfOneProcess):
             ``/dev/shm/localckpt-<uid>``.
         memory: Keep checkpoints in the nodes' memory instead, where they outlive the processes and
             not the nodes.
-        shared: Directory on storage that all nodes share, where checkpoints outlive the nodes, and
-            can be loaded by another number of ranks; ``None`` for none.
+        shared: Directory on storage that all nodes share, or a URL of an object store, where
+            checkpoints outlive the nodes, and can be loaded by another number of ranks.
         session_id: Name of the training run; runs with different names may share a directory. With
             ``memory``, and without ``local``, it names the program on the nodes if it is not given:
             its main script, its arguments and the working directory, as the first rank has them.

@@ -41,7 +41,7 @@ from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointM
 from localckpt.managers.manager import agreed_session
 from localckpt.ranks.ranks import Ranks, refused_together
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
-from localckpt.storage.names import default_root, local_path, session_name
+from localckpt.storage.names import default_root, local_path, session_name, shared_path
 from localckpt.storage.owner import Owner
 from localckpt.threads import Latch, Task
 
@@ -127,7 +127,7 @@ class Life:
             "process_start": self.events.clock_time(began),
             "version": localckpt.__version__,
             "session": self._session,
-            **{n: None if path is None else str(local_path(path)) for n, path in places.items()},
+            **{n: None if path is None else str(shared_path(path)) for n, path in places.items()},
         }
         self.events.emit("run_began", began=made, ended=made, details=details)
         self.events.add("start", began, made)

@@ -29,6 +29,7 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.places import Place
 from localckpt.managers.local import InMemoryCheckpointManager, LocalCheckpointManager
 from localckpt.managers.restoring import LoadOptions
 from localckpt.ranks.deadline import answered
@@ -246,7 +247,7 @@ class SharedTier(_Tier):
         nodes.on_complete = self.note_saved
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Place:
         return self.manager.root
 
     @property

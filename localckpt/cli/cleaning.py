@@ -35,6 +35,7 @@ from localckpt.storage.catalog import (
     put_back,
     why_quarantined,
 )
+from localckpt.storage.names import shared_path
 from localckpt.storage.rank_folder import lock_store
 
 _WAIT_S = 30.0
@@ -72,12 +73,13 @@ def clean(
     process that runs. Call it on the node itself, where the processes of its jobs can be seen.
     """
     with one_line_errors():
-        root = store_or_default(directory)
-        if find_shared_sessions(root):
+        named = shared_path(directory or store_or_default(None))
+        if find_shared_sessions(named):
             raise StorageError(
-                f"{root} is on shared storage, and this command is for the stores of nodes: the "
+                f"{named} is on shared storage, and this command is for the stores of nodes: the "
                 f"job's next save removes what was cut off there. Nothing was changed"
             )
+        root = store_or_default(directory)
         find_sessions(root)
         # No job starts here meanwhile, so none that is not seen to run takes files over.
         with nullcontext() if dry_run else lock_store(root, timeout):

@@ -28,6 +28,7 @@ from localckpt.cli.output import (
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.folders import SharedCheckpoint, find_shared_sessions
 from localckpt.storage.catalog import ShardFile
+from localckpt.storage.names import shared_path
 
 
 def explain(
@@ -53,7 +54,7 @@ def explain(
     """
     with one_line_errors():
         usual = [] if directories else [store_or_default(None)]
-        given = [*map(store_or_default, dict.fromkeys(directories or [])), *usual]
+        given = [*map(shared_path, dict.fromkeys(directories or [])), *usual]
     read, shared = _read_all(given)
     sessions = _sessions(gather(read, warn), shared, world_size)
     if session is not None:
@@ -126,16 +127,17 @@ class _Session:
 
 
 def _read_all(
-    directories: Sequence[Path],
-) -> tuple[dict[Path, dict[str, Found]], dict[Path, list[SharedListing]]]:
+    directories: Sequence[Path | str],
+) -> tuple[dict[Path, dict[str, Found]], dict[Path | str, list[SharedListing]]]:
     """Read stores of nodes, and roots on shared storage, but for those that cannot be used."""
-    read, shared = {}, {}
+    read: dict[Path, dict[str, Found]] = {}
+    shared: dict[Path | str, list[SharedListing]] = {}
     for directory in directories:
         try:
             if found := find_shared_sessions(directory):
                 shared[directory] = [look(session) for session in found]
             else:
-                read[directory] = read_store(directory)
+                read[Path(directory)] = read_store(Path(directory))
         except CheckpointingException as error:
             left_out = f"{directory} is left out: " if len(directories) > 1 else ""
             warn(f"{left_out}{error}")
@@ -143,7 +145,7 @@ def _read_all(
 
 
 def _sessions(
-    nodes: Nodes, shared: Mapping[Path, Sequence[SharedListing]], world_size: int | None
+    nodes: Nodes, shared: Mapping[Path | str, Sequence[SharedListing]], world_size: int | None
 ) -> list[_Session]:
     listings = [listing for found in shared.values() for listing in found]
     names = {name for node in nodes.values() for name in node}

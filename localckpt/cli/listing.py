@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from localckpt.availability.coverage import complete_checkpoints, newest_first
@@ -33,6 +32,7 @@ from localckpt.global_tier.folders import (
     find_shared_sessions,
     why_kept,
 )
+from localckpt.global_tier.places import Place, place_of
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (
@@ -53,10 +53,11 @@ def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
     that is neither usual nor needed: ask `localckpt explain` with the stores of all of them.
     """
     with one_line_errors():
-        root = store_or_default(directory)
-        if shared := [look(session) for session in find_shared_sessions(root)]:
-            _say_shared(root, shared, json)
+        place = place_of(directory or store_or_default(None))
+        if shared := [look(session) for session in find_shared_sessions(place)]:
+            _say_shared(place, shared, json)
             return
+        root = store_or_default(directory)
         listings = [_look(session) for session in find_sessions(root)]
         node = node_token(root)
         if json:
@@ -70,7 +71,7 @@ def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
             say("No job has used it yet.")
 
 
-def _say_shared(root: Path, listings: Sequence[SharedListing], json: bool) -> None:
+def _say_shared(root: Place, listings: Sequence[SharedListing], json: bool) -> None:
     if json:
         sessions = [{"session": s.session.session_id, **s.to_json()} for s in listings]
         say_json({"store": str(root), "shared": True, "sessions": sessions})

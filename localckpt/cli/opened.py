@@ -48,7 +48,7 @@ from localckpt.state_dict.saved_shard import PRIVATE, SavedShard
 from localckpt.state_dict.values import Unit, digest_of
 from localckpt.storage.catalog import find_sessions
 from localckpt.storage.files import FileSource
-from localckpt.storage.names import local_path
+from localckpt.storage.names import shared_path
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,10 @@ def open_checkpoint(
         raise CheckpointingException("give open_checkpoint() at least one directory")
     stores: dict[Path, dict[str, Found]] = {}
     roots: list[SharedSession] = []
-    for path in _expanded([local_path(directory) for directory in directories]):
+    given = [*map(shared_path, directories)]
+    for url in (url for url in given if isinstance(url, str)):
+        roots += find_shared_sessions(url)
+    for path in _expanded(path for path in given if isinstance(path, Path)):
         if shared := find_shared_sessions(path):
             roots += shared
         else:

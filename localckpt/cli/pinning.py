@@ -13,7 +13,7 @@ from localckpt.errors import StorageError
 from localckpt.global_tier.folders import Folder, SharedCheckpoint, find_shared_sessions
 from localckpt.global_tier.folders import pin as pin_folder
 from localckpt.global_tier.folders import unpin as unpin_folder
-from localckpt.storage.names import local_path
+from localckpt.global_tier.places import place_of
 
 RootArgument = Annotated[
     Path,
@@ -62,7 +62,7 @@ def unpin(
 
 def _find(directory: Path, step: int, session: str | None) -> list[SharedCheckpoint]:
     """Checkpoints of one iteration in one session, the newest first; raises StorageError."""
-    root = local_path(directory)
+    root = place_of(directory)
     sessions = find_shared_sessions(root)
     if not sessions:
         raise StorageError(

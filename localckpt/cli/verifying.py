@@ -35,16 +35,18 @@ from localckpt.global_tier.folders import (
     find_shared_sessions,
     verify_file,
 )
+from localckpt.global_tier.places import Place, place_of
 from localckpt.storage.catalog import (
+    Problem,
     SessionFolder,
     ShardFile,
     UncountedFile,
     find_sessions,
-    uncounted_file,
 )
+from localckpt.storage.names import local_path
 
 _OnRead: TypeAlias = Callable[[int], None]
-_Result: TypeAlias = int | UncountedFile | None
+_Result: TypeAlias = int | UncountedFile | tuple[Place, Problem] | None
 """Bytes of a good file, or the fault of a bad one; ``None`` if a job has removed it meanwhile."""
 _Check: TypeAlias = tuple[int, Callable[[_OnRead], _Result]]
 """Bytes to read of a file, and the function that verifies it."""
@@ -58,7 +60,7 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     (*.corrupt) are not looked at again.
     """
     with one_line_errors():
-        outcome = _verify_all(store_or_default(directory), is_quiet=json)
+        outcome = _verify_all(directory or store_or_default(None), is_quiet=json)
     if json:
         say_json(outcome.to_json())
     else:
@@ -69,11 +71,11 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
 class _Verified:
     """Counts of what was verified so far, and the files that are not good."""
 
-    def __init__(self, root: Path, *, is_quiet: bool) -> None:
+    def __init__(self, root: object, *, is_quiet: bool) -> None:
         self._root, self._is_quiet = root, is_quiet
         self.verified = self.nbytes = self.vanished = self.quarantined = 0
-        self.bad: list[UncountedFile] = []
-        self.unreadable: list[UncountedFile] = []
+        self.bad: list[dict[str, str]] = []
+        self.unreadable: list[dict[str, str]] = []
 
     @property
     def exit_status(self) -> int:
@@ -85,22 +87,25 @@ class _Verified:
         elif isinstance(found, int):
             self.verified += 1
             self.nbytes += found
+        elif isinstance(found, UncountedFile):
+            self._note(found.path, found.problem.kind, found.description)
         else:
-            is_bad = found.problem.kind not in ("unreadable", "other version")
-            (self.bad if is_bad else self.unreadable).append(found)
-            if not self._is_quiet:
-                word = "bad" if is_bad else "not readable"
-                say(f"{word}: {found.path}: {found.description}", red=True)
+            path, problem = found
+            self._note(path, problem.kind, problem.text)
+
+    def _note(self, path: object, kind: str, why: str) -> None:
+        is_bad = kind not in ("unreadable", "other version")
+        (self.bad if is_bad else self.unreadable).append({"path": str(path), "why": why})
+        if not self._is_quiet:
+            say(f"{'bad' if is_bad else 'not readable'}: {path}: {why}", red=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "store": str(self._root),
             "verified": self.verified,
             "nbytes": self.nbytes,
-            "bad": [{"path": str(file.path), "why": file.description} for file in self.bad],
-            "unreadable": [
-                {"path": str(file.path), "why": file.description} for file in self.unreadable
-            ],
+            "bad": self.bad,
+            "unreadable": self.unreadable,
             "vanished": self.vanished,
             "quarantined": self.quarantined,
         }
@@ -117,9 +122,12 @@ class _Verified:
 
 
 def _verify_all(root: Path, *, is_quiet: bool) -> _Verified:
-    outcome = _Verified(root, is_quiet=is_quiet)
-    shared = find_shared_sessions(root)
-    checks = [*(_of_shared(shared, outcome) if shared else _of_node(root, outcome))]
+    place = place_of(root)
+    outcome = _Verified(place, is_quiet=is_quiet)
+    if shared := find_shared_sessions(place):
+        checks = [*_of_shared(shared, outcome)]
+    else:
+        checks = [*_of_node(local_path(root), outcome)]
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(
@@ -152,16 +160,16 @@ def _check_shard(session: SessionFolder, shard: ShardFile, on_read: _OnRead) -> 
 def _of_shared(sessions: Sequence[SharedSession], outcome: _Verified) -> Iterator[_Check]:
     for known in (known for session in sessions for known in session.checkpoints()):
         if known.problem is not None and not known.files:
-            outcome.take(uncounted_file(known.folder.path, known.problem))
+            outcome.take((known.folder.path, Problem.of(known.problem)))
         for path, nbytes in known.files.items():
             yield nbytes or 0, partial(_check_file, known, path, nbytes)
 
 
 def _check_file(
-    known: SharedCheckpoint, path: Path, nbytes: int | None, on_read: _OnRead
+    known: SharedCheckpoint, path: Place, nbytes: int | None, on_read: _OnRead
 ) -> _Result:
     try:
         return verify_file(path, nbytes, known.record, on_read)
     except CheckpointingException as error:
         # A job that saves lets older checkpoints go.
-        return uncounted_file(path, error) if known.folder.has_record else None
+        return (path, Problem.of(error)) if known.folder.has_record else None

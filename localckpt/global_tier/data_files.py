@@ -6,24 +6,20 @@ After any error a file is dead: it is removed, never written to again.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from struct import Struct
 
 import xxhash
 
 from localckpt.errors import CorruptShardError
+from localckpt.global_tier.objects import Pieces, Retries
+from localckpt.global_tier.places import OpenedFile, Place
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, map_memory, round_up
-from localckpt.own_folders import file_mode
 from localckpt.state_dict.source import ShardSource, VerifiedBytes, scatter
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource, open_owned
-from localckpt.storage.write import replace_file, sync_folder, write_range
 
 _MAGIC = b"localckpt-trail1"
 # The magic, how many bytes the digests cover, the save's ID, and a hash of all before it.
@@ -95,7 +91,7 @@ def read_trailer(file: ShardSource, name: str) -> Trailer | None:
 
 def data_bytes(
     file: ShardSource,
-    path: Path,
+    path: Place,
     save_id: str | None,
     on_read: Callable[[int], None] = lambda nbytes: None,
     what: str = "",
@@ -117,81 +113,68 @@ def data_bytes(
     return VerifiedBytes(file, identity, trailer.covered_nbytes, digests, on_read)
 
 
-def verify_data_file(path: Path, save_id: str, nbytes: int, on_read: Callable[[int], None]) -> None:
+def verify_data_file(
+    place: Place, save_id: str, nbytes: int, on_read: Callable[[int], None]
+) -> None:
     """Check that a save has written all of a file of some size, and every block of it."""
-    with closing(FileSource(path)) as file:
+    with closing(opened(place)) as file:
         if file.nbytes != nbytes:
             raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
-        content = data_bytes(file, path, save_id, on_read, "it")
+        content = data_bytes(file, place, save_id, on_read, "it")
         for _ in content.pieces(0, content.end):
             pass
 
 
 def write_data_file(
-    path: Path,
+    place: Place,
     save_id: str,
-    pieces: Callable[[], Iterable[memoryview]],
+    pieces: Pieces,
+    retries: Retries | None = None,
     *,
     sync: bool = True,
     before_write: Callable[[int], None] = lambda nbytes: None,
-) -> int:
-    """Write a file in place of what is there, durable with ``sync``; returns its size in bytes.
+) -> None:
+    """Write a file in place of what is there, durable with ``sync``.
 
     Each of the ``pieces`` begins on a page of memory, which is not needed any more when the next is
     asked for. All but the last are whole blocks, and that is a multiple of 8 bytes.
     """
-    with storage_errors("write", path):
-        try:
-            return _write(path, save_id, pieces(), sync, before_write, os.O_DIRECT)
-        except OSError as error:
-            # Who does not take O_DIRECT says so when the file is opened, or at a write.
-            if error.errno != errno.EINVAL:
-                raise
-            return _write(path, save_id, pieces(), sync, before_write, 0)
+    identity = FileIdentity(place.name, save_id)
+    with storage_errors("write", place):
+        place.write(
+            lambda: _with_trailer(identity, pieces(), before_write), sync=sync, retries=retries
+        )
 
 
-def _write(
-    path: Path,
-    save_id: str,
-    pieces: Iterable[memoryview],
-    sync: bool,
-    before_write: Callable[[int], None],
-    flag: int,
-) -> int:
-    path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
-    # The umask says who may read it: it outlives the job, and others load it.
-    file = open_owned(path, flags, file_mode(path.parent))
-    try:
-        with file:
-            fd, direct = file.fileno(), bool(flag)
-            hasher, digests = BlockHasher(FileIdentity(path.name, save_id)), bytearray()
-            end, rest = 0, b""
-            for piece in pieces:
-                # What is hashed is still in the cache, or on its way out of it, when it is written.
-                for start in range(0, len(piece), BLOCK_NBYTES):
-                    block = piece[start : start + BLOCK_NBYTES]
-                    digest = hasher.digest(len(digests) // DIGEST_NBYTES, block)
-                    digests += digest.to_bytes(DIGEST_NBYTES, "little")
-                whole = len(piece) // PAGE_NBYTES * PAGE_NBYTES
-                before_write(whole)
-                write_range(fd, piece, 0, whole, direct=direct, base=end)
-                end += whole
-                rest = bytes(piece[whole:])
-            trailer = Trailer(save_id, end + len(rest), bytes(digests))
-            rest += trailer.digests + trailer.footer()
-            before_write(len(rest))
-            # With O_DIRECT the last page is written whole, and cut off.
-            pages = map_memory(round_up(len(rest), PAGE_NBYTES))
-            pages[: len(rest)] = rest
-            write_range(fd, pages, 0, len(rest), direct=direct, base=end)
-            os.ftruncate(fd, end + len(rest))
-            if sync:
-                os.fsync(fd)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return end + len(rest)
+def _with_trailer(
+    identity: FileIdentity, pieces: Iterable[memoryview], before_write: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Yield the whole pages of each piece as it is, and last what is left, with the trailer."""
+    hasher, digests = BlockHasher(identity), bytearray()
+    end, rest = 0, b""
+    for piece in pieces:
+        # What is hashed is still in the cache, or on its way out of it, when it is written.
+        for start in range(0, len(piece), BLOCK_NBYTES):
+            block = piece[start : start + BLOCK_NBYTES]
+            digest = hasher.digest(len(digests) // DIGEST_NBYTES, block)
+            digests += digest.to_bytes(DIGEST_NBYTES, "little")
+        whole = len(piece) // PAGE_NBYTES * PAGE_NBYTES
+        before_write(whole)
+        yield piece[:whole]
+        end += whole
+        rest = bytes(piece[whole:])
+    trailer = Trailer(identity.save_id, end + len(rest), bytes(digests))
+    rest += trailer.digests + trailer.footer()
+    before_write(len(rest))
+    pages = map_memory(round_up(len(rest), PAGE_NBYTES))
+    pages[: len(rest)] = rest
+    yield pages[: len(rest)]
+
+
+def opened(place: Place) -> OpenedFile:
+    """Open a file to read it; raises StorageError."""
+    with storage_errors("open", place):
+        return place.source()
 
 
 def gathered(parts: Iterable[bytes | memoryview], memory: memoryview) -> Iterator[memoryview]:
@@ -215,11 +198,3 @@ def gathered(parts: Iterable[bytes | memoryview], memory: memoryview) -> Iterato
     memory[filled:padded] = bytes(padded - filled)
     if padded:
         yield memory[:padded]
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file that is there whole or not at all, also after the power failed."""
-    with storage_errors("write", path):
-        # The umask says who may read it.
-        replace_file(path, data, file_mode(path.parent))
-        sync_folder(path.parent)

@@ -42,15 +42,17 @@ from localckpt.global_tier.drain_items import (
     fingerprint,
     merge_plans,
 )
-from localckpt.global_tier.folders import Folder
+from localckpt.global_tier.folders import folder_in
 from localckpt.global_tier.images import envelope_name
 from localckpt.global_tier.metadata import RankPlan, pack, pickled_metadata, unpack
+from localckpt.global_tier.objects import Retries
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import BackgroundSave
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.staging import FILE_NBYTES, ItemReader, item_nbytes
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.reader import ImageReader
@@ -59,7 +61,6 @@ from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
-from localckpt.storage.write import sync_folder
 from localckpt.threads import Latch, SerialThread
 from localckpt.waiting import Pacer
 
@@ -265,16 +266,18 @@ class Drain(BackgroundSave):
         if is_there:
             return
         if not self._ranks.is_root:
-            folder = Folder(self._root.path, self.iteration, epoch)
+            folder = folder_in(self._root.path, self.iteration, epoch)
             self._begun = BegunSave(folder.unfinished(save_id, is_drain=True), save_id)
         plans = {} if part is None else unpack(part.data, dict, self._allowed)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+        timeout_s = self._ranks.timeout_s + slower_s
+        retries = Retries(Deadline.after(timeout_s).at, self._check)
         self._ranks.commit(
             f"drain iteration {self.iteration}",
-            *(lambda: self._write(plans, unequal), self._commit),
+            *(lambda: self._write(plans, unequal, retries), self._commit),
             kind="drain",
-            timeout_s=self._ranks.timeout_s + slower_s,
+            timeout_s=timeout_s,
             on_failure=self._pacer.stop,
         )
 
@@ -307,7 +310,7 @@ class Drain(BackgroundSave):
             )
         save_id = _save_id(self._identity, merged)
         begun = self._root.begin_drain(self.iteration, save_id, lineage, self._metrics)
-        is_there = not begun.folder.label
+        is_there = begun.is_there
         sizes = [
             sum(item_nbytes(item) for item in plan.items if item.tensor_data is not None)
             for plan in merged.plans
@@ -327,7 +330,9 @@ class Drain(BackgroundSave):
 
     # Written.
 
-    def _write(self, plans: dict[int, SavePlan], unequal: Sequence[str]) -> Message:
+    def _write(
+        self, plans: dict[int, SavePlan], unequal: Sequence[str], retries: Retries
+    ) -> Message:
         assert self._begun is not None, "it is planned"
         began, path = time.monotonic(), self._begun.folder.path
         if self._ranks.is_root:
@@ -336,7 +341,8 @@ class Drain(BackgroundSave):
         results: list[WriteResult] = []
         envelopes: list[list[int]] = []
         with closing(PrivateBuffer(_PIECE_NBYTES)) as buffer:
-            write = partial(self._write_file, self._begun, buffer.view[:_PIECE_NBYTES])
+            memory = buffer.view[:_PIECE_NBYTES]
+            write = partial(self._write_file, self._begun, memory, retries)
             for owner, plan in plans.items():
                 items = self._items[owner]
                 put = partial(items.write, plan=plan, unequal=unequal, write=write)
@@ -344,7 +350,7 @@ class Drain(BackgroundSave):
                 results += placed
                 envelopes.append([owner, nbytes])
         with storage_errors("make durable", path):
-            sync_folder(path)
+            path.sync()
         seconds = time.monotonic() - began
         logger.info(
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
@@ -356,25 +362,29 @@ class Drain(BackgroundSave):
         self,
         begun: BegunSave,
         memory: memoryview,
+        retries: Retries,
         name: str,
         nbytes: int | None,
         content: Callable[[], Iterable[bytes | memoryview]],
     ) -> None:
         """Write a file by way of ``memory``, unless an attempt before has, where it has a size."""
         path, save_id = begun.folder.path / name, begun.save_id
-        if nbytes is not None and path.exists():
-            with suppress(CorruptShardError):
+        if nbytes is not None:
+            # Where nothing can be read it is written.
+            with suppress(CorruptShardError, StorageError):
                 verify_data_file(path, save_id, nbytes, lambda _: self._before_write(0))
                 self._kept_nbytes += nbytes
                 return
-        self._written_nbytes += write_data_file(
-            *(path, save_id, lambda: gathered(content(), memory)), before_write=self._before_write
+        write_data_file(
+            *(path, save_id, lambda: gathered(content(), memory), retries),
+            before_write=self._before_write,
         )
 
     def _before_write(self, nbytes: int) -> None:
         self._check()
         self._pacer.wait(nbytes)
         self._check()
+        self._written_nbytes += nbytes
 
     def _check(self) -> None:
         if self._pacer.stopped.is_set():

@@ -1,9 +1,12 @@
-"""Checkpoints of a root on shared storage, by their directories, records and pins.
+"""Checkpoints of a root on shared storage, by their folders, records and pins.
 
 ``root/iteration_<number>.<epoch>/`` is a checkpoint if it holds its record, which is written last.
-The epoch counts the starts of the job that saved. A pin is a file in the directory of its
-checkpoint. One that is set while a job prunes has the checkpoint put back, or fails. Tools beside
-the job use this module, too: it unpickles nothing, and needs no torch.
+The epoch counts the starts of the job that saved. A pin is a file in the folder of its checkpoint.
+One that is set while a job prunes has the checkpoint put back, or fails. Tools beside the job use
+this module, too: it unpickles nothing, and needs no torch.
+
+In an object store nothing is renamed: the name of a folder ends with the first digits of its save's
+ID, and record and pin lie beside it, so that one listing of the root tells what is a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,10 +15,8 @@ import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import xxhash
 
@@ -35,13 +36,13 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.global_tier.data_files import verify_data_file
+from localckpt.global_tier.objects import ObjectPlace, Retries
+from localckpt.global_tier.places import FilePlace, Place, notes_in, place_of
 from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import Lineage
-from localckpt.own_folders import file_mode
+from localckpt.own_folders import folder_mode
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_name, session_of
-from localckpt.storage.notes import NotesFile
-from localckpt.storage.write import replace_file, sync_folder
 from localckpt.trust import Trusts
 
 logger = logging.getLogger(__name__)
@@ -58,16 +59,17 @@ _DRAIN = "drain_"
 _REMOVED = "old.removed"
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"\.?iteration_(\d{8,})\.(\d{4,})(?:\.(\w+\.(?:partial|removed)))?")
+_OBJECT_NAME = re.compile(rf"iteration_(\d{{8,}})\.(\d{{4,}})\.((?:{_DRAIN})?[0-9a-f]{{8}})")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One checkpoint's directory, by its name; ordered from old to new by :attr:`version`.
+    """One checkpoint's folder, by its name; ordered from old to new by :attr:`version`.
 
     With a ``label`` it is hidden: of a save or a drain until it is complete, or half removed.
     """
 
-    root: Path
+    root: Place
     iteration: int
     epoch: int
     label: str = ""
@@ -82,23 +84,31 @@ class Folder:
         return Checkpoint(Generation(self.epoch, 0), self.iteration, 1)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         name = f"iteration_{self.iteration:08d}.{self.epoch:04d}"
         return self.root / (f".{name}.{self.label}" if self.label else name)
 
     @property
     def is_drain(self) -> bool:
-        """True if it is the directory of a drain, which the next attempt may go on in."""
+        """True if it is the folder of a drain, which the next attempt may go on in."""
         return self.label.startswith(_DRAIN)
 
     def unfinished(self, save_id: str, *, is_drain: bool) -> Folder:
-        """Directory of a save or drain until it is complete; a next drain goes on in it."""
+        """Folder of a save or drain until it is complete; a next drain goes on in it."""
         return replace(self, label=f"{_DRAIN * is_drain}{save_id[:8]}.partial")
 
     @property
     def finished(self) -> Folder:
-        """Directory of the checkpoint when it is complete."""
+        """Folder of the checkpoint when it is complete."""
         return replace(self, label="")
+
+    def beside(self, name: str) -> Place:
+        """Place of the record or the pin."""
+        return self.path / name
+
+    def is_complete_by(self, names: Collection[str]) -> bool:
+        """Return whether it may be a checkpoint, by the names that are in its root."""
+        return not self.label
 
     @property
     def has_record(self) -> bool:
@@ -110,9 +120,115 @@ class Folder:
         """True if no job may remove it; raises StorageError if that cannot be seen."""
         return self._holds(PIN_NAME)
 
+    def make(self, before: Folder | None = None) -> None:
+        """Make it, or give the folder of an attempt ``before`` its name; raises OSError."""
+        path = _directory(self.path)
+        if before is None:
+            path.mkdir(folder_mode(path.parent))
+        elif before != self:
+            _directory(before.path).rename(path)
+        try:
+            self.root.sync()
+        except BaseException:
+            if not self.is_drain:
+                path.rmdir()
+            raise
+
+    def commit(self, record: bytes, retries: Retries) -> None:
+        """Write the record, and make it a checkpoint; raises OSError."""
+        path, final = _directory(self.path), _directory(self.finished.path)
+        self.beside(RECORD_NAME).put(record)
+        path.rename(final)
+        try:
+            self.root.sync()
+        except BaseException:
+            # It may be gone after a power cut, so it is none.
+            final.rename(path)
+            raise
+
+    def remove(self) -> bool:
+        """Remove it unless it is pinned, which it may be since; return whether it is gone."""
+        removed = replace(self, label=_REMOVED)
+        _directory(self.path).rename(_directory(removed.path))
+        if put_back_if_pinned(removed):
+            return False
+        removed.discard()
+        return True
+
+    def discard(self) -> None:
+        """Remove it, its record first: without that it is no checkpoint."""
+        path = _directory(self.path)
+        if not path.is_symlink():
+            self.beside(RECORD_NAME).remove()
+        path.remove()
+
     def _holds(self, name: str) -> bool:
         with storage_errors("look at", self.path):
-            return _is_there(self.path / name)
+            return self.beside(name).size() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFolder(Folder):
+    """Folder in an object store, which keeps its label, and is complete by its record beside it."""
+
+    @property
+    def path(self) -> Place:
+        return self.root / f"iteration_{self.iteration:08d}.{self.epoch:04d}.{self.label}"
+
+    def unfinished(self, save_id: str, *, is_drain: bool) -> Folder:
+        return replace(self, label=f"{_DRAIN * is_drain}{save_id[:8]}")
+
+    @property
+    def finished(self) -> Folder:
+        return self
+
+    def beside(self, name: str) -> Place:
+        return self.root / f"{self.path.name}.{name}"
+
+    def is_complete_by(self, names: Collection[str]) -> bool:
+        return self.beside(RECORD_NAME).name in names
+
+    def make(self, before: Folder | None = None) -> None:
+        pass
+
+    def commit(self, record: bytes, retries: Retries) -> None:
+        place = self.beside(RECORD_NAME)
+        assert isinstance(place, ObjectPlace), "directories have folders of their own"
+        place.create(record, retries)
+
+    def remove(self) -> bool:
+        record = self.beside(RECORD_NAME)
+        data = record.read()
+        record.remove()
+        if self.is_pinned:
+            record.put(data)
+            return False
+        self.discard()
+        return True
+
+    def discard(self) -> None:
+        for place in (self.beside(RECORD_NAME), self.path, self.beside(PIN_NAME)):
+            place.remove()
+
+
+def folder_in(root: Place, iteration: int, epoch: int) -> Folder:
+    kind = Folder if isinstance(root, FilePlace) else ObjectFolder
+    return kind(root, iteration, epoch)
+
+
+def folder_named(root: Place, name: str) -> Folder | None:
+    """Return the folder of a name; ``None`` if it is that of something else."""
+    pattern = _NAME if isinstance(root, FilePlace) else _OBJECT_NAME
+    if (match := pattern.fullmatch(name)) is None:
+        return None
+    folder = replace(folder_in(root, int(match[1]), int(match[2])), label=match[3] or "")
+    # Other names of the same numbers are nobody's.
+    return folder if folder.path.name == name else None
+
+
+def _directory(place: Place) -> FilePlace:
+    assert isinstance(place, FilePlace), "object stores have folders of their own"
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +272,17 @@ class CommitRecord:
         return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
 
     @classmethod
-    def read(cls, folder: Path) -> CommitRecord | None:
-        """The record of a directory; ``None`` if there is none."""
-        path = folder / RECORD_NAME
+    def read(cls, path: Place) -> CommitRecord | None:
+        """The record in a file; ``None`` if there is none."""
         with storage_errors("read", path):
             try:
-                data = path.read_bytes()
+                data = path.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return cls.parse(path, data)
 
     @classmethod
-    def parse(cls, path: Path, data: bytes) -> CommitRecord:
+    def parse(cls, path: Place, data: bytes) -> CommitRecord:
         """Read what :meth:`to_bytes` made; ``path`` is for messages."""
         text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
         if digest != b"%016x" % xxhash.xxh3_64_intdigest(text):
@@ -221,91 +336,63 @@ class CommitRecord:
 
     def check_files(self, folder: Folder) -> None:
         """Check that all files are there, by their sizes."""
+        with storage_errors("look at", folder.path):
+            found = folder.path.sizes(self.files)
         for name, nbytes in self.files.items():
             path = folder.path / name
-            with storage_errors("look at", path):
-                try:
-                    found = path.stat().st_size
-                except FileNotFoundError:
-                    raise CorruptShardError(f"{path} is gone") from None
-            if found != nbytes:
-                raise CorruptShardError(f"{path} has {found} bytes, and was saved with {nbytes}")
+            if name not in found:
+                raise CorruptShardError(f"{path} is gone")
+            if found[name] != nbytes:
+                raise CorruptShardError(
+                    f"{path} has {found[name]} bytes, and was saved with {nbytes}"
+                )
 
 
-def _is_there(path: Path) -> bool:
-    # ``Path.exists`` of some versions of Python takes an error for no.
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def session_root(root: Path, session_id: str) -> Path:
+def session_root(root: Place, session_id: str) -> Place:
     return root / session_name(session_id) if session_id else root
 
 
-def folders_in(root: Path) -> tuple[list[Folder], list[Folder]]:
-    """List the directories of a root: those that may be checkpoints, the newest first, and others.
+def folders_in(root: Place) -> tuple[list[Folder], list[Folder]]:
+    """List the folders of a root: those that may be checkpoints, the newest first, and others.
 
     The others are unfinished, or were about to be removed.
     """
     with storage_errors("read", root):
-        paths = sorted(root.iterdir()) if root.is_dir() else []
-    found = []
-    for path in paths:
-        if (match := _NAME.fullmatch(path.name)) is not None:
-            folder = Folder(root, int(match[1]), int(match[2]), match[3] or "")
-            # Other names of the same numbers are nobody's.
-            found += [folder] if folder.path == path else []
-    folders = sorted((f for f in found if not f.label), key=lambda f: f.version, reverse=True)
-    return folders, [folder for folder in found if folder.label]
+        names = dict.fromkeys(root.names())
+    found = [folder for name in names if (folder := folder_named(root, name)) is not None]
+    folders = [folder for folder in found if folder.is_complete_by(names)]
+    folders.sort(key=lambda folder: folder.version, reverse=True)
+    return folders, [folder for folder in found if not folder.is_complete_by(names)]
 
 
 def remove(folder: Folder) -> bool:
     """Remove a checkpoint unless it is pinned, which it may be since; return whether it is gone."""
-    removed = replace(folder, label=_REMOVED)
     with storage_errors("remove", folder.path):
-        if folder.is_pinned:
-            return False
-        folder.path.rename(removed.path)
-        if put_back_if_pinned(removed):
-            return False
-        _remove_folder(removed.path)
-        return True
+        return not folder.is_pinned and folder.remove()
 
 
 def put_back_if_pinned(removed: Folder) -> bool:
     """Give a half-removed checkpoint its name again if it is pinned; return whether it was."""
     if removed.label != _REMOVED or not (removed.is_pinned and removed.has_record):
         return False
-    removed.path.rename(removed.finished.path)
+    _directory(removed.path).rename(_directory(removed.finished.path))
     return True
 
 
-def try_to_remove(path: Path) -> None:
+def try_to_remove(folder: Folder) -> None:
     """Remove what is no checkpoint; what cannot go now goes at a later save."""
     try:
-        _remove_folder(path)
+        folder.discard()
     except OSError as error:
-        logger.warning("%s could not be removed, and will be at a later save: %s", path, error)
-
-
-def _remove_folder(path: Path) -> None:
-    """Remove a directory, its record first: without that it is no checkpoint."""
-    if path.is_symlink():
-        # Nothing of what it leads to.
-        path.unlink()
-        return
-    (path / RECORD_NAME).unlink(missing_ok=True)
-    shutil.rmtree(path)
+        logger.warning(
+            "%s could not be removed, and will be at a later save: %s", folder.path, error
+        )
 
 
 def pin(folder: Folder) -> None:
     """Have every job keep a checkpoint until it is unpinned, whatever its retention is."""
     with storage_errors("pin", folder.path):
-        replace_file(folder.path / PIN_NAME, b"pinned\n", file_mode(folder.path))
-        sync_folder(folder.path)
+        folder.beside(PIN_NAME).put(b"pinned\n")
     if not (folder.is_pinned and folder.has_record):
         raise StorageError(
             f"{folder.path} was not pinned in time: a job is removing it. Look whether it is still "
@@ -316,8 +403,8 @@ def pin(folder: Folder) -> None:
 def unpin(folder: Folder) -> None:
     """Leave a checkpoint to the retention of the jobs that save; nothing if it is not pinned."""
     with storage_errors("unpin", folder.path):
-        (folder.path / PIN_NAME).unlink(missing_ok=True)
-        sync_folder(folder.path)
+        folder.beside(PIN_NAME).remove()
+        folder.path.sync()
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +421,7 @@ class SharedCheckpoint:
     is_pinned: bool = False
 
     @property
-    def files(self) -> dict[Path, int | None]:
+    def files(self) -> dict[Place, int | None]:
         """Its files, and how many bytes each has, if that is recorded."""
         names: dict[str, int | None] = {**self.record.files}
         if self.record.save_id:
@@ -345,8 +432,9 @@ class SharedCheckpoint:
 class SharedSession:
     """One training run's part of a root."""
 
-    def __init__(self, path: Path, session_id: str) -> None:
+    def __init__(self, path: Place, session_id: str) -> None:
         self.path, self.session_id = path, session_id
+        self.notes = notes_in(path)
 
     def checkpoints(self) -> list[SharedCheckpoint]:
         """Directories that were committed, the newest first; data is not read."""
@@ -371,7 +459,7 @@ class SharedSession:
         return None
 
     def noted_trusts(self) -> Trusts:
-        return NotesFile(self.path).trusts()
+        return self.notes.trusts()
 
     def leftovers(self) -> list[Folder]:
         """Directories of saves under way, of saves that were cut off, and of what is removed."""
@@ -382,12 +470,12 @@ class SharedSession:
         record = CommitRecord("", folder.iteration, folder.epoch, "", 0, {}, 0)
         problem, saved_at, is_pinned = None, 0.0, False
         try:
-            found = CommitRecord.read(folder.path)
+            found = CommitRecord.read(folder.beside(RECORD_NAME))
             if found is None:
                 return None
             is_pinned = folder.is_pinned
             with storage_errors("look at", folder.path):
-                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
+                saved_at = folder.beside(RECORD_NAME).modified_at()
             found.check_identity(folder, self.session_id)
             record = found
             record.check_files(folder)
@@ -417,42 +505,45 @@ def why_kept(
     )
 
 
-def find_shared_sessions(root: Path) -> list[SharedSession]:
-    """The sessions of a root on shared storage; none if it is no such root."""
+def find_shared_sessions(given: str | os.PathLike[str] | Place) -> list[SharedSession]:
+    """The sessions of a root on shared storage; none if it is no such root, but a directory."""
+    root = place_of(given)
     try:
-        names = {entry.name for entry in os.scandir(root)}
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        names = {*root.names()}
     except OSError as error:
         raise StorageError(f"{root} cannot be read: {error.strerror or error}") from error
     if RECORD_NAME in names:
         raise StorageError(
-            f"{root} is one checkpoint of a root on shared storage: give {root.parent}"
+            f"{root} is one checkpoint of a root on shared storage: give the folder above it"
         )
     named = sorted(name for name in names if name.startswith(SESSION_PREFIX))
     sessions = [SharedSession(root, "")]
     sessions += [SharedSession(root / name, session_of(name)) for name in named]
-    return [session for session in sessions if _is_root(session.path)]
+    sessions = [session for session in sessions if _is_root(session.path)]
+    if not (sessions or isinstance(root, FilePlace)):
+        raise StorageError(f"{root} is no root on shared storage: no job has saved there")
+    return sessions
 
 
-def _is_root(folder: Path) -> bool:
+def _is_root(folder: Place) -> bool:
     if any(folders_in(folder)):
         return True
     with storage_errors("read", folder):
-        return (folder / LOCK_NAME).exists()
+        return (folder / LOCK_NAME).size() is not None
 
 
 def verify_file(
-    path: Path, nbytes: int | None, record: CommitRecord, on_read: Callable[[int], None]
+    path: Place, nbytes: int | None, record: CommitRecord, on_read: Callable[[int], None]
 ) -> int:
     """Check all of a data file, or the metadata (``nbytes`` is ``None``); return its size."""
-    if not path.exists() and path.parent.exists():
-        raise CorruptShardError(f"{path} is gone")
+    with storage_errors("read", path):
+        if path.size() is None:
+            raise CorruptShardError(f"{path} is gone")
     if nbytes is not None:
         verify_data_file(path, record.save_id, nbytes, on_read)
         return nbytes
     with storage_errors("read", path):
-        data = path.read_bytes()
+        data = path.read()
     if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
         raise CorruptShardError("it is damaged, or belongs to another save")
     return len(data)

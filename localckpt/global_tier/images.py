@@ -25,9 +25,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from localckpt.errors import CorruptShardError, MismatchError, StorageError
-from localckpt.global_tier.data_files import data_bytes
+from localckpt.global_tier.data_files import data_bytes, opened
 from localckpt.global_tier.folders import SharedCheckpoint
 from localckpt.global_tier.metadata import StorageInfo
+from localckpt.global_tier.places import OpenedFile, Place
 from localckpt.global_tier.staging import frame_of
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.boxes import Rectangle
@@ -36,7 +37,6 @@ from localckpt.state_dict.source import ShardSource, read_header
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource, OpenFile
 from localckpt.storage.store import Claim, Slot, Store, Stored
 
 
@@ -105,7 +105,7 @@ class SharedImages(Store):
 
     def identity(self, rank: int) -> ShardIdentity:
         """Return the identity of a rank's image; MismatchError if the checkpoint has no images."""
-        if not (self._folder / envelope_name(rank)).exists():
+        if not self._has_image(rank):
             raise MismatchError(
                 f"{self.domain} was not saved by a Checkpointer: load it with "
                 f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
@@ -117,7 +117,7 @@ class SharedImages(Store):
         return self._open(identity.rank)
 
     def holds(self, identity: ShardIdentity) -> bool:
-        return (self._folder / envelope_name(identity.rank)).exists()
+        return self._has_image(identity.rank)
 
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
         """Do nothing: other ranks, and jobs of another number of ranks, read the same files."""
@@ -140,9 +140,13 @@ class SharedImages(Store):
     def _refuse(self) -> NoReturn:
         raise StorageError(f"{self._folder} is read only")
 
+    def _has_image(self, rank: int) -> bool:
+        with storage_errors("look at", self._folder):
+            return (self._folder / envelope_name(rank)).size() is not None
+
     def _open(self, rank: int) -> ShardSource:
         path = self._folder / envelope_name(rank)
-        with closing(FileSource(path)) as file:
+        with closing(opened(path)) as file:
             envelope = data_bytes(file, path, self._save_id)
             content = memoryview(bytearray(envelope.end))
             envelope.read_into(0, content)
@@ -165,14 +169,14 @@ class _Source:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         name: str,
         content: memoryview,
         places: Mapping[MetadataIndex, StorageInfo],
     ) -> None:
         self._folder = folder
         self._content = content
-        self._files: dict[str, OpenFile] = {}
+        self._files: dict[str, OpenedFile] = {}
         self._lock = threading.Lock()
         try:
             self.nbytes, self._segments = _segments(content, places)
@@ -208,16 +212,15 @@ class _Source:
             if segment.name is None:
                 part[:] = self._content[offset : offset + len(part)]
             else:
-                file = self._file(segment.name)
-                with storage_errors("read", file.path):
-                    file.fill(offset, part)
+                with storage_errors("read", self._folder / segment.name):
+                    self._file(segment.name).fill(offset, part)
             done += len(part)
             number += 1
 
-    def _file(self, name: str) -> OpenFile:
+    def _file(self, name: str) -> OpenedFile:
         with self._lock:
             if name not in self._files:
-                self._files[name] = OpenFile(self._folder / name)
+                self._files[name] = opened(self._folder / name)
             return self._files[name]
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, Unpack
 
@@ -29,9 +28,10 @@ from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
 from localckpt.global_tier.drain import Drain, Drains
-from localckpt.global_tier.folders import Folder, SharedCheckpoint
+from localckpt.global_tier.folders import SharedCheckpoint, folder_in
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.load import fill
+from localckpt.global_tier.places import Place, place_of
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save import SharedSave
 from localckpt.global_tier.save_plan import PlanCache, plan_save
@@ -45,7 +45,6 @@ from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import Ranks, refused_together, shaped, timeout_in
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
-from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,8 @@ class GlobalCheckpointManager(OfOneProcess):
     can be loaded by any number of ranks with any sharding, and by ``dcp.load``.
 
     Args:
-        root: A directory that all ranks share.
+        root: A directory that all ranks share, or a URL (``s3://bucket/run``) of a store that
+            fsspec knows.
         session_id: A name for the training run; runs with different ones may share a root.
         concurrent_bytes: How many bytes a rank that loads reads at once at most, beside its
             tensors.
@@ -115,7 +115,7 @@ class GlobalCheckpointManager(OfOneProcess):
             allowed = tuple(chosen.safe_globals)
             # The most frequent cause of ranks that do not come to plan a save.
             self._hint = ""
-            path = local_path(root)
+            path = place_of(root)
             self._ranks = Ranks("global manager", process_group, timeout, hint=lambda: self._hint)
             self._root = CheckpointRoot(path, session_id, self._ranks, chosen)
             # Saves end behind training, whatever is called meanwhile.
@@ -160,8 +160,8 @@ class GlobalCheckpointManager(OfOneProcess):
         return self._ranks.world_size
 
     @property
-    def root(self) -> Path:
-        """Directory of this session's checkpoints."""
+    def root(self) -> Place:
+        """Directory (a ``Path``) of this session's checkpoints, or their place in a store."""
         return self._root.path
 
     @property
@@ -223,7 +223,7 @@ class GlobalCheckpointManager(OfOneProcess):
         self._saving.prepare()
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = begun
-            folder = Folder(self.root, iteration, epoch).unfinished(save_id, is_drain=False)
+            folder = folder_in(self.root, iteration, epoch).unfinished(save_id, is_drain=False)
             save = self._save = SharedSave(
                 BegunSave(folder, save_id, lineage=self._root.lineage, metrics=plain),
                 number,
@@ -605,6 +605,8 @@ class GlobalCheckpointManager(OfOneProcess):
         self._closed = True
         self._ranks.abandon()
         self._drains.close(is_in_step=False)
+        if self._save is not None:
+            self._save.leave()
         if self._save is None or self._save.over.is_set():
             self._leave()
 

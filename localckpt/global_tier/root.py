@@ -26,14 +26,14 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     StorageError,
 )
-from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.folders import (
     LOCK_NAME,
-    RECORD_NAME,
     CommitRecord,
     Folder,
     SharedCheckpoint,
     SharedSession,
+    folder_in,
+    folder_named,
     folders_in,
     pin,
     put_back_if_pinned,
@@ -44,12 +44,13 @@ from localckpt.global_tier.folders import (
     why_kept,
 )
 from localckpt.global_tier.metadata import METADATA_NAME
+from localckpt.global_tier.objects import ObjectPlace, Retries
+from localckpt.global_tier.places import Place
 from localckpt.global_tier.save_plan import require_same
 from localckpt.lineage import EpochId, Lineage, Origin, Point, Resumed, begin_lineage
 from localckpt.options import Options
 from localckpt.own_folders import (
     file_mode,
-    folder_mode,
     lock_holder,
     make_own_folders,
     require_own_file,
@@ -58,9 +59,8 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.resuming import Resuming
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.notes import NotesFile
 from localckpt.storage.owner import Owner
-from localckpt.storage.write import replace_file, sync_folder
+from localckpt.storage.write import replace_file
 from localckpt.trust import choose
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ T = TypeVar("T")
 # What file systems answer that cannot lock files; anything else is an error.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _OWNER_NAME = ".localckpt.owner"
+_CLAIM = ".localckpt.epoch."
 # Storage may take that long to see that the node of the job before is gone.
 _PATIENCE_S = 120.0
 _SHOWN = 10
@@ -86,22 +87,27 @@ class BegunSave:
     save_id: str
     lineage: Lineage | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_there: bool = False
 
 
 class CheckpointRoot(SharedSession):
     """Directory of one session's checkpoints; all ranks make the same calls of some methods."""
 
-    def __init__(self, root: Path, session_id: str, ranks: Ranks, options: Options) -> None:
+    def __init__(self, root: Place, session_id: str, ranks: Ranks, options: Options) -> None:
         super().__init__(session_root(root, session_id), session_id)
-        self.lock = RootLock(root, *self.path.relative_to(root).parts)
+        self.lock: RootLock | RootClaim
+        if isinstance(self.path, ObjectPlace):
+            self.lock = RootClaim(self.path, ranks.world_size)
+        else:
+            self.lock = RootLock(Path(str(root)), *([self.path.name] if session_id else []))
         self._ranks = ranks
         self._retention, self._timeout_s = options.retention, options.timeout
         self._read_only = options.read_only
-        self.resuming = Resuming(NotesFile(self.path), options.max_attempts)
+        self.resuming = Resuming(self.notes, options.max_attempts)
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
-        # Directories of drains that are written.
-        self._draining: set[Path] = set()
+        # Folders of drains that are written.
+        self._draining: set[Place] = set()
         # Of this start's saves, from the first of them on.
         self._epoch: int | None = None
         self.lineage: Lineage | None = None
@@ -210,19 +216,24 @@ class CheckpointRoot(SharedSession):
     def _find(
         self, iteration: int | None, find: Callable[[], SharedCheckpoint | None]
     ) -> SharedCheckpoint | None:
-        def look() -> str | None:
-            found = find()
-            # Only the first rank needs to know the files.
-            return None if found is None else replace(found.record, files={}).to_bytes().decode()
-
-        def read(text: Any) -> SharedCheckpoint | None:
-            if text is None:
+        def look() -> list[str] | None:
+            if (found := find()) is None:
                 return None
+            # Only the first rank needs to know the files.
+            return [found.folder.path.name, replace(found.record, files={}).to_bytes().decode()]
+
+        def read(told: Any) -> SharedCheckpoint | None:
+            if told is None:
+                return None
+            name, text = shaped((str, str))(told)
+            folder = folder_named(self.path, name)
             try:
-                record = CommitRecord.parse(self.path, shaped(str)(text).encode())
+                record = CommitRecord.parse(self.path, text.encode())
             except CorruptShardError as error:
                 raise ValueError(error.text) from error
-            return SharedCheckpoint(Folder(self.path, record.iteration, record.epoch), record)
+            if folder is None:
+                raise ValueError(f"{name} is no checkpoint's folder")
+            return SharedCheckpoint(folder, record)
 
         return self._ask("find a checkpoint", iteration, look, read)
 
@@ -275,9 +286,9 @@ class CheckpointRoot(SharedSession):
         """Make the directory of a save."""
         with self._beginning:
             self.lock.take(self._timeout_s)
-            epoch = self._epoch or _next_epoch(*folders_in(self.path))
+            epoch = self._epoch or self.lock.claim(_next_epoch(*folders_in(self.path)))
             save_id = uuid.uuid4().hex
-            folder = Folder(self.path, iteration, epoch).unfinished(save_id, is_drain=False)
+            folder = folder_in(self.path, iteration, epoch).unfinished(save_id, is_drain=False)
             self._make(folder, None)
             self.lineage = lineage or self.lineage
             if self.lineage is None:
@@ -302,9 +313,9 @@ class CheckpointRoot(SharedSession):
             for folder in (folder for folder in folders if folder.iteration == iteration):
                 found = self.committed_in(folder)
                 if found is not None and found.record.save_id == save_id:
-                    return BegunSave(folder, save_id)
-            epoch = self._epoch or _next_epoch(folders, leftovers)
-            folder = Folder(self.path, iteration, epoch)
+                    return BegunSave(folder, save_id, is_there=True)
+            epoch = self._epoch or self.lock.claim(_next_epoch(folders, leftovers))
+            folder = folder_in(self.path, iteration, epoch)
             self._require_newest(folder, lineage, folders)
             folder = folder.unfinished(save_id, is_drain=True)
             same = (left for left in leftovers if replace(left, epoch=epoch) == folder)
@@ -318,16 +329,7 @@ class CheckpointRoot(SharedSession):
             self._draining.add(folder.path)
         try:
             with storage_errors("make", folder.path):
-                if before is None:
-                    folder.path.mkdir(folder_mode(self.path))
-                elif before != folder:
-                    before.path.rename(folder.path)
-                try:
-                    sync_folder(self.path)
-                except BaseException:
-                    if not folder.is_drain:
-                        folder.path.rmdir()
-                    raise
+                folder.make(before)
         except BaseException:
             self._draining.discard(folder.path)
             raise
@@ -337,10 +339,10 @@ class CheckpointRoot(SharedSession):
         self, drained: Folder, lineage: Lineage | None, folders: Sequence[Folder]
     ) -> None:
         """Check that what a restart would take from here is not newer than what is drained."""
-        if drained.has_record:
+        if any(f.version == drained.version and f.has_record for f in folders):
             raise CheckpointingException(
                 f"iteration {drained.iteration} is on shared storage already, saved in "
-                f"another way: {drained.path}. It was left as it is"
+                f"another way, under {self.path}. It was left as it is"
             )
         for folder in folders:
             if folder.epoch == drained.epoch or folder.iteration < drained.iteration:
@@ -366,7 +368,7 @@ class CheckpointRoot(SharedSession):
         unequal: Sequence[str],
     ) -> None:
         """Make a checkpoint of what all ranks have written. After an error it is no checkpoint."""
-        path, folder = save.folder.path, save.folder.finished
+        retries, folder = Retries(Deadline.after(self._timeout_s / 2).at), save.folder.finished
         record = CommitRecord(
             *(self.session_id, folder.iteration, folder.epoch, save.save_id, world_size),
             files=files,
@@ -377,16 +379,11 @@ class CheckpointRoot(SharedSession):
             unequal=[*unequal],
             resumed_from=self._loaded,
         )
-        write_durably(path / METADATA_NAME, metadata)
-        write_durably(path / RECORD_NAME, record.to_bytes())
         with storage_errors("commit", folder.path):
-            path.rename(folder.path)
-            try:
-                sync_folder(self.path)
-            except BaseException:
-                # It may be gone after a power cut, so it is none.
-                folder.path.rename(path)
-                raise
+            (save.folder.path / METADATA_NAME).put(metadata, retries)
+            # Once the storage answers: it may be another job's by now.
+            self.lock.look()
+            save.folder.commit(record.to_bytes(), retries)
         logger.info(
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
@@ -394,7 +391,7 @@ class CheckpointRoot(SharedSession):
     def end(self, save: BegunSave, *, is_failed: bool) -> None:
         """Leave a save or a drain, and remove what there is of it if it failed."""
         if is_failed:
-            try_to_remove(save.folder.path)
+            try_to_remove(save.folder)
         self._draining.discard(save.folder.path)
 
     def sweep(self, save: BegunSave | None) -> None:
@@ -404,6 +401,7 @@ class CheckpointRoot(SharedSession):
         which removes nothing else: the next attempt goes on there.
         """
         try:
+            self.lock.look()
             folders, leftovers = folders_in(self.path)
             newest = -1
             if any(left.is_drain for left in leftovers):
@@ -425,7 +423,7 @@ class CheckpointRoot(SharedSession):
                 logger.warning("%s is pinned, and cannot be put back yet: %s", left.path, error)
                 continue
             logger.info("removing %s, which is no checkpoint", left.path)
-            try_to_remove(left.path)
+            try_to_remove(left)
 
     def go_on_from(self, loaded: SharedCheckpoint) -> None:
         """Begin a new epoch at the next save. What is newer until then was left behind."""
@@ -450,6 +448,7 @@ class CheckpointRoot(SharedSession):
         if self._retention.keeps_all:
             return removed
         try:
+            self.lock.look()
             whole = self.whole()
             saved = next((c for c in whole if c.folder == save.folder.finished), None)
             if saved is not None:
@@ -472,8 +471,78 @@ class CheckpointRoot(SharedSession):
 
 def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Folder]) -> int:
     """Return an epoch above all that there are; a drain that goes on is in one of its own."""
-    epochs = [f.epoch for f in (*folders, *leftovers) if not f.is_drain]
-    return 1 + max(epochs, default=0)
+    unfinished = (left for left in leftovers if not left.is_drain)
+    return 1 + max((folder.epoch for folder in (*folders, *unfinished)), default=0)
+
+
+class RootClaim:
+    """Claim of an epoch, of which only one job can make the object: the last may save.
+
+    Object stores have no locks that end with a process. A job that finds a later claim than its own
+    is refused from then on, whether the other one has ended or not. The methods are those of
+    :class:`RootLock`.
+    """
+
+    def __init__(self, root: ObjectPlace, world_size: int) -> None:
+        if root.url.startswith("memory:") and world_size > 1:
+            raise StorageError(
+                f"{root} is in the memory of one process, and the job has {world_size} ranks: give "
+                f"storage that all of them reach. Nothing was made"
+            )
+        self._root, self._held = root, 0
+        self._text = f"process {Owner.me()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
+
+    @property
+    def is_held(self) -> bool:
+        return self._held > 0
+
+    def take(self, timeout_s: float) -> None:
+        self.look()
+
+    def look(self) -> None:
+        if not self._held:
+            return
+        claims = self._claims()
+        if last := max((claim for claim in claims if claim > self._held), default=0):
+            with storage_errors("read", self._place(last)):
+                owner = self._place(last).read().decode(errors="replace")
+            raise StorageError(
+                f"another job has begun to save into {self._root} ({owner}), so this one may not "
+                f"any more: give each its own root or session_id. Nothing was changed"
+            )
+        if self._held not in claims:
+            raise StorageError(
+                f"{self._root} was emptied while the job ran: restart the job if it is to begin "
+                f"anew there. Nothing was changed"
+            )
+
+    def claim(self, epoch: int) -> int:
+        with storage_errors("claim", self._root):
+            claims = self._claims()
+            while True:
+                epoch = max(epoch, 1 + max(claims, default=0))
+                try:
+                    self._place(epoch).create(self._text.encode())
+                    break
+                except FileExistsError:
+                    claims.append(epoch)
+            self._held = epoch
+            for claim in claims:
+                self._place(claim).remove()
+        return epoch
+
+    def release(self) -> None:
+        # The claim stays: whoever wakes up late finds that it has lost the root.
+        self._held = 0
+
+    def _claims(self) -> list[int]:
+        with storage_errors("read", self._root):
+            names = self._root.names()
+        ends = (name.removeprefix(_CLAIM) for name in names if name.startswith(_CLAIM))
+        return [int(end) for end in ends if end.isdecimal()]
+
+    def _place(self, epoch: int) -> ObjectPlace:
+        return self._root / f"{_CLAIM}{epoch:04d}"
 
 
 class RootLock:
@@ -534,6 +603,10 @@ class RootLock:
             )
             return False
         return True
+
+    def claim(self, epoch: int) -> int:
+        """Return the epoch of this start, or a later one, that no other start has."""
+        return epoch
 
     def look(self) -> None:
         """Check the directories, which must be there still once they were: a mount may be gone."""

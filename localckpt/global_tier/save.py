@@ -22,10 +22,12 @@ from torch.profiler import record_function
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.stream import EventStream, SaveRecord
+from localckpt.global_tier.objects import Retries
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import MOST_COMPARED, common_digests, folded, judge_differing
 from localckpt.global_tier.staging import StagedFiles
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.threads import Latch, Task
@@ -149,6 +151,7 @@ class SharedSave(BackgroundSave):
         self._digests: dict[int, dict[str, str]] = {}
         self._staged: StagedFiles | None = None
         self._staging_error: Exception | None = None
+        self._is_left = False
         self._called, self._planned_at, self._staged_at = called, time.monotonic(), 0.0
 
     def begin(self, planner: DefaultSavePlanner) -> None:
@@ -186,6 +189,10 @@ class SharedSave(BackgroundSave):
                 f"the save of iteration {self.iteration} is not over after {timeout_s:g} s: is "
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
+
+    def leave(self) -> None:
+        """Try nothing again from now on that the storage refuses."""
+        self._is_left = True
 
     def _start(self) -> None:
         self._staged_at = self.record.went_on = time.monotonic()
@@ -236,10 +243,14 @@ class SharedSave(BackgroundSave):
             self._root.sweep(self._begun)
         if self._staged is not None:
             with record_function("localckpt.global.write"):
-                self._staged.write()
+                self._staged.write(Retries(Deadline.after(self._ranks.timeout_s).at, self._check))
         self._log_written()
         results = [] if self._staged is None else self._staged.results()
         return self._writer.plans.report_written(results, folded(self._digests))
+
+    def _check(self) -> None:
+        if self._is_left or self._ranks.is_aborted:
+            raise PeerLostError(f"{self._not_done}: its manager was closed")
 
     def _commit(self, reports: list[Message]) -> tuple[str, list[Any] | None]:
         """On the first rank: commit, unless values under one name differ; say on which ranks."""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -26,13 +25,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from localckpt.errors import CheckpointingException, StorageError, UnsafeGlobalError
 from localckpt.global_tier.data_files import covered_nbytes, file_nbytes, write_data_file
 from localckpt.global_tier.metadata import DATA_SUFFIX, StorageInfo
+from localckpt.global_tier.objects import Retries
+from localckpt.global_tier.places import Place
 from localckpt.memory.copying import BlockCopies, Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.write import sync_folder
 
 FILE_NBYTES = 256 << 20
 """Bytes of tensors after which a file ends: what a drain that is cut off writes again at most."""
@@ -378,7 +378,7 @@ class StagedFiles:
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     contents: dict[int, memoryview]
-    folder: Path
+    folder: Place
     save_id: str
     mark: str
     sync: bool
@@ -401,27 +401,26 @@ class StagedFiles:
     def results(self) -> list[WriteResult]:
         return [place for file in self.files for place in file.results(self.plan, self.contents)]
 
-    def write(self) -> None:
+    def write(self, retries: Retries) -> None:
         """Write all files side by side, in place of what is there, and give the buffer back."""
         assert self.buffer is not None, "it is staged"
         try:
             Copier(len(self.files)).share(
-                [*zip(self.files, self.ranges(), strict=True)], self._write
+                [*zip(self.files, self.ranges(), strict=True)], partial(self._write, retries)
             )
             if self.sync:
                 with storage_errors("make durable", self.folder):
-                    sync_folder(self.folder)
+                    self.folder.sync()
         finally:
             self.buffer.give_back()
 
-    def _write(self, files: Iterator[tuple[FileLayout, tuple[int, int]]]) -> None:
+    def _write(self, retries: Retries, files: Iterator[tuple[FileLayout, tuple[int, int]]]) -> None:
         for file, within in files:
             path = self.folder / marked(file.name, self.mark)
-            write_data_file(
-                path, self.save_id, partial(self._pieces, path, *within), sync=self.sync
-            )
+            pieces = partial(self._pieces, path, *within)
+            write_data_file(path, self.save_id, pieces, retries, sync=self.sync)
 
-    def _pieces(self, path: Path, start: int, stop: int) -> Iterator[memoryview]:
+    def _pieces(self, path: Place, start: int, stop: int) -> Iterator[memoryview]:
         assert self.buffer is not None, "it is staged"
         # This view keeps the memory mapped if the save is given up meanwhile.
         view = self.buffer.view[start:stop]

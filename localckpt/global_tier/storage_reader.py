@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -26,8 +25,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from localckpt.errors import CheckpointingException, CorruptShardError, MismatchError, PeerLostError
-from localckpt.global_tier.data_files import data_bytes
+from localckpt.global_tier.data_files import data_bytes, opened
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo, read_metadata
+from localckpt.global_tier.places import Place, place_of
 from localckpt.global_tier.staging import Frame, frame_of, load_object
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import await_training
@@ -40,8 +40,6 @@ from localckpt.state_dict.part_reads import COPIED_NBYTES, Part, convert_values,
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import VerifiedBytes
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import FileSource
-from localckpt.storage.names import local_path
 
 # A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
 _THREADS = 8
@@ -53,7 +51,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     """Reader of a checkpoint of torch.distributed.checkpoint's format.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory, or its URL.
         concurrent_bytes: How many bytes this rank reads at once at most, beside the tensors that
             they go to; an item that is larger, and cannot be read in pieces, goes alone.
         process_group: The ranks that load together; ``None`` for all.
@@ -69,7 +67,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Place,
         *,
         concurrent_bytes: int = 32_000_000_000,
         process_group: dist.ProcessGroup | None = None,
@@ -84,7 +82,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             raise CheckpointingException(
                 f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
             )
-        super().__init__(local_path(path), _extension_registry)
+        self._folder = place_of(path)
+        # torch makes a plain path of it.
+        super().__init__(str(self._folder), _extension_registry)
         self._concurrent_bytes = concurrent_bytes
         self._process_group = process_group
         self._share = share_metadata
@@ -96,9 +96,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self.nbytes_read = 0
         """Bytes of data files that the last load read on this rank."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | Place | None = None) -> None:
         """Switch to another checkpoint."""
-        super().reset(checkpoint_id and local_path(checkpoint_id))
+        if checkpoint_id:
+            self._folder = place_of(checkpoint_id)
+        super().reset(str(self._folder))
         self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -111,7 +113,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """
         if kwargs.get("rank") is not None:
             # What each rank has written for itself alone, without the others.
-            self._metadata = self._parse(self._read(Path(self._get_metadata_path(kwargs["rank"]))))
+            self._metadata = self._parse(self._read(f"__{kwargs['rank']}{METADATA_NAME}"))
         if self._metadata is None:
             shared = self._share and dist.is_available() and dist.is_initialized()
             shared = shared and dist.get_world_size(self._process_group) > 1
@@ -144,19 +146,21 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def _places(self, plan: LoadPlan) -> list[StorageInfo]:
         """Places of a plan's items; none is beyond the end of its file, whatever metadata says."""
-        sizes: dict[str, int] = {}
+        wanted = (self.storage_data.get(request.storage_index) for request in plan.items)
+        names = {info.relative_path for info in wanted if info is not None}
+        with storage_errors("read", self._folder):
+            sizes = self._folder.sizes(names)
         places = []
         for request in plan.items:
             index = request.storage_index
             info = self.storage_data.get(index)
             if info is None:
                 raise CorruptShardError(
-                    f"the metadata of {self.path} does not say where {index.fqn} lies"
+                    f"the metadata of {self._folder} does not say where {index.fqn} lies"
                 )
-            path = Path(self.path) / info.relative_path
+            path = self._folder / info.relative_path
             if info.relative_path not in sizes:
-                with storage_errors("read", path):
-                    sizes[info.relative_path] = path.stat().st_size
+                raise CorruptShardError(f"{path} is gone")
             if info.offset + info.length > sizes[info.relative_path]:
                 raise CorruptShardError(
                     f"{path} is cut short: it has {sizes[info.relative_path]} bytes, and "
@@ -165,10 +169,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             places.append(info)
         return places
 
-    def _read(self, path: Path | None = None) -> bytes:
-        path = path or Path(self.path) / METADATA_NAME
+    def _read(self, name: str = METADATA_NAME) -> bytes:
+        path = self._folder / name
         with storage_errors("read", path):
-            data = path.read_bytes()
+            data = path.read()
         if self._metadata_digest not in (None, xxhash.xxh3_64_intdigest(data)):
             raise CorruptShardError(f"{path} is damaged, or belongs to another save")
         return data
@@ -191,7 +195,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
                 share()
         except (TimeoutError, RuntimeError) as error:
             raise PeerLostError(
-                f"rank {first} has not told what the metadata of {self.path} is ({error}). "
+                f"rank {first} has not told what the metadata of {self._folder} is ({error}). "
                 f"Nothing was changed"
             ) from error
         if isinstance(shared[0], list):
@@ -203,7 +207,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         try:
             return read_metadata(data, SafeGlobals(self.safe_globals))
         except CorruptShardError as error:
-            raise CorruptShardError(f"the metadata of {self.path} is damaged: {error}") from error
+            raise CorruptShardError(
+                f"the metadata of {self._folder} is damaged: {error}"
+            ) from error
 
     def read_items(self, items: Sequence[ItemRead]) -> None:
         """Read items, of several files at once; :meth:`read_data` calls it."""
@@ -223,8 +229,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
         def work(files: Iterator[tuple[str, list[ItemRead]]]) -> None:
             for name, of_file in files:
-                with closing(FileSource(Path(self.path) / name)) as source:
-                    content = data_bytes(source, source.path, self._save_id, count)
+                place = self._folder / name
+                with closing(opened(place)) as source:
+                    content = data_bytes(source, place, self._save_id, count)
                     self._read_items(content, of_file, at_once)
 
         interruptible(lambda: Copier(at_once).share([*by_file.items()], work), stopped.set)
@@ -235,7 +242,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         for item in items:
             if (stop := item.info.offset + item.info.length) > content.end:
                 raise CorruptShardError(
-                    f"{Path(self.path) / item.info.relative_path} holds {content.end} bytes of "
+                    f"{self._folder / item.info.relative_path} holds {content.end} bytes of "
                     f"values, and those from {item.info.offset} to {stop} are wanted"
                 )
             if waiting and held_nbytes + item.held_nbytes > most_nbytes:

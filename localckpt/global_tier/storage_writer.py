@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +30,14 @@ from localckpt.async_save.callers import HandedOver, given, wait_for
 from localckpt.async_save.request import do_nothing
 from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
 from localckpt.failure_texts import with_class
-from localckpt.global_tier.data_files import write_durably
 from localckpt.global_tier.metadata import (
     DATA_SUFFIX,
     METADATA_NAME,
     StoragePrefix,
     pickled_metadata,
 )
+from localckpt.global_tier.objects import Retries
+from localckpt.global_tier.places import Place, place_of
 from localckpt.global_tier.save_plan import PlanCache, plan_save
 from localckpt.global_tier.staging import (
     FileLayout,
@@ -47,13 +47,11 @@ from localckpt.global_tier.staging import (
     lay_out_files,
     marked,
 )
-from localckpt.own_folders import folder_mode
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.names import local_path
-from localckpt.storage.write import sync_folder
 from localckpt.threads import SerialThread
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     """Writer of one rank's part of a checkpoint that torch.distributed.checkpoint can read.
 
     Args:
-        path: The checkpoint's directory, the same for all ranks.
+        path: The checkpoint's directory, or its URL, the same for all ranks.
         thread_count: Into how many files, written side by side, this rank's items are divided.
         separation_hint: Items whose names begin with it go to files of their own.
         overwrite: Replace a checkpoint that is there; it can be loaded until the new one is
@@ -85,7 +83,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Place,
         *,
         thread_count: int = 2,
         separation_hint: str | None = None,
@@ -103,8 +101,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if thread_count < 1:
             raise CheckpointingException(f"thread_count is {thread_count}; it must be above 0")
+        self.folder = place_of(path)
+        # torch makes a plain path of it, which it pickles.
         super().__init__(
-            local_path(path),
+            str(self.folder),
             sync_files=sync_files,
             thread_count=thread_count,
             overwrite=overwrite,
@@ -126,9 +126,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._prepared: StagedFiles | None = None
         self._failed: BaseException | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | Place | None = None) -> None:
         """Switch to the next checkpoint."""
-        super().reset(checkpoint_id and local_path(checkpoint_id))
+        if checkpoint_id:
+            self.folder = place_of(checkpoint_id)
+        super().reset(str(self.folder))
         self.save_id = uuid.uuid4().hex
         self._prepared = self._failed = None
 
@@ -138,15 +140,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StorageError: One is there, and is not to be overwritten; or the directory cannot be.
         """
-        folder = Path(self.path)
+        folder = self.folder
         with storage_errors("make", folder):
-            # To stay there after the power failed.
-            missing = [path for path in (folder, *folder.parents) if not path.exists()]
-            for path in reversed(missing):
-                path.mkdir(folder_mode(path.parent), exist_ok=True)
-                sync_folder(path.parent)
+            folder.make()
         with storage_errors("look at", folder):
-            if not self.overwrite and (folder / METADATA_NAME).exists():
+            if not self.overwrite and (folder / METADATA_NAME).size() is not None:
                 raise StorageError(
                     f"{folder} holds a checkpoint: choose another directory, or make the writer "
                     f"with overwrite=True. Nothing was changed"
@@ -203,7 +201,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
             last = self._laid_out = plan, frozenset(contents), files
         self._prepared = StagedFiles(
-            *(plan, last[2], tensors, contents, Path(self.path), self.save_id),
+            *(plan, last[2], tensors, contents, self.folder, self.save_id),
             mark=self._mark,
             sync=self.sync_files,
         )
@@ -242,7 +240,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         def write() -> str | None:
             try:
                 if staged is not None:
-                    staged.write()
+                    staged.write(Retries(Deadline.after(self._timeout_s).at))
             except Exception as error:  # noqa: BLE001 - raised when the save is finalized
                 return with_class(error)
             return None
@@ -268,11 +266,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         writing, self._writing = self._writing, None
         if writing is None:
             raise SaveFailedError(
-                f"nobody has written this rank's part of {self.path}: was the function of "
+                f"nobody has written this rank's part of {self.folder}: was the function of "
                 f"get_save_function_and_args() run to its end?"
             )
         if (error := writing.await_error()) is not None:
-            raise SaveFailedError(f"this rank's part of {self.path} was not written: {error}")
+            raise SaveFailedError(f"this rank's part of {self.folder} was not written: {error}")
         return prepared.results()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -288,14 +286,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             StorageError: The file system refused.
         """
         metadata.storage_meta = self.storage_meta()
-        folder = Path(self.path)
+        folder = self.folder
         pickled, _ = pickled_metadata(metadata, map(self._named, chain.from_iterable(results)))
-        write_durably(folder / METADATA_NAME, pickled)
+        with storage_errors("write", folder / METADATA_NAME):
+            (folder / METADATA_NAME).put(pickled)
         mine = {info.relative_path for info in metadata.storage_data.values()}
         try:
-            for path in folder.glob(f"*{DATA_SUFFIX}"):
-                if path.name not in mine:
-                    path.unlink(missing_ok=True)
+            for name in folder.names():
+                if name.endswith(DATA_SUFFIX) and name not in mine:
+                    (folder / name).remove()
         except OSError as error:
             # The checkpoint is complete.
             logger.warning("files of other saves stay in %s: %s", folder, error)
@@ -413,8 +412,8 @@ def save_state_dict_async_plan(
             state_dict,
             planner,
             *(storage_writer, storage_writer.plans),
-            what=f"the save to {storage_writer.path}",
-            tag=str(storage_writer.path),
+            what=f"the save to {storage_writer.folder}",
+            tag=str(storage_writer.folder),
             begin=lambda: storage_writer.save_id,
             prepare=storage_writer.prepare_local_plan,
         )
@@ -451,7 +450,7 @@ def save_state_dict_async_finalize(
     try:
         with plans.kept_if_all_is_well():
             dist_wrapper.commit(
-                f"finish the checkpoint {storage_writer.path}",
+                f"finish the checkpoint {storage_writer.folder}",
                 lambda: plans.report_written(storage_writer.retrieve_write_results()),
                 finish,
                 kind="finish the checkpoint",

@@ -284,12 +284,6 @@ def node_token(root: Path) -> str | None:
         return None
 
 
-def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
-    """Describe a file that cannot be used because of an error."""
-    status = _status(path)
-    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error))
-
-
 def quarantine(path: Path, problem: Problem) -> bool:
     """Rename a bad file, so that it is never read again; False, and a log entry, if that fails."""
     # The new copy of a quarantined shard may be bad, too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 from localckpt.errors import StorageError
 
@@ -35,7 +34,7 @@ class storage_errors:
 
     __slots__ = ("_full", "_path", "_what")
 
-    def __init__(self, what: str, path: str | Path, full: str = _ADVICE[errno.ENOSPC]) -> None:
+    def __init__(self, what: str, path: object, full: str = _ADVICE[errno.ENOSPC]) -> None:
         self._what = what
         self._path = path
         self._full = full

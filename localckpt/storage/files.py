@@ -52,11 +52,19 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
         raise
 
 
-class OpenFile:
-    """Regular file opened for reading; StorageError, or CorruptShardError for another kind."""
+class FileSource:
+    """Source of an image, or another regular file, which it opens and owns.
+
+    Raises StorageError, or CorruptShardError for another kind of file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._scratch = memoryview(b"")
+        self._of_thread = threading.local()
+        self._direct: io.FileIO | None = None
+        # Found out by the first long read.
+        self._is_cached: bool | None = None
         with _reading("open", path):
             try:
                 self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -67,9 +75,6 @@ class OpenFile:
             _close_read(self._file)
             raise CorruptShardError(f"{path} is no regular file")
         self.nbytes = status.st_size
-
-    def close(self) -> None:
-        _close_read(self._file)
 
     def fill(
         self,
@@ -88,18 +93,6 @@ class OpenFile:
                     f"{self.path} is cut short: it ends at byte {offset + done} of {self.nbytes}"
                 )
             done += count
-
-
-class FileSource(OpenFile):
-    """Source of an image in a file, which it opens and owns."""
-
-    def __init__(self, path: Path) -> None:
-        self._scratch = memoryview(b"")
-        self._of_thread = threading.local()
-        self._direct: io.FileIO | None = None
-        # Found out by the first long read.
-        self._is_cached: bool | None = None
-        super().__init__(path)
 
     @property
     def threads(self) -> int:
@@ -126,7 +119,7 @@ class FileSource(OpenFile):
                 scatter(self._read_direct(direct, start, sum(map(len, parts))), parts)
 
     def close(self) -> None:
-        super().close()
+        _close_read(self._file)
         if self._direct is not None:
             _close_read(self._direct)
 

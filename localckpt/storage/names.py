@@ -37,18 +37,29 @@ SESSION_PREFIX = "session-"
 _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
 
 
+def url_of(given: str | os.PathLike[str]) -> str | None:
+    """Return a URL as it was given, maybe as a path, which has one slash less; or ``None``."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", os.fspath(given), re.DOTALL)
+    return None if match is None else f"{match[1]}://{match[2]}"
+
+
 def local_path(given: str | os.PathLike[str]) -> Path:
     """Return an absolute path, for a later start of the program; raises StorageError for a URL."""
-    path = Path(given)
-    # Path() has merged the two slashes of a URL.
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+    if (url := url_of(given)) is not None:
         raise StorageError(
-            f"{os.fspath(given)} is a URL, and localckpt keeps checkpoints in directories: mount "
-            f"the storage on every node (mountpoint-s3, gcsfuse, NFS, a parallel file system) and "
-            f"give its directory; or let a job of its own copy finished checkpoints there. "
-            f"Nothing was made. A directory of that name is given by its absolute path"
+            f"{url} is a URL, and this is kept in a directory of each node, or read from one; the "
+            f"checkpoints of shared storage alone may be in an object store. Nothing was made. A "
+            f"directory of that name is given by its absolute path"
         )
-    return path.absolute()
+    return Path(given).absolute()
+
+
+def shared_path(given: str | os.PathLike[str]) -> Path | str:
+    """Return a URL as it was given, or an absolute path, of storage that nodes share."""
+    url = url_of(given)
+    if url is not None and url.startswith("file://"):
+        return Path(f"/{url.removeprefix('file://')}")
+    return url or local_path(given)
 
 
 def session_name(session_id: str) -> str:

@@ -116,11 +116,15 @@ class Notes:
 
 def read_notes(folder: Path) -> Notes:
     """Read the notes of a folder; none if there are none, or if they are damaged."""
-    text = read_note(folder / NOTES_NAME, _MOST_NBYTES)
+    return parsed(read_note(folder / NOTES_NAME, _MOST_NBYTES), folder / NOTES_NAME)
+
+
+def parsed(text: str, place: object) -> Notes:
+    """Parse notes that a place has; none if there are none, or if they are damaged."""
     try:
         return Notes.parse(text) if text else Notes()
     except (ValueError, RecursionError) as error:
-        logger.warning("%s is damaged, and what it noted is lost: %s", folder / NOTES_NAME, error)
+        logger.warning("%s is damaged, and what it noted is lost: %s", place, error)
         return Notes()
 
 
@@ -185,13 +189,14 @@ class NotesFile(TrustNotes):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._place: object = folder / NOTES_NAME
         self._writing = threading.Lock()
         self._left: deque[Callable[[Notes], Notes]] = deque()
 
     def trusts(self) -> Trusts:
         """Read the trust in checkpoints, and ignore what is damaged; raises StorageError."""
-        with storage_errors("read", self._folder):
-            return read_notes(self._folder).trusts(Running())
+        with storage_errors("read", self._place):
+            return self._read().trusts(Running())
 
     def change(self, change: Callable[[Notes], Notes], *, in_handler: bool = False) -> None:
         if in_handler:
@@ -207,13 +212,19 @@ class NotesFile(TrustNotes):
                 self._writing.release()
 
     def _rewrite(self, change: Callable[[Notes], Notes]) -> None:
-        path = self._folder / NOTES_NAME
-        with storage_errors("write", path):
-            before = read_notes(self._folder)
+        with storage_errors("write", self._place):
+            before = self._read()
             if (after := change(before)) != before:
-                if after == Notes():
-                    path.unlink(missing_ok=True)
-                else:
-                    # A team reads what it notes on shared storage.
-                    replace_file(path, after.to_text().encode(), file_mode(self._folder))
-                sync_folder(self._folder)
+                self._write(None if after == Notes() else after.to_text().encode())
+
+    def _read(self) -> Notes:
+        return read_notes(self._folder)
+
+    def _write(self, data: bytes | None) -> None:
+        path = self._folder / NOTES_NAME
+        if data is None:
+            path.unlink(missing_ok=True)
+        else:
+            # A team reads what it notes on shared storage.
+            replace_file(path, data, file_mode(self._folder))
+        sync_folder(self._folder)

@@ -22,11 +22,16 @@ from localckpt.global_tier.folders import find_shared_sessions, why_kept
 from localckpt.global_tier.manager import GlobalCheckpointManager
 
 
+@pytest.fixture(params=["directory", "memory"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory, and an object store as far as one process sees it."""
+    return f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "shared")
+
+
 def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
-    tmp_path: Path,
+    tmp_path: Path, shared: str
 ) -> None:
-    model, shared = torch.nn.Linear(50, 50), tmp_path / "shared"
-    saved = []
+    model, saved = torch.nn.Linear(50, 50), []
     with Checkpointer({"model": model}, local=tmp_path / "a", shared=shared) as checkpointer:
         checkpointer.resume()
         for step in range(2):
@@ -35,10 +40,11 @@ def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
             checkpointer.step(step)
             checkpointer.save(step, shared=True)
             checkpointer.wait_until_finished()
-    newest = max(shared.rglob("*.distcp"), key=lambda path: path.stat().st_mtime_ns)
-    content = bytearray(newest.read_bytes())
+    newest = find_shared_sessions(shared)[0].whole()[0].folder.path
+    data = newest / next(name for name in newest.names() if name.endswith(".distcp"))
+    content = bytearray(data.read())
     content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    data.put(bytes(content))
 
     with Checkpointer({"model": model}, local=tmp_path / "b", shared=shared) as checkpointer:
         assert checkpointer.resume() == 1
@@ -46,8 +52,8 @@ def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
     assert torch.equal(model.weight, saved[0])
 
 
-def test_rules_metrics_and_pins_reach_shared_storage(tmp_path: Path) -> None:
-    model, shared = torch.nn.Linear(2, 2), tmp_path / "shared"
+def test_rules_metrics_and_pins_reach_shared_storage(tmp_path: Path, shared: str) -> None:
+    model = torch.nn.Linear(2, 2)
     with Checkpointer(
         {"model": model},
         local=tmp_path / "local",
@@ -74,7 +80,7 @@ def test_rules_metrics_and_pins_reach_shared_storage(tmp_path: Path) -> None:
     }
 
 
-def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, Path]) -> None:
+def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, str]) -> None:
     with Checkpointer({"model": model}, **places) as checkpointer:
         checkpointer.resume()
         for step in (0, 1):
@@ -87,15 +93,15 @@ def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, Path]) -> N
 
 
 def test_a_drain_that_was_cut_off_and_the_one_behind_it_go_on_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {"local": tmp_path / "local", "shared": tmp_path / "shared"}
+    places = {"local": str(tmp_path / "local"), "shared": shared}
     model = torch.nn.Linear(300, 300)
     monkeypatch.setattr(tiers, "_RATE", 1e4)
     with pytest.raises(RuntimeError, match="ends here"):
         _leave_while_it_drains(model, places)
     monkeypatch.undo()
-    (session,) = find_shared_sessions(tmp_path / "shared")
+    (session,) = find_shared_sessions(shared)
     assert not session.checkpoints()
     assert session.leftovers()
 

@@ -10,6 +10,7 @@ import torch
 from localckpt import AsyncCallsQueue, GlobalCheckpointManager, LocalCheckpointManager
 from localckpt.global_tier import staging
 from localckpt.global_tier.folders import CommitRecord
+from localckpt.global_tier.places import FilePlace
 from tests.managers.jobs import MAX_S, assert_same
 from tests.ranks import node_store
 
@@ -38,14 +39,16 @@ def state_of(iteration: int, numel: int = NUMEL, part: int | None = None) -> dic
 
 def iterations_on(root: Path) -> list[int]:
     """Of all directories that are committed."""
-    return [CommitRecord.read(path.parent).iteration for path in root.glob("iteration_*/*.json")]
+    return [
+        CommitRecord.read(FilePlace(path)).iteration for path in root.glob("iteration_*/*.json")
+    ]
 
 
 def assert_nothing_else(root: Path) -> None:
     """There are committed checkpoints, and the files of a root's administration."""
     folders = {path for path in root.iterdir() if path.name not in _ADMINISTRATION}
     for folder in folders:
-        record = CommitRecord.read(folder)
+        record = CommitRecord.read(FilePlace(folder, "localckpt.json"))
         assert record is not None, sorted(root.rglob("*"))
         names = {path.name for path in folder.iterdir()}
         assert names == {*record.files, ".metadata", "localckpt.json"}

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.folders import RECORD_NAME, CommitRecord
+from localckpt.global_tier.places import FilePlace
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.reader import ImageReader
@@ -172,7 +173,7 @@ class _Metadata:
 
     def put(self, told: bytes) -> None:
         (self._folder / ".metadata").write_bytes(told)
-        record = CommitRecord.read(self._folder)
+        record = CommitRecord.read(FilePlace(self._folder, "localckpt.json"))
         assert record is not None
         digest = xxhash.xxh3_64_intdigest(told)
         record = dataclasses.replace(record, metadata_digest=digest)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import localckpt
-from localckpt.global_tier import data_files
+from localckpt.global_tier import places
 from localckpt.storage.owner import owner_of
 from localckpt.storage.write import sync_folder
 from tests.faults import shared
@@ -90,14 +90,14 @@ def _train_with_shared_storage(
 
 
 def _take_no_direct_files() -> None:
-    open_owned = data_files.open_owned
+    open_owned = places.open_owned
 
     def refuse(path: Path, flags: int, *mode: int) -> io.FileIO:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return open_owned(path, flags, *mode)
 
-    data_files.open_owned = refuse  # type: ignore[assignment]
+    places.open_owned = refuse  # type: ignore[assignment]
 
 
 def _state(iteration: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Job:
 
     Args:
         root: Directory of all nodes and of shared storage.
-        on_shared: Options of the manager of shared storage.
+        on_shared: Options of the manager of shared storage, also its root.
         options: Options of the manager of the node.
     """
 
@@ -36,9 +36,9 @@ class Job:
             self._open.enter_context(options["repl_strategy"])
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.nodes = self._open.enter_context(make_manager("disk", root / f"node{rank}", **options))
-        usual = {"events": options.get("events"), "local": self.nodes}
+        usual = {"root": root / "shared", "events": options.get("events"), "local": self.nodes}
         self.shared: GlobalCheckpointManager = self._open.enter_context(
-            manager_on(root / "shared", **(usual | (on_shared or {})))
+            manager_on(**(usual | (on_shared or {})))
         )
         self.queue = self._open.enter_context(AsyncCallsQueue(timeout_s=WAIT_S))
 

@@ -23,6 +23,7 @@ from localckpt.global_tier.folders import CommitRecord, Folder, SharedCheckpoint
 from localckpt.global_tier.images import SharedImages
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import METADATA_NAME, read_metadata
+from localckpt.global_tier.places import FilePlace
 from localckpt.state_dict.basic import unwrapped
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -67,7 +68,8 @@ def manager_on(root: Path, session_id: str = "", **options: Any) -> GlobalCheckp
 
 def kept_in_image(folder: Path, rank: int) -> Any:
     """The state of a rank as its image in a drained checkpoint has it."""
-    record = CommitRecord.read(folder)
+    folder = FilePlace(folder)
+    record = CommitRecord.read(folder / "localckpt.json")
     assert record is not None
     metadata = read_metadata((folder / METADATA_NAME).read_bytes(), SafeGlobals())
     found = SharedCheckpoint(Folder(folder.parent, record.iteration, record.epoch), record)

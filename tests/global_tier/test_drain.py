@@ -35,10 +35,11 @@ from localckpt import (
 )
 from localckpt.events.stream import EventStream
 from localckpt.global_tier import drain as drain_module
-from localckpt.global_tier import root as root_module
+from localckpt.global_tier import places as places_module
 from localckpt.global_tier import staging
 from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.folders import CommitRecord
+from localckpt.global_tier.places import FilePlace
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.events.sinks import Kept
 from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
@@ -244,7 +245,7 @@ def _drain_replicas(rank: int, world_size: int, root: Path, marked: bool) -> Non
         )
         job.promote(5)
     if rank == 0:
-        record = CommitRecord.read(_folder(root / "shared"))
+        record = CommitRecord.read(FilePlace(_folder(root / "shared"), "localckpt.json"))
         assert record is not None
         nbytes = 3 * sum(tensor.nbytes for tensor in model_state.values())
         assert nbytes < record.nbytes < 1.2 * nbytes
@@ -331,13 +332,13 @@ def test_a_save_that_sweeps_leaves_the_drain_alone_that_begins_meanwhile(
         job.nodes.save({"w": torch.ones(4)}, 2)
         job.nodes.save({"w": torch.ones(4)}, 3)
         job.promote(3)
-        sync_folder = root_module.sync_folder
+        sync_folder = places_module.sync_folder
 
         def sync(folder: Path) -> None:
             job.shared._root.sweep(None)
             sync_folder(folder)
 
-        monkeypatch.setattr(root_module, "sync_folder", sync)
+        monkeypatch.setattr(places_module, "sync_folder", sync)
         job.promote(2)
 
         assert set(job.shared.all_iterations()) == {2, 3}

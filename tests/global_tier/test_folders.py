@@ -20,6 +20,7 @@ from localckpt.global_tier.folders import (
     folders_in,
     session_root,
 )
+from localckpt.global_tier.places import FilePlace
 
 NUMBERS = st.integers(0, 10**12)
 FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(
@@ -48,11 +49,11 @@ def test_folders_are_found_by_their_names_from_new_to_old(
     tmp_path: Path, numbers: set[tuple[int, int]]
 ) -> None:
     empty(tmp_path)
-    made = [Folder(tmp_path, iteration, epoch) for iteration, epoch in numbers]
+    made = [Folder(FilePlace(tmp_path), iteration, epoch) for iteration, epoch in numbers]
     for folder in made:
         folder.path.mkdir()
 
-    found, leftovers = folders_in(tmp_path)
+    found, leftovers = folders_in(FilePlace(tmp_path))
 
     # A later attempt is newer, whatever its numbers.
     assert found == sorted(made, key=lambda one: (one.epoch, one.iteration), reverse=True)
@@ -65,13 +66,13 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
     tmp_path: Path, iteration: int, epoch: int, save_id: str
 ) -> None:
     empty(tmp_path)
-    folder = Folder(tmp_path, iteration, epoch)
+    folder = Folder(FilePlace(tmp_path), iteration, epoch)
     unfinished = [folder.unfinished(save_id, is_drain=is_drain) for is_drain in (False, True)]
     removed = replace(folder, label="old.removed")
     for made in (*unfinished, removed):
         made.path.mkdir()
 
-    found, leftovers = folders_in(tmp_path)
+    found, leftovers = folders_in(FilePlace(tmp_path))
 
     assert found == []
     assert set(leftovers) == {*unfinished, removed}
@@ -100,7 +101,7 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
 def test_no_other_name_is_taken_for_a_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
 
-    assert folders_in(tmp_path) == ([], [])
+    assert folders_in(FilePlace(tmp_path)) == ([], [])
 
 
 @given(st.text(max_size=30))
@@ -141,15 +142,15 @@ def test_sessions_of_a_root_are_apart(session_id: str) -> None:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, record: CommitRecord) -> None:
     (tmp_path / RECORD_NAME).write_bytes(record.to_bytes())
 
-    found = CommitRecord.read(tmp_path)
+    found = CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))
 
     assert found == record
     assert record.nbytes == sum(record.files.values())
 
 
 def test_a_directory_without_a_record_has_none(tmp_path: Path) -> None:
-    assert CommitRecord.read(tmp_path) is None
-    assert CommitRecord.read(tmp_path / "missing") is None
+    assert CommitRecord.read(FilePlace(tmp_path, RECORD_NAME)) is None
+    assert CommitRecord.read(FilePlace(tmp_path, "missing", RECORD_NAME)) is None
 
 
 def _damaged(data: bytes) -> list[bytes]:
@@ -169,7 +170,7 @@ def test_damage_to_any_byte_of_a_record_is_seen(tmp_path: Path) -> None:
     for damaged in cases:
         path.write_bytes(damaged)
         try:
-            found = CommitRecord.read(tmp_path)
+            found = CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))
         except CorruptShardError:
             continue
         # Only the line's end may be missing.
@@ -217,7 +218,7 @@ def test_a_record_that_somebody_made_up_is_damaged(
     (tmp_path / RECORD_NAME).write_bytes(b"%s\n%016x\n" % (text, digest))
 
     with pytest.raises(CorruptShardError):
-        CommitRecord.read(tmp_path)
+        CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))
 
 
 def test_a_record_of_another_format_is_an_error_that_says_so(tmp_path: Path) -> None:

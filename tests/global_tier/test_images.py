@@ -18,6 +18,7 @@ from localckpt import CorruptShardError, MismatchError, replicated
 from localckpt.global_tier.data_files import gathered, read_trailer, write_data_file
 from localckpt.global_tier.folders import RECORD_NAME, CommitRecord
 from localckpt.global_tier.images import envelope_name
+from localckpt.global_tier.places import FilePlace
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.state_dict.source import ImageBytes
 from localckpt.storage.buffers import PrivateBuffer
@@ -145,7 +146,7 @@ def test_a_forged_envelope_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         whole = len(forged).to_bytes(8, "little") + forged + rest
         with closing(PrivateBuffer(BLOCK_NBYTES)) as buffer:
             memory = buffer.view[:BLOCK_NBYTES]
-            write_data_file(path, trailer.save_id, lambda: gathered([whole], memory))  # noqa: B023
+            write_data_file(FilePlace(path), trailer.save_id, lambda: gathered([whole], memory))  # noqa: B023
         _resize(path)
         try:
             _read(tmp_path)
@@ -157,7 +158,7 @@ def test_a_forged_envelope_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
 
 def _resize(path: Path) -> None:
     """Have the record of the checkpoint tell the size that a file has now."""
-    record = CommitRecord.read(path.parent)
+    record = CommitRecord.read(FilePlace(path.parent, "localckpt.json"))
     assert record is not None
     record = replace(record, files={**record.files, path.name: path.stat().st_size})
     (path.parent / RECORD_NAME).write_bytes(record.to_bytes())

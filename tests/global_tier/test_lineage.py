@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from localckpt.global_tier.folders import CommitRecord
+from localckpt.global_tier.places import FilePlace
 from localckpt.lineage import Lineage, Point
 from localckpt.state_dict.source import read_header
 from localckpt.storage.files import FileSource
@@ -17,7 +18,7 @@ from tests.ranks import node_store, run_ranks
 def _recorded(root: Path, iteration: int) -> Lineage:
     """The lineage of a shared checkpoint."""
     (folder,) = root.glob(f"iteration_{iteration:08d}.*")
-    record = CommitRecord.read(folder)
+    record = CommitRecord.read(FilePlace(folder, "localckpt.json"))
     assert record is not None
     assert record.lineage is not None
     return record.lineage

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import localckpt.global_tier.manager
 from localckpt import PeerLostError, StorageError
-from localckpt.global_tier import root
+from localckpt.global_tier import places
 from localckpt.storage.write import sync_folder
 from tests.global_tier.models import (
     Unpicklable,
@@ -284,7 +284,7 @@ def test_a_save_that_could_not_begin_leaves_nothing_behind_the_next_one(
 
     with manager_on(tmp_path, timeout=0.5) as manager:
         with monkeypatch.context() as changed:
-            changed.setattr(root, "sync_folder", sync)
+            changed.setattr(places, "sync_folder", sync)
             with pytest.raises(StorageError):
                 manager.save(state_of(1, 0), 1)
             assert not is_slow or begun.wait(10.0)

@@ -28,6 +28,7 @@ from localckpt.global_tier.folders import (
     remove,
     why_kept,
 )
+from localckpt.global_tier.places import FilePlace
 from tests.global_tier.models import at_each_rename, leftovers_in, manager_on, state_of
 from tests.managers.jobs import error_of
 from tests.ranks import run_ranks
@@ -40,17 +41,17 @@ def _save(manager: GlobalCheckpointManager, losses: dict[int, float | None]) -> 
 
 
 def _iterations(root: Path) -> list[int]:
-    return sorted(folder.iteration for folder in folders_in(root)[0])
+    return sorted(folder.iteration for folder in folders_in(FilePlace(root))[0])
 
 
 def _reasons(root: Path) -> dict[int, tuple[str, ...]]:
     """What a tool that only looks says of each checkpoint."""
-    kept = why_kept(SharedSession(root, "").checkpoints())
+    kept = why_kept(SharedSession(FilePlace(root), "").checkpoints())
     return {iteration: kept.get((epoch, iteration), ()) for epoch, iteration in _versions(root)}
 
 
 def _versions(root: Path) -> list[tuple[int, int]]:
-    return sorted(folder.version for folder in folders_in(root)[0])
+    return sorted(folder.version for folder in folders_in(FilePlace(root))[0])
 
 
 def _keep_by_all_rules(rank: int, world_size: int, root: Path) -> None:
@@ -82,7 +83,7 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
         90: ("every",),
         110: ("newest", "last", "every"),
     }
-    record = CommitRecord.read(Folder(tmp_path, 80, 1).path)
+    record = CommitRecord.read(Folder(FilePlace(tmp_path), 80, 1).beside("localckpt.json"))
     assert record is not None
     assert record.metrics == {"loss": 0.7}
     assert record.retention == Retention(last=1, every=50, best=Best("loss", count=2))
@@ -125,7 +126,7 @@ def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: 
 def _checkpoint(root: Path) -> Folder:
     with manager_on(root) as manager:
         _save(manager, {1: None, 2: None})
-    return Folder(root, 1, 1)
+    return Folder(FilePlace(root), 1, 1)
 
 
 def _when(part: str, act: Callable[[], object]) -> None:
@@ -181,4 +182,4 @@ def test_a_checkpoint_whose_pin_cannot_be_seen_stays(tmp_path: Path) -> None:
         _save(manager, {3: None})
 
     assert folder.path.is_dir()
-    assert Folder(tmp_path, 2, 1).path.is_dir()
+    assert Folder(FilePlace(tmp_path), 2, 1).path.is_dir()

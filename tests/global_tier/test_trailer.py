@@ -18,12 +18,17 @@ from localckpt.global_tier.data_files import (
     FileIdentity,
     Trailer,
     covered_nbytes,
+    file_nbytes,
     read_trailer,
     trailer_nbytes,
+    verify_data_file,
+    write_data_file,
 )
+from localckpt.global_tier.places import FilePlace
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.host_memory import map_memory
 from localckpt.state_dict.source import ShardSource
 from tests.global_tier.states import (
     assert_same,
@@ -37,6 +42,13 @@ SAVE_ID = st.binary(min_size=16, max_size=16).map(bytes.hex)
 quickly = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+def test_a_file_of_any_number_of_bytes_is_written_whole(tmp_path: Path) -> None:
+    for nbytes in (8, 4032, 4040, 4048, 4096, 8136, BLOCK_NBYTES, BLOCK_NBYTES + 4032):
+        place, content = FilePlace(tmp_path, str(nbytes)), map_memory(nbytes)
+        write_data_file(place, "ab" * 16, lambda content=content: [content])
+        verify_data_file(place, "ab" * 16, file_nbytes(nbytes), lambda nbytes: None)
 
 
 class End:

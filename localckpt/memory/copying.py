@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from itertools import repeat
+from operator import setitem
+from typing import Any, NamedTuple, TypeVar, cast
 
 from localckpt.memory.digests import (
     BLOCK_NBYTES,
@@ -23,7 +25,7 @@ from localckpt.memory.digests import (
     BlockHasher,
     digests_nbytes,
 )
-from localckpt.memory.host_memory import address_of
+from localckpt.memory.host_memory import address_of, memory_at
 from localckpt.threads import Task, end_all
 
 T = TypeVar("T")
@@ -85,13 +87,35 @@ def _take_part(work: Callable[[Iterator[T]], None], left: Iterator[T], keep: Any
         raise
 
 
+# Below this size to release the GIL takes longer than to copy.
+_SMALL_NBYTES = 64 << 10
+_FEW = 8
+
+
+class _Block(NamedTuple):
+    """Pieces of runs in one block: ``(run, bytes skipped, position, nbytes)``."""
+
+    large: list[tuple[int, int, int, int]]
+    small: list[tuple[int, int, int, int]]
+    places: list[slice]
+    """Positions of the small ones."""
+
+
 class BlockCopies:
-    """Copies of the same runs ``(offset, nbytes)`` of host memory into an image, at each save."""
+    """Copies of the same runs ``(offset, nbytes)`` of host memory into an image, at each save.
+
+    One call of C copies all small pieces in a block, and keeps the GIL. Blocks with many of them
+    are left to the calling thread, since two threads would wait for each other.
+    """
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
         self._runs = tuple(runs)
         self._data_start = -1
-        self._blocks: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._blocks: dict[int, _Block] = {}
+        # Views of the sources of small pieces. They keep no memory alive, and are read in calls
+        # with the same sources only.
+        self._views: dict[int, list[memoryview]] = {}
+        self._sources: Sequence[int] = ()
 
     def copy(
         self,
@@ -107,33 +131,51 @@ class BlockCopies:
 
         With a hasher, which follows the copies, all else must be in the image already.
         """
-        cut = self._cut(data_start)
+        self._cut(data_start)
+        self._view(sources)
+        blocks, views = self._blocks, self._views
         count = digests_nbytes(covered_nbytes) // DIGEST_NBYTES
-        wanted = cut if hasher is None else range(count)
+        wanted = blocks if hasher is None else range(count)
         base = address_of(image)
 
-        def work(left: Iterator[tuple[int, Sequence[tuple[int, int, int, int]]]]) -> None:
-            memmove = ctypes.memmove
-            for index, pieces in left:
-                for run, skipped, position, nbytes in pieces:
-                    memmove(base + position, sources[run] + skipped, nbytes)
+        def work(left: Iterator[int]) -> None:
+            memmove, put = ctypes.memmove, cast("Callable[..., None]", setitem)
+            for index in left:
+                if (block := blocks.get(index)) is not None:
+                    for run, skipped, position, nbytes in block.large:
+                        memmove(base + position, sources[run] + skipped, nbytes)
+                    deque(map(put, repeat(image), block.places, views[index]), maxlen=0)
                 if hasher is not None:
                     hasher.fill_block(image, covered_nbytes, index)
 
-        copier.share([(index, cut.get(index, ())) for index in wanted], work, (image, keep))
+        alone = {index: block for index, block in blocks.items() if len(block.small) > _FEW}
+        copier.share([index for index in wanted if index not in alone], work, (image, keep))
+        work(iter(alone))
 
-    def _cut(self, data_start: int) -> dict[int, list[tuple[int, int, int, int]]]:
-        """Cut the runs into pieces by block: ``(run, bytes skipped, position, nbytes)``."""
-        if data_start != self._data_start:
-            blocks: dict[int, list[tuple[int, int, int, int]]] = {}
-            for run, (offset, nbytes) in enumerate(self._runs):
-                begin, end = data_start + offset, data_start + offset + nbytes
-                position = begin
-                while position < end:
-                    index = position // BLOCK_NBYTES
-                    stop = min(end, (index + 1) * BLOCK_NBYTES)
-                    piece = (run, position - begin, position, stop - position)
-                    blocks.setdefault(index, []).append(piece)
-                    position = stop
-            self._blocks, self._data_start = blocks, data_start
-        return self._blocks
+    def _cut(self, data_start: int) -> None:
+        if data_start == self._data_start:
+            return
+        self._blocks, self._data_start, self._sources = {}, data_start, ()
+        for run, (offset, nbytes) in enumerate(self._runs):
+            begin, end = data_start + offset, data_start + offset + nbytes
+            position = begin
+            while position < end:
+                index = position // BLOCK_NBYTES
+                stop = min(end, (index + 1) * BLOCK_NBYTES)
+                block = self._blocks.setdefault(index, _Block([], [], []))
+                piece = run, position - begin, position, stop - position
+                if stop - position < _SMALL_NBYTES:
+                    block.small.append(piece)
+                    block.places.append(slice(position, stop))
+                else:
+                    block.large.append(piece)
+                position = stop
+
+    def _view(self, sources: Sequence[int]) -> None:
+        if sources is self._sources or sources == self._sources:
+            return
+        self._views = {
+            index: [memory_at(sources[run] + skipped, n) for run, skipped, _, n in block.small]
+            for index, block in self._blocks.items()
+        }
+        self._sources = sources

@@ -18,12 +18,20 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     return named_values(state, (torch.Tensor,))
 
 
-def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[tuple[str, Any]]:
-    """Return each value of the wanted classes with its path; the walk does not go into these."""
+def named_values(
+    state: Any,
+    wanted: tuple[type, ...],
+    above: str = "",
+    take: Callable[[Any, list[Any]], bool] | None = None,
+) -> list[tuple[str, Any]]:
+    """Return each value of the wanted classes with its path; the walk does not go into these.
+
+    Nor does it go into what ``take`` returns true for, given a value and its keys.
+    """
     if isinstance(state, wanted):
         return [(above, state)]
     found: list[tuple[str, Any]] = []
-    _find_values(state, wanted, [above] if above else [], set(), found)
+    _find_values(state, wanted, [above] if above else [], set(), found, take)
     return found
 
 
@@ -33,7 +41,10 @@ def _find_values(
     keys: list[Any],
     inside: set[int],
     found: list[tuple[str, Any]],
+    take: Callable[[Any, list[Any]], bool] | None,
 ) -> None:
+    if take is not None and take(value, keys):
+        return
     items = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
         return
@@ -49,7 +60,7 @@ def _find_values(
         if isinstance(child, wanted):
             found.append((joined(keys), child))
         elif not isinstance(child, torch.Tensor):
-            _find_values(child, wanted, keys, inside, found)
+            _find_values(child, wanted, keys, inside, found, take)
     keys.pop()
     inside.discard(id(value))
 

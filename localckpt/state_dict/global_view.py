@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -73,21 +74,37 @@ class NamedTensors(NamedTuple):
     tellers: list[Teller]
 
 
-def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
+def named(state: Any, take: Callable[..., bool] | None = None) -> NamedTensors:
+    """Find the names and tellers of a state, but in values that ``take`` returns true for.
+
+    It is called with each container, the keys of its path, and the ranks that mark it.
+    """
     found = NamedTensors({}, [])
-    _collect(vars(state) if isinstance(state, TensorAwareStateDict) else state, "", None, found)
-    names = found.names
-    for tensor in tensors:
-        if type(tensor) is ArrayTensor and id(tensor.array) in names:
-            names[id(tensor)] = names[id(tensor.array)]
+    root = vars(state) if isinstance(state, TensorAwareStateDict) else state
+    _collect(root, "", None, found, take)
     return found
 
 
-def _collect(root: Any, above: str, marked: Sequence[int] | None, found: NamedTensors) -> None:
+def paths_of(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str | None]:
+    """Return the paths of tensors, of which those of arrays are named by the array."""
+    named: Iterable[Any] = tensors
+    if ArrayTensor in set(map(type, tensors)):
+        named = (t.array if type(t) is ArrayTensor else t for t in tensors)
+    return list(map(names.get, map(id, named)))
+
+
+def _collect(
+    root: Any,
+    above: str,
+    marked: Sequence[int] | None,
+    found: NamedTensors,
+    take: Callable[..., bool] | None,
+) -> None:
     wanted = (torch.Tensor, numpy.ndarray, Replicated, *megatron_classes())
     names, tellers = found
     kinds: dict[type, _Kind] = {torch.Tensor: "plain", torch.nn.Parameter: "plain"}
-    for path, value in named_values(root, wanted, above):
+    takes = partial(take, marked=marked) if take else None
+    for path, value in named_values(root, wanted, above, takes):
         path = path.removeprefix("state_dict.")
         if type(value) is Replicated:
             if marked is not None:
@@ -96,7 +113,7 @@ def _collect(root: Any, above: str, marked: Sequence[int] | None, found: NamedTe
                     f"part that is marked already. Mark each part once, with the ranks that have "
                     f"it in common"
                 )
-            _collect(value.value, path, value.ranks, found)
+            _collect(value.value, path, value.ranks, found, take)
             continue
         names.setdefault(id(value), path)
         if (kind := kinds.get(type(value))) is None:

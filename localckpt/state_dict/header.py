@@ -119,9 +119,10 @@ def render_header(
             _entry(DIGESTS, "U8", (digests,), data_nbytes + skeleton_nbytes, digests),
         )
     )
-    text = b"%s%s,%s%s}" % (_BEGINNING, metadata, slots_json, tail.encode())
-    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
-    return header, digests_start + digests
+    texts = (start - 8).to_bytes(8, "little"), _BEGINNING, metadata, b",", slots_json, tail.encode()
+    # Joined once: with many tensors it is megabytes, and training waits for it.
+    end = b"}".ljust(start - sum(map(len, texts)))
+    return b"".join((*texts, end)), digests_start + digests
 
 
 class Skeleton(NamedTuple):

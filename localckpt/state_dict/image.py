@@ -6,8 +6,8 @@ Capture finds the tensors and the size, a write copies them into a buffer, and d
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from localckpt.memory.digests import BlockHasher
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
-from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
+from localckpt.state_dict.branches import Structure
+from localckpt.state_dict.global_view import Job, Teller, boxes_of, named, paths_of
 from localckpt.state_dict.header import Skeleton, render_header, render_slots
 from localckpt.state_dict.layout import lay_out
 from localckpt.state_dict.marks import unsaved_marks
@@ -28,18 +29,21 @@ from localckpt.state_dict.parts import Agreed, DividedSlot, divide_table, render
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.refusals import require_loadable, take_or_refuse
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
-from localckpt.state_dict.skeleton import collection_paused, insert_tensors
+from localckpt.state_dict.skeleton import Taken, collection_paused, insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.tensor_table import Source, TensorTable, build_table, signature
+from localckpt.state_dict.tensor_table import Properties, Source, build_table, kind_of
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """Results that every save reuses as long as the structure of the state stays the same."""
 
-    signature: tuple[Any, ...]
+    names: tuple[list[str | None], list[str], list[Any]]
+    """Paths and kinds of the tensors, and outlines of the tellers."""
+    properties: Properties
+    structure: Structure
     data_nbytes: int
     slots_json: bytes
     tables: tuple[bytes, bytes, bytes]
@@ -51,6 +55,20 @@ class _Plan:
     others: tuple[_Copy, ...]
     """Sources of the other slots, in the order of their offsets."""
     agreed: tuple[Agreed, ...]
+    _sources: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+
+    def sources(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the addresses of the bytes of ``runs``."""
+        at = self.properties.addresses
+        if self._sources[0] is not at:
+            sources = [
+                at[of.number]
+                if of.span is None
+                else storage_address(tensors[of.number]) + of.span[0]
+                for of, _, _ in self.runs
+            ]
+            self._sources = at, sources
+        return self._sources[1]
 
 
 class _Copy(NamedTuple):
@@ -88,29 +106,42 @@ class ImagePlanner:
     @collection_paused()
     def capture(self, state: Any, node_ranks: tuple[int, ...] = ()) -> Capture:
         """Find a state's tensors, of which ``node_ranks`` divide what is equal; copy none."""
-        skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
-        names, tellers = named(state, tensors)
-        job, tellers = self._job or Job(0, ()), tellers if self._job else []
-        found = signature(tensors, names), [teller.outline() for teller in tellers]
         plan = self._plans.get(node_ranks)
-        is_new = plan is None or plan.signature != found
-        # A state of literals and tensors alone can always be loaded.
-        if has_objects:
-            self._require_loadable(state, skeleton, tensors, is_new)
-        if plan is None or is_new:
-            self._warn_of_unsaved_marks(tensors, names)
-            plan = _plan(found, build_table(tensors, names), tensors, tellers, job, node_ranks)
+        taken = None if plan is None else plan.structure.take_again(state)
+        if plan is None or taken is None or not plan.properties.hold_of(taken.tensors):
+            plan, taken = self._capture_anew(plan, state, node_ranks)
             self._plans[node_ranks] = plan
-        return Capture(plan, Skeleton(*plan.tables, skeleton).join(), tensors)
+        elif taken.has_objects:
+            self._require_loadable(state, taken, is_new=False)
+        skeleton = Skeleton(*plan.tables, taken.skeleton).join()
+        return Capture(plan, skeleton, taken.tensors, plan.sources(taken.tensors))
 
-    def _require_loadable(
-        self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
-    ) -> None:
+    def _capture_anew(
+        self, plan: _Plan | None, state: Any, node_ranks: tuple[int, ...]
+    ) -> tuple[_Plan, Taken]:
+        taken = take_or_refuse(state, self._allowed)
+        names, tellers = named(state)
+        job, tellers = self._job or Job(0, ()), tellers if self._job else []
+        structure = Structure(is_told=self._job is not None)
+        taken = structure.divide(state, taken)
+        # A state of literals and tensors alone can always be loaded.
+        if taken.has_objects:
+            self._require_loadable(state, taken, is_new=True)
+        tensors, paths = taken.tensors, paths_of(taken.tensors, names)
+        found = paths, list(map(kind_of, tensors)), [teller.outline() for teller in tellers]
+        if plan is None or plan.names != found or not plan.properties.hold_of(tensors):
+            self._warn_of_unsaved_marks(tensors, paths)
+            plan = _plan(found, structure, tensors, tellers, job, node_ranks)
+        plan.structure = structure
+        return plan, taken
+
+    def _require_loadable(self, state: Any, taken: Taken, *, is_new: bool) -> None:
         """Run a load's checks on the skeleton; for new classes, also rebuild the objects."""
-        digest = xxhash.xxh3_128_digest(skeleton)
+        digest = xxhash.xxh3_128_digest(taken.checked)
         if digest == self._checked and not is_new:
             return
-        named = require_loadable(state, skeleton, self._allowed)
+        skeleton, tensors = taken.skeleton, taken.tensors
+        named = require_loadable(state, skeleton if is_new else taken.checked, self._allowed)
         if is_new or not named <= self._rebuilt:
             try:
                 insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
@@ -122,9 +153,9 @@ class ImagePlanner:
         self._checked = digest
 
     def _warn_of_unsaved_marks(
-        self, tensors: Sequence[torch.Tensor], names: Mapping[int, str]
+        self, tensors: Sequence[torch.Tensor], paths: Sequence[str | None]
     ) -> None:
-        for tensor in tensors:
+        for tensor, path in zip(tensors, paths, strict=True):
             for name, kind in unsaved_marks(tensor).items():
                 if name not in self._warned:
                     self._warned.add(name)
@@ -132,7 +163,7 @@ class ImagePlanner:
                         "the attribute %r of tensors is not saved with them: %s has one of class "
                         "%s. Saved are numbers, text, dtypes, and containers of these",
                         name,
-                        names.get(id(tensor), "a tensor"),
+                        path or "a tensor",
                         kind.__qualname__,
                     )
 
@@ -144,6 +175,8 @@ class Capture:
     plan: _Plan
     skeleton: bytes
     tensors: list[torch.Tensor]
+    sources: list[int]
+    _headers: dict[ShardIdentity, tuple[bytes, int]] = field(default_factory=dict, init=False)
 
     @property
     def agreed(self) -> tuple[Agreed, ...]:
@@ -193,17 +226,11 @@ class Capture:
                 later.append((place, tensor))
             else:
                 now.append((place, tensor))
-        sources = [
-            tensors[source.number].data_ptr()
-            if source.span is None
-            else storage_address(tensors[source.number]) + source.span[0]
-            for source, _, _ in self.plan.runs
-        ]
         has_digests = not now and not later
         hasher = BlockHasher(identity) if has_digests else None
         try:
             unguarded, under_way = streams.queue(now), streams.queue(later)
-            self.plan.copies.copy(image, start, covered, sources, copier, hasher, tensors)
+            self.plan.copies.copy(image, start, covered, self.sources, copier, hasher, tensors)
         except BaseException:
             # The caller frees the image now, so no copy into it may still be running.
             streams.synchronize()
@@ -233,7 +260,10 @@ class Capture:
         _copy_up(bucket[done - start :], image[done:stop])
 
     def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
-        return render_header(self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity)
+        if identity not in self._headers:
+            sizes = self.data_nbytes, len(self.skeleton)
+            self._headers[identity] = render_header(self.plan.slots_json, *sizes, identity)
+        return self._headers[identity]
 
 
 def write_digests(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
@@ -264,14 +294,15 @@ def unpack(
 
 
 def _plan(
-    found: tuple[Any, ...],
-    table: TensorTable,
+    found: tuple[list[str | None], list[str], list[Any]],
+    structure: Structure,
     tensors: list[torch.Tensor],
     tellers: Sequence[Teller],
     job: Job,
     node_ranks: tuple[int, ...],
 ) -> _Plan:
-    boxes = boxes_of(tellers, tensors, job)
+    names = {id(tensor): path for tensor, path in zip(tensors, found[0], strict=True) if path}
+    table, boxes = build_table(tensors, names), boxes_of(tellers, tensors, job)
     parts, agreed = dict[str, DividedSlot](), tuple[Agreed, ...]()
     if len(node_ranks) > 1:
         table, parts, agreed = divide_table(table, boxes, job.rank, node_ranks)
@@ -287,7 +318,8 @@ def _plan(
     copies = BlockCopies((run.offset, run.nbytes) for run in runs)
     tables = table.to_json(), render_boxes(boxes), render_parts(parts)
     texts = render_slots(layout), tables
-    return _Plan(found, layout.nbytes, *texts, tuple(runs), copies, tuple(others), agreed)
+    state = found, Properties(tensors), structure
+    return _Plan(*state, layout.nbytes, *texts, tuple(runs), copies, tuple(others), agreed)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

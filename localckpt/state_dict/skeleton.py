@@ -46,11 +46,15 @@ _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
 
 
 class Taken(NamedTuple):
-    """Object graph, split; ``has_objects`` where it holds more than literals and tensors."""
+    """Object graph, split; ``has_objects`` where it holds more than literals and tensors.
+
+    ``checked`` is a pickle with all that may not be loadable in a skeleton like one that is.
+    """
 
     skeleton: bytes
     tensors: list[torch.Tensor]
     has_objects: bool
+    checked: bytes
 
 
 @contextmanager
@@ -71,10 +75,9 @@ def collection_paused() -> Iterator[None]:
 
 
 def take_tensors(state: Any) -> Taken:
-    buffer = io.BytesIO()
-    pickler = _SkeletonPickler(buffer)
-    _dump(pickler, state)
-    return Taken(buffer.getvalue(), pickler.tensors, pickler.has_objects)
+    pickler = SkeletonPickler()
+    skeleton = pickler.dumped(state, pickle.STOP)
+    return Taken(skeleton, pickler.tensors, pickler.has_objects, skeleton)
 
 
 def find_tensors(state: Any) -> list[torch.Tensor]:
@@ -82,20 +85,9 @@ def find_tensors(state: Any) -> list[torch.Tensor]:
 
     Arrays are left out, and what device meshes keep their ranks in, which belongs to the job.
     """
-    pickler = _FindingPickler(io.BytesIO())
-    _dump(pickler, state)
+    pickler = _FindingPickler()
+    pickler.dumped(state, pickle.STOP)
     return pickler.tensors
-
-
-def _dump(pickler: _SkeletonPickler, state: Any) -> None:
-    try:
-        pickler.dump(state)
-    except CheckpointingException:
-        raise
-    except Exception as error:
-        raise CheckpointingException(
-            f"the state cannot be saved, because a value in it cannot be pickled: {error}"
-        ) from error
 
 
 def insert_tensors(
@@ -141,13 +133,31 @@ def insert_tensors(
         ) from error
 
 
-class _SkeletonPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
+class SkeletonPickler(pickle.Pickler):
+    """Pickler that finds the tensors of a state, and writes their numbers in their places."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self.has_objects = False
         self._numbers: dict[int, int] = {}
         self._parts = EqualParts()
+
+    def dumped(self, value: Any, last: bytes) -> bytes:
+        """Return the pickle of a value, with another instruction as its last."""
+        try:
+            self.dump(value)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise CheckpointingException(
+                f"the state cannot be saved, because a value in it cannot be pickled: {error}"
+            ) from error
+        pickled = self._file.getvalue()
+        self._file.seek(0)
+        self._file.truncate()
+        return pickled[:-1] + last
 
     def persistent_id(self, obj: Any) -> int | None:
         # Called for every value of the state; most values are no tensors.
@@ -156,10 +166,13 @@ class _SkeletonPickler(pickle.Pickler):
             obj = obj.tensor
         elif kind not in _PLAIN_TENSORS or not _has_own_bytes(obj) or marks_of(obj):
             return None
+        return self.number_of(obj)
+
+    def number_of(self, tensor: torch.Tensor) -> int:
         # The list keeps the tensor alive, so its id() stays unique until the pickle is done.
-        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
         if number == len(self.tensors):
-            self.tensors.append(obj)
+            self.tensors.append(tensor)
         return number
 
     def reducer_override(self, obj: Any) -> Any:
@@ -194,7 +207,7 @@ class _SkeletonPickler(pickle.Pickler):
         return reduce_numpy(obj)
 
 
-class _FindingPickler(_SkeletonPickler):
+class _FindingPickler(SkeletonPickler):
     """Pickler whose pickle nobody reads, which leaves out what finds no tensor."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -296,7 +296,7 @@ class Targets:
 @collection_paused()
 def find_targets(state: Any, rules: TargetRules = STRICT) -> Targets:
     tensors = find_tensors(state)
-    found = named(state, tensors)
+    found = named(state)
     # Places are compared, and not the ranks that have them.
     boxes = boxes_of(found.tellers, tensors, Job(0, ()))
     by_id = {id(tensors[number]): box for number, box in boxes.items()}

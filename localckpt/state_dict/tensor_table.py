@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 import torch
@@ -182,28 +183,66 @@ def _parse_row(row: list[Any]) -> TableEntry:
     return TableEntry(slot, dtype, tuple(shape), device, kind, bool(requires_grad), view)
 
 
-def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tuple[Any, ...]:
-    """Collect all that :func:`build_table` depends on, for a quick comparison between saves."""
-    offsets = [int(t.storage_offset()) for t in tensors]
-    # Lists per property take half the time of tuples per tensor, and training waits for this.
-    storages = [
-        (address := t.data_ptr()) and address - offset * t.itemsize
-        for t, offset in zip(tensors, offsets, strict=True)
-    ]
-    numbers: dict[int, int] = {}
-    return (
-        [names.get(id(t)) for t in tensors],
-        [t.dtype for t in tensors],
-        [t.shape for t in tensors],
-        [t.stride() for t in tensors],
-        [t.device for t in tensors],
-        [t.requires_grad for t in tensors],
-        [_kind(t) for t in tensors],
-        [address and numbers.setdefault(address, len(numbers)) for address in storages],
-        offsets,
-        [t.is_conj() for t in tensors],
-        [t.is_neg() for t in tensors],
+# Tensors for which all properties are read while they are in the cache of a processor.
+_TOGETHER = 512
+_dtype, _data_ptr = attrgetter("dtype"), torch.Tensor.data_ptr
+_READERS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(_dtype, attrgetter("device"), attrgetter("requires_grad")),
+    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_neg),
+)
+
+
+class Properties:
+    """Properties of tensors that :func:`build_table` depends on, but attributes, to compare.
+
+    They are read by passes of C over the tensors, which are not kept. ``addresses`` are those of
+    the last save; what counts is which tensors share storage. Wrappers of tensors have none.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, are_wrappers: bool = False) -> None:
+        is_complex = any(dtype.is_complex for dtype in set(map(_dtype, tensors)))
+        self._readers = (*_READERS, torch.Tensor.is_conj) if is_complex else _READERS
+        self._kinds = list(map(type, tensors))
+        self._values = [[list(map(read, c)) for read in self._readers] for c in _chunks(tensors)]
+        self.addresses = [] if are_wrappers else list(map(_data_ptr, tensors))
+        self._storages = _storages(tensors, self.addresses)
+
+    def hold_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether these tensors, or others in their places, have the same properties."""
+        has_moved = False
+        try:
+            if self._kinds != list(map(type, tensors)):
+                return False
+            at = _chunks(self.addresses or tensors)
+            for chunk, of_chunk, known in zip(_chunks(tensors), self._values, at, strict=True):
+                for read, values in zip(self._readers, of_chunk, strict=True):
+                    # Without a list of new values, which would take new memory in each save.
+                    if not all(map(eq, map(read, chunk), values)):
+                        return False
+                if self.addresses and not all(map(eq, map(_data_ptr, chunk), known)):
+                    has_moved = True
+            addresses = list(map(_data_ptr, tensors)) if has_moved else self.addresses
+        except RuntimeError:
+            # In the place of a plain tensor, a nested one has no size and a sparse one no address.
+            return False
+        if has_moved and _storages(tensors, addresses) != self._storages:
+            return False
+        self.addresses = addresses
+        return True
+
+
+def _chunks(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (values[n : n + _TOGETHER] for n in range(0, len(values), _TOGETHER))
+
+
+def _storages(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> list[int]:
+    """Number the storages of tensors; 0 for those without memory."""
+    numbers: dict[int, int] = {0: 0}
+    starts = (
+        address and address - int(tensor.storage_offset()) * tensor.itemsize
+        for tensor, address in zip(tensors, addresses, strict=False)
     )
+    return [numbers.setdefault(start, len(numbers)) for start in starts]
 
 
 def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> TensorTable:
@@ -332,13 +371,14 @@ def _entry(tensor: torch.Tensor, slot: str | None, view: _View | None) -> TableE
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
         str(tensor.device),
-        _kind(tensor),
+        kind_of(tensor),
         tensor.requires_grad,
         view,
     )
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return what a tensor is saved as: its class, or that it is a buffer or an array."""
     if type(tensor) is torch.nn.Parameter:
         return "parameter"
     if type(tensor) is ArrayTensor:

@@ -133,7 +133,7 @@ def test_exceptions_of_python_can_be_allowed() -> None:
 def test_what_a_save_accepts_is_loaded_and_what_it_refuses_a_load_refuses(value: Any) -> None:
     state = {"weight": torch.ones(2), "value": value}
     planner = ImagePlanner(ALLOWED)
-    skeleton, tensors, _ = take_tensors(state)
+    skeleton, tensors, *_ = take_tensors(state)
     try:
         check_skeleton(skeleton, ALLOWED)
         insert_tensors(skeleton, tensors.__getitem__, ALLOWED)

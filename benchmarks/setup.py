@@ -96,8 +96,11 @@ class Saver:
 
     def start(self) -> float:
         """Seconds that training waits."""
+        iteration = next(self._iterations)
+        # As in a training loop, in which no two states are equal around their tensors.
+        self._state["iteration"] = iteration
         began = time.perf_counter()
-        request = self.manager.save(self._state, next(self._iterations), is_async=True)
+        request = self.manager.save(self._state, iteration, is_async=True)
         if request is None:
             raise RuntimeError("an asynchronous save gave no request back")
         self.queue.schedule_async_request(request)

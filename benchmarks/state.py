@@ -1,16 +1,20 @@
 """What is saved, built from shapes alone: a GPT-2 with AdamW, many small tensors, or one large one.
 
-All three have the same outer structure, so that whoever reads one of them reads the others.
+All have the same outer structure, so that whoever reads one of them reads the others.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from itertools import count
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from benchmarks.stores import serve_store
 
 __all__ = [
     "GPT2_WIDTH",
@@ -27,6 +31,9 @@ GPT2_WIDTH = 768
 KINDS = {
     "gpt2": "GPT-2 124M with AdamW, 592 tensors",
     "small": "10,000 tensors of 16 KiB",
+    "many": "100,000 tensors of 4 KiB",
+    "moments": "10,000 dicts of two moments of 16 KiB and a step",
+    "dtensors": "10,000 DTensors of 16 KiB",
     "one": "one large tensor",
 }
 _RANDOM_BLOCK = 4 << 20
@@ -38,23 +45,42 @@ def build_state(
 ) -> dict[str, Any]:
     """One of :data:`KINDS`; a smaller width makes the GPT-2 and the one tensor smaller."""
     filled = _filler(seed, device)
-    if kind == "small":
-        model = {f"tensor.{number}": filled((64, 64)) for number in range(10_000)}
+    if kind in ("small", "many", "dtensors"):
+        number, side = (100_000, 32) if kind == "many" else (10_000, 64)
+        model = {f"tensor.{n}": filled((side, side)) for n in range(number)}
+        if kind == "dtensors":
+            model = _sharded(model)
         return {"model": model, "optimizer": {"state": {}, "param_groups": []}, "iteration": 100}
     if kind == "one":
         model = {"tensor": filled(((1 << 29) * width // GPT2_WIDTH,))}
         return {"model": model, "optimizer": {"state": {}, "param_groups": []}, "iteration": 100}
-    shapes = dict(parameter_shapes(width))
+    is_small = kind == "moments"
+    shapes = (
+        {f"{n}": (64, 64) for n in range(10_000)} if is_small else dict(parameter_shapes(width))
+    )
     moments = {
         number: {"step": torch.tensor(100.0), "exp_avg": filled(s), "exp_avg_sq": filled(s)}
         for number, s in enumerate(shapes.values())
     }
     groups = [{"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "params": list(moments)}]
     return {
-        "model": {name: filled(shape) for name, shape in shapes.items()},
+        "model": {} if is_small else {name: filled(shape) for name, shape in shapes.items()},
         "optimizer": {"state": moments, "param_groups": groups},
         "iteration": 100,
     }
+
+
+def _sharded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as FSDP2 has them, here on a mesh of this process alone."""
+    # Imported for this state alone: it takes long.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=serve_store(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
+    mesh = init_device_mesh("cpu", (1,))
+    return {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in tensors.items()}
 
 
 def _filler(seed: int, device: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
@@ -84,9 +110,8 @@ def expected_nbytes(width: int) -> int:
 
 
 def state_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors of :func:`build_state`, in a fixed order."""
-    moments = state["optimizer"]["state"].values()
-    return [*state["model"].values(), *(tensor for moment in moments for tensor in moment.values())]
+    """All tensors of :func:`build_state`, in a fixed order; of DTensors those of this rank."""
+    return [*flat_tensors(state).values()]
 
 
 def state_nbytes(state: dict[str, Any]) -> int:
@@ -98,7 +123,7 @@ def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for number, moment in state["optimizer"]["state"].items():
         named |= {f"optimizer.{number}.{name}": tensor for name, tensor in moment.items()}
-    return named
+    return {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
 
 
 def parameter_shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:

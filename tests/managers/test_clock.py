@@ -42,7 +42,7 @@ def test_the_times_of_files_have_no_effect(times: str, tmp_path: Path) -> None:
 # Commands show ages to people: files' times come from the listings, and now is asked where they are
 # shown. The record of events says when each began, and resume() how old a checkpoint is.
 _SHOW_TIMES = {
-    *("storage/catalog.py", "global_tier/folders.py", "cli/output.py"),
+    *("storage/catalog.py", "global_tier/places.py", "cli/output.py"),
     *("events/stream.py", "checkpointer/epochs.py", "checkpointer/resume.py"),
 }
 

@@ -188,8 +188,7 @@ class StorePart:
         # Its thread is not to outlive this only because nothing was decided. Nor is it to come to
         # an opening that the others begin later.
         self._given_up.set()
-        opening = self._opening
-        return opening is not None and opening.wait(_LEAVING_S) and bool(self._part)
+        return (self._opening is None or self._opening.wait(_LEAVING_S)) and bool(self._part)
 
     # Connections for waits.
 

@@ -55,3 +55,16 @@ def test_an_option_that_is_given_twice_or_unknown_is_refused_by_name(
         MAKE[where](tmp_path, retries=3)
 
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("private", "told"),
+    [({"rng": "loose"}, "'rng' in private= is 'loose'"), ({"": "drop"}, "none for")],
+)
+def test_a_rule_that_makes_no_sense_is_refused(
+    private: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(localckpt.CheckpointingException, match=told):
+        MAKE["nodes"](tmp_path, elastic=True, private=private)
+    with pytest.raises(localckpt.CheckpointingException, match="give elastic=True"):
+        MAKE["nodes"](tmp_path, private={"rng": "drop"})

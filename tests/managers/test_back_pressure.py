@@ -19,7 +19,6 @@ from tests.managers.jobs import (
     assert_same,
     cliques,
     error_of,
-    files,
     in_job,
     is_ahead,
     iterations_on,
@@ -115,36 +114,6 @@ def test_requests_that_are_kept_but_not_scheduled_are_an_error_when_they_have_al
             request.execute_sync()
         manager.save(state_of(0, 3), 3)
         assert resume(manager, 0, 3) == "own node"
-
-
-def _save_without_a_poll(rank: int, world_size: int, policy: str) -> Any:
-    """Save after save, with a poll at the end only; the most files of this rank meanwhile."""
-    most = 0
-    with in_job(nullcontext(), on_busy=policy, keep_last=1) as (manager, queue):
-        for iteration in range(12):
-            queue.schedule_async_request(
-                manager.save(state_of(rank, iteration), iteration, is_async=True)
-            )
-            most = max(most, len([n for n in files(node_store()) if n.endswith("safetensors")]))
-            assert len(manager.status()) <= 3
-            time.sleep(0.02)
-        queue.maybe_finalize_async_calls(blocking=True)
-        newest = manager.find_latest()
-        resume(manager, rank, newest)
-    return most, newest, manager.skipped_saves
-
-
-@pytest.mark.parametrize("policy", ["wait", "skip"])
-def test_no_more_saves_than_buffers_are_in_flight_though_nobody_polls(
-    node_dirs: Dirs, policy: str
-) -> None:
-    told = run_ranks(_save_without_a_poll, 2, policy, store_per_node=node_dirs(2))
-
-    for most, newest, skipped in told:
-        # One that is kept, and as many as there are buffers.
-        assert most <= 3
-        assert newest == 11 if policy == "wait" else newest > 3
-        assert skipped == 0 if policy == "wait" else skipped < 8
 
 
 def test_the_memory_of_the_first_saves_is_made_ahead_of_them(

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import localckpt
 from localckpt import (
-    CheckpointingException,
     MismatchError,
     NoReplicasAvailableError,
     PeerLostError,
@@ -148,43 +147,6 @@ def _go_back(rank: int, world_size: int) -> None:
         assert loaded["data"]["position"] == 100 * rank
 
 
-def _load_misfits(rank: int, world_size: int) -> None:
-    state = _state(rank, world_size, fill=-1.0)
-    scalar = torch.tensor(0.0, dtype=torch.float64) if rank == 1 else state["scalar"]
-    for changed, why in (
-        ({"plain": torch.zeros(4, dtype=torch.int64)}, "plain: saved as int64 [3], given as int64"),
-        ({"scalar": scalar}, "scalar: saved as float32 [], given as float64 []"),
-        ({"rows": None}, "rows: saved, not given"),
-        ({"extra": torch.zeros(2)}, "extra: given, not saved"),
-    ):
-        into = {key: value for key, value in (state | changed).items() if value is not None}
-        with on_node(elastic=True, private=_DROPPED) as manager:
-            assert why in error_of(lambda m=manager, i=into: m.load(into=i), MismatchError)  # type: ignore[misc]
-    for key, tensor in _state(rank, world_size, fill=-1.0).items():
-        if isinstance(tensor, torch.Tensor):
-            here, there = (
-                t.to_local() if hasattr(t, "to_local") else t for t in (tensor, state[key])
-            )
-            assert torch.equal(here, there), key
-    with pytest.raises(CheckpointingException, match="give elastic=True"):
-        on_node(private={"rng": "drop"})
-    for wrong, why in (
-        ({"rng": "loose"}, "'rng' in private= is 'loose'"),
-        ({"": "drop"}, "none for"),
-        ({7: "drop"}, "none for"),
-    ):
-        with pytest.raises(CheckpointingException, match=why):
-            on_node(elastic=True, private=wrong)
-
-
-def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_left_as_it_is(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save, 3, store_per_node=[tmp_path])
-
-    run_ranks(_load_misfits, 2, store_per_node=[tmp_path])
-
-
 def _load_undisturbed(rank: int, world_size: int) -> int:
     with on_node(elastic=True, private=_DROPPED) as manager:
         loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
@@ -309,35 +271,6 @@ def test_of_a_damaged_copy_another_one_is_taken_and_else_an_older_checkpoint(
     run_ranks(_save_twice, 4, store_per_node=nodes)
 
     run_ranks(_load_damaged, 3, nodes, store_per_node=nodes)
-
-
-def _save_own(rank: int, world_size: int) -> None:
-    with on_node() as manager:
-        manager.save({"w": torch.arange(4.0), "own": {"noise": torch.full((3,), 7.0)}}, 1)
-
-
-def _load_without_own(rank: int, world_size: int) -> None:
-    for rule in ("drop", "keep"):
-        private: Any = {"own": rule}
-        into: dict[str, Any] = {"w": torch.full((4,), -1.0)}
-        with on_node(elastic=True, private=private) as manager:
-            if rule == "drop":
-                loaded, _ = manager.load(into=into)
-                assert torch.equal(loaded["w"], torch.arange(4.0))
-                assert "own" not in loaded
-            else:
-                text = error_of(lambda m=manager, i=into: m.load(into=i), MismatchError)  # type: ignore[misc]
-                assert "own: saved, not given" in text
-                assert bool((into["w"] == -1.0).all())
-
-
-@pytest.mark.fault("world-size")
-def test_a_private_tensor_that_is_given_nowhere_is_an_error_unless_its_rule_drops_it(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save_own, 2, store_per_node=[tmp_path])
-
-    run_ranks(_load_without_own, 1, store_per_node=[tmp_path])
 
 
 def _save_places(rank: int, world_size: int) -> None:

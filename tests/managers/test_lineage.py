@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,9 @@ import pytest
 import localckpt
 from localckpt import CheckpointingException, NoReplicasAvailableError
 from localckpt.errors import MismatchError
-from localckpt.ids import Checkpoint
-from localckpt.lineage import Point
-from localckpt.managers.context import Epoch
-from localckpt.options import Options
-from localckpt.storage.directory import DirectoryStore
 from tests.managers.jobs import (
     Dirs,
     assert_same,
-    context_of,
     damage,
     error_of,
     iterations_on,
@@ -180,67 +173,3 @@ def test_a_job_does_not_go_back_while_saves_are_in_flight(tmp_path: Path) -> Non
 
         queue.maybe_finalize_async_calls(blocking=True)
         assert_same(manager.load(iteration=1)[0], state_of(0, 1))
-
-
-@pytest.fixture
-def epoch(tmp_path: Path) -> Iterator[Epoch]:
-    """The epoch of a rank that is alone, and has joined."""
-    store = DirectoryStore(tmp_path, "job", 0, 5.0, num_buffers=2)
-    begun = context_of(store, Options(timeout=5.0)).epoch
-    begun.join()
-    yield begun
-    store.close()
-
-
-def _save_in(epoch: Epoch, iteration: int) -> Checkpoint:
-    epoch.begin(iteration, lambda: False)
-    checkpoint = epoch.next_identity(iteration).checkpoint
-    epoch.newest_iteration = iteration
-    return checkpoint
-
-
-def test_each_save_has_a_generation_of_its_own_in_one_epoch(epoch: Epoch) -> None:
-    first, second = _save_in(epoch, 1), _save_in(epoch, 2)
-
-    assert first.generation < second.generation
-    assert first.generation.epoch_id == second.generation.epoch_id
-    assert epoch.lineage is not None
-    assert epoch.lineage.epoch == first.generation.epoch_id
-
-
-def test_going_back_begins_an_epoch_that_descends_from_what_was_loaded(epoch: Epoch) -> None:
-    first, second = _save_in(epoch, 1), _save_in(epoch, 2)
-    left = first.generation.epoch_id
-
-    epoch.resume_from(first)
-    epoch.join()
-    again = _save_in(epoch, 2)
-
-    assert epoch.lineage is not None
-    assert again.generation.epoch_id != left
-    assert epoch.lineage.resumed_at == 1
-    assert epoch.lineage.ancestors == (Point(left, 1),)
-    assert not epoch.lineage.descends_from(left, second.iteration)
-
-
-def test_loading_the_newest_of_an_epoch_goes_on_in_it(epoch: Epoch) -> None:
-    _save_in(epoch, 1)
-    newest = _save_in(epoch, 2)
-    lineage = epoch.lineage
-
-    epoch.resume_from(newest)
-
-    assert epoch.lineage is lineage
-    assert epoch.checked(3) == 3
-
-
-def test_an_iteration_is_saved_again_only_after_going_back(epoch: Epoch) -> None:
-    first, _ = _save_in(epoch, 1), _save_in(epoch, 2)
-    with pytest.raises(CheckpointingException, match="iteration 2 cannot be saved"):
-        epoch.checked(2)
-
-    epoch.resume_from(first)
-
-    assert epoch.checked(2) == 2
-    epoch.start_over()
-    assert epoch.checked(0) == 0

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import localckpt
@@ -18,11 +15,9 @@ from tests.managers.jobs import (
     error_of,
     in_job,
     make_manager,
-    put_back,
     resume,
     save,
     state_of,
-    take_away,
 )
 from tests.ranks import node_store, run_ranks
 
@@ -144,41 +139,3 @@ def test_the_store_of_another_node_in_the_place_of_a_store_is_refused(node_dirs:
     assert told[0] == told[1]
     assert "rank 1: " in told[0]
     assert "is the store of another node now" in told[0]
-
-
-# Far more than an answer takes, far less than the managers' timeout.
-_AT_ONCE_S = 8.0
-_TIMEOUT_S = 40.0
-
-
-def _told_at_once(call: Callable[[], Any], kind: type[Exception]) -> str:
-    began = time.monotonic()
-    told = error_of(call, kind)
-    assert time.monotonic() - began < _AT_ONCE_S
-    return told
-
-
-def _lose_the_directory(rank: int, world_size: int) -> list[str]:
-    told = []
-    with make_manager("disk", node_store(), "job", timeout=_TIMEOUT_S) as manager:
-        manager.save(state_of(rank, 1), 1)
-        session = node_store() / "session-job"
-        if rank == 1:
-            take_away(session)
-        told.append(_told_at_once(manager.find_latest, StorageError))
-        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), StorageError))
-        if rank == 1:
-            put_back(session)
-        manager.save(state_of(rank, 3), 3)
-        assert resume(manager, rank, 3) == "own node"
-    return told
-
-
-@pytest.mark.fault("unusable-store")
-def test_a_directory_that_vanishes_on_one_node(node_dirs: Dirs) -> None:
-    told = run_ranks(_lose_the_directory, 3, store_per_node=node_dirs(3))
-
-    for finding, saving in told:
-        assert saving.count("are as they were") == 1
-        assert "could not find the latest checkpoint: rank 1: " in finding
-        assert "rank 1: " in saving

@@ -200,5 +200,4 @@ def save_once(state: dict[str, Any], **options: Any) -> None:
 
 
 def stores(tmp_path: Path, count: int) -> list[Path]:
-    """Directories of so many nodes."""
     return [tmp_path / f"node {number}" for number in range(count)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import localckpt
 from localckpt import Best, Checkpointer, Retention
 from tests.managers.jobs import MAX_S
 
@@ -27,19 +26,6 @@ def _run(local: Path, losses: dict[int, float], by_hand: int = -1, **options: An
                 checkpointer.save(step, metrics={"loss": loss})
             checkpointer.wait_until_finished()
         return checkpointer.manager.all_iterations()
-
-
-def test_both_tiers_keep_the_best_by_their_own_rules(tmp_path: Path) -> None:
-    shared = {
-        "shared": tmp_path / "shared",
-        "shared_every": 1,
-        "shared_retention": Retention(last=1, best=Best("loss", mode="max")),
-    }
-    losses = {0: 3.0, 1: 0.5, 2: 2.0, 3: 1.0, 4: 1.5}
-
-    assert _run(tmp_path / "nodes", losses, every=1, **shared) == [4, 3, 1]
-    with localckpt.GlobalCheckpointManager(tmp_path / "shared", read_only=True) as manager:
-        assert manager.all_iterations() == [4, 0]
 
 
 def test_a_step_that_is_saved_by_hand_or_at_the_end_has_its_metric(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +29,6 @@ class _Counting(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
-
-
-class _Growing(_Counting):
-    """An optimizer whose groups get a key in a later version of the program."""
-
-    new: ClassVar[dict[str, float]] = {}
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group.update(self.new)
 
 
 class _Part(Part):
@@ -106,16 +95,6 @@ def test_an_optimizer_that_was_renamed_goes_on(
     _run(tmp_path, saved, _Part, 2)
 
     assert _run(tmp_path, given, _Part, 4) == 2
-
-
-def test_an_optimizer_whose_groups_have_a_new_key_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _run(tmp_path, _Growing, _Part, 2)
-    monkeypatch.setattr(_Growing, "new", {"momentum": 0.9})
-
-    with pytest.raises(MismatchError, match=r"given, not saved: .*momentum"):
-        _run(tmp_path, _Growing, _Part, 4)
 
 
 def test_a_part_of_another_class_is_an_error_unless_its_state_has_the_same_keys(

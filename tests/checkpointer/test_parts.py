@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -167,24 +166,6 @@ def test_generators_are_rewound_to_what_was_loaded(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(3), drawn)
 
 
-def test_generators_are_rewound_before_the_first_step_alone(tmp_path: Path) -> None:
-    values = torch.nn.Linear(1, 1)
-    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
-        made.resume()
-        made.step(0)
-        made.save(0)
-    drawn = []
-
-    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
-        for epoch in range(made.resume(), 4):
-            # Where a loop over epochs makes the iterator of its loader.
-            made.rewind_random()
-            drawn.append(torch.rand(1).item())
-            made.step(epoch)
-
-    assert len(set(drawn)) == 3
-
-
 # Values by name.
 
 
@@ -192,20 +173,6 @@ def _save_values(place: Path, run: localckpt.Values) -> None:
     with localckpt.Checkpointer({"run": run}, local=place, every=1) as checkpointer:
         assert checkpointer.resume() == 0
         checkpointer.step(0)
-
-
-def test_values_come_back_whatever_class_they_have_become(tmp_path: Path) -> None:
-    saved = localckpt.Values(epoch=0, best=math.inf, seen=(), hidden=None)
-    saved.epoch, saved.best = 3, torch.tensor(0.25)
-    saved.seen, saved.hidden = ("a", 1), {"h": torch.ones(2, dtype=torch.bfloat16)}
-    _save_values(tmp_path, saved)
-
-    run = localckpt.Values(epoch=0, best=math.inf, seen=(), hidden=None)
-    with localckpt.Checkpointer({"run": run}, local=tmp_path) as checkpointer:
-        assert checkpointer.resume() == 1
-
-    assert (run.epoch, run.best.item(), run.seen) == (3, 0.25, ("a", 1))
-    assert run.hidden["h"].dtype is torch.bfloat16
 
 
 def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -63,40 +62,6 @@ class Rank:
 
 def told(error: BaseException) -> Told:
     return (type(error).__name__, str(error))
-
-
-def _train(rank: int, world_size: int, directory: Path, slow: int) -> list[tuple[int, list[int]]]:
-    """Trains with collectives between polls, which hang if a rank finalizes alone."""
-    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
-        when: list[tuple[int, list[int]]] = []
-        step = 0
-
-        def train() -> None:
-            dist.all_reduce(torch.ones(1))
-
-        while len(when) < 3 and step < 5000:
-            if queue.get_num_unfinalized_calls() == 0:
-                seconds = 0.1 if rank == slow else 0.0
-                queue.schedule_async_request(
-                    AsyncRequest(
-                        work.write_slowly, (directory / f"{rank}-{step}", seconds), [dist.barrier]
-                    )
-                )
-            train()
-            if done := queue.maybe_finalize_async_calls():
-                when.append((step, done))
-            step += 1
-        return when
-
-
-@pytest.mark.parametrize(("world_size", "slow"), [(2, 0), (4, 3)])
-def test_all_ranks_finalize_a_call_in_the_same_poll(
-    tmp_path: Path, world_size: int, slow: int
-) -> None:
-    results = run_ranks(_train, world_size, tmp_path, slow)
-
-    assert [done for _, done in results[0]] == [[0], [1], [2]]
-    assert results == [results[0]] * world_size
 
 
 @runs_in_trainer
@@ -387,56 +352,6 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> N
         assert left == 0
 
 
-def _one_comes_late(rank: int, world_size: int, late: int) -> Any:
-    one = Rank(timeout_s=1.0)
-    one.schedule(None, name="first")
-    if rank == late:
-        time.sleep(1.5)
-    raised = one.error_of()
-    # The others wait here, so that all are together again.
-    dist.barrier()
-    one.schedule(None, name="second")
-    again = one.error_of()
-    one.queue.close()
-    return raised, again, one.finalized
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_comes_too_late_finds_that_the_call_was_given_up(late: int) -> None:
-    results = run_ranks(_one_comes_late, 2, late)
-
-    for raised, again, finalized in results:
-        assert raised is not None
-        assert raised[0] == "PeerLostError"
-        assert again is None
-        assert finalized == ["second"]
-
-
-def _one_dies_while_it_agrees(rank: int, world_size: int, killed: int) -> Any:
-    one = Rank(timeout_s=2.0)
-    one.schedule(None, name="a")
-    one.queue.maybe_finalize_async_calls(blocking=True)
-    if rank == killed:
-        # With the word that it will not pass a certain poll.
-        one.queue._watch._promise = lambda margin: os.kill(os.getpid(), signal.SIGKILL)
-    one.schedule(None, name="b")
-    raised = one.error_of(blocking=False)
-    one.queue.close()
-    return raised, one.finalized
-
-
-@pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize("killed", [0, 2])
-def test_polls_that_wait_for_a_rank_that_died_while_all_agreed_name_it(killed: int) -> None:
-    results = run_ranks(_one_dies_while_it_agrees, 3, killed, expect_dead={killed})
-
-    for rank in {0, 1, 2} - {killed}:
-        (kind, text), finalized = results[rank]
-        assert kind == "PeerLostError"
-        assert f"rank {killed} (last seen: agree on async call 1 (" in text
-        assert finalized == ["a"]
-
-
 def _lose_the_store(rank: int, world_size: int) -> Any:
     init_group_with_store_on(1, rank, world_size)
     one = Rank()
@@ -495,25 +410,6 @@ def test_what_came_of_a_call_on_each_rank_is_judged_once_for_all(world_size: int
         run_ranks(_tell_what_came_of_it, world_size, 0)
         == [["rank 0 has lost its copy"]] * world_size
     )
-
-
-def _in_a_group(rank: int, world_size: int) -> Any:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    one = Rank(process_group=groups[rank % 2])
-    one.schedule(work.fail_or_not, "fail_storage" if rank == 3 else "nothing", name="a")
-    raised = one.error_of()
-    one.queue.close()
-    dist.barrier()
-    return raised, one.finalized
-
-
-def test_only_the_ranks_of_the_group_agree() -> None:
-    results = run_ranks(_in_a_group, 4)
-
-    assert results[0] == results[2] == (None, ["a"])
-    assert results[1] == results[3]
-    assert "failed on rank 3: StorageError" in results[1][0][1]
-    assert results[1][1] == []
 
 
 def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) -> Any:

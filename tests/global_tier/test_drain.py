@@ -698,42 +698,6 @@ def _small_pieces() -> Iterator[None]:
         drain_module._PIECE_NBYTES = before
 
 
-def _damaged_on_one(rank: int, world_size: int, root: Path) -> tuple[str, float]:
-    numel = 1_000_000 if rank == 1 else 12_000_000
-    with _small_pieces(), Job(root, on_shared={"timeout": 2 * WAIT_S}) as job:
-        job.nodes.save({f"of {rank}": torch.ones(numel)}, 5)
-        job.begin(5, rate_limit=1e6)
-        await_announced("planned", WAIT_S)
-        began = time.monotonic()
-        if rank == 1:
-            damage(next((root / "node1").rglob("*.safetensors")), 0.9)
-        text = error_of(job.queue.wait_until_finished, CorruptShardError)
-        seconds = time.monotonic() - began
-        assert job.shared.find_latest() == -1
-        dist.barrier()
-        assert leftovers_in(root / "shared") == []
-        # Training, and the next drain, go on.
-        job.nodes.save({f"of {rank}": torch.zeros(10)}, 6)
-        job.promote(6)
-        assert job.shared.find_latest() == 6
-    return text, seconds
-
-
-def test_ranks_that_keep_to_their_rate_hear_at_once_of_an_image_that_another_finds_damaged(
-    tmp_path: Path,
-) -> None:
-    with start_ranks(_damaged_on_one, 3, tmp_path) as group:
-        await_files(tmp_path / "shared", 3)
-        group.announce("planned")
-        (text, first_s), (same, _), (again, third_s) = group.join(2 * WAIT_S)
-
-    # What they have takes 48 s at this rate.
-    assert max(first_s, third_s) < 2 * _AT_ONCE_S
-    assert text == same == again
-    assert "could not drain iteration 5: rank 1: " in text
-    assert "was put in quarantine" in text
-
-
 def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:
     with make_manager("disk", root / f"node{rank}") as nodes:
         nodes.save(_large(rank), 5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import pickletools
 from typing import Any
 
@@ -19,8 +17,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import insert_tensors, take_tensors
-from localckpt.state_dict.unpickler import check_skeleton
+from localckpt.state_dict.skeleton import take_tensors
 from tests.global_tier.models import MISDESCRIBED, misdescribed
 from tests.ranks import run_ranks
 from tests.state_dict.states import IDENTITY, bits
@@ -136,44 +133,6 @@ def test_a_dtensor_that_is_a_view_at_an_offset_is_refused_by_name() -> None:
 def _meshes(world_size: int) -> tuple[DeviceMesh, DeviceMesh]:
     square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("one", "other"))
     return init_device_mesh("cpu", (world_size,)), square
-
-
-class _TorchsForm(pickle.Pickler):
-    """Writes DTensors as earlier images have them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, 5)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not torch.Tensor:
-            return None
-        known = [number for number, tensor in enumerate(self.tensors) if tensor is obj]
-        if not known:
-            self.tensors.append(obj)
-        return known[0] if known else len(self.tensors) - 1
-
-
-def _compare_with_torchs_form(rank: int, world_size: int) -> None:
-    state = _zoo(*_meshes(world_size))
-    file = io.BytesIO()
-    before = _TorchsForm(file)
-    before.dump(state)
-    taken = take_tensors(state)
-
-    loaded = insert_tensors(file.getvalue(), before.tensors.__getitem__, _ALLOWED)
-
-    for name, wanted in state.items():
-        _assert_same(loaded[name], wanted)
-    assert list(map(id, before.tensors)) == list(map(id, taken.tensors))
-    contents = [check_skeleton(made, _ALLOWED) for made in (file.getvalue(), taken.skeleton)]
-    assert contents[0] == contents[1]
-    assert contents[0].of_meshes
-    assert len(taken.skeleton) < len(file.getvalue())
-
-
-def test_dtensors_name_what_they_named_in_earlier_images_which_are_loaded() -> None:
-    run_ranks(_compare_with_torchs_form, 4)
 
 
 def _count(rank: int, world_size: int) -> None:

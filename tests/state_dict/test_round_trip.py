@@ -26,7 +26,6 @@ from tests.state_dict.states import (
     Point,
     Settings,
     assert_same,
-    bits,
     round_trip,
     source_of,
     written,
@@ -70,21 +69,6 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     loaded = round_trip(state)
 
     assert_same(loaded, state)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_nan_payloads_and_signs_of_zero_survive(dtype: torch.dtype) -> None:
-    width = dtype.itemsize
-    exponent = {2: 0x7C00 if dtype is torch.float16 else 0x7F80, 4: 0x7F800000, 8: 0x7FF << 52}
-    patterns = [exponent[width] | 1, exponent[width] | 0x5, 1 << (8 * width - 1), exponent[width]]
-    raw = b"".join(pattern.to_bytes(width, "little") for pattern in patterns)
-    tensor = torch.frombuffer(bytearray(raw), dtype=dtype)
-
-    loaded = round_trip([tensor, tensor[::2].clone(), tensor.view(2, 2).t().clone().t()])
-
-    assert bits(loaded[0]) == raw
-    assert bits(loaded[1]) == bits(tensor[::2])
-    assert bits(loaded[2]) == raw
 
 
 @pytest.mark.parametrize(
@@ -232,19 +216,6 @@ def test_the_users_object_is_as_it_was_after_a_save() -> None:
     assert torch.equal(weight, before)
     assert weight._version == version
     assert weight.stride() == (4, 1)
-
-
-def test_the_value_at_the_save_is_kept_when_the_tensors_change_afterwards() -> None:
-    step, weight = torch.tensor(5.0), torch.arange(4.0)
-    image = pack({"step": step, "weight": weight, "view": weight[1:3]}, IDENTITY)
-
-    step.add_(1)
-    weight.zero_()
-    loaded = unpack(image)
-
-    assert loaded["step"] == 5
-    assert loaded["weight"].tolist() == [0, 1, 2, 3]
-    assert loaded["view"].tolist() == [1, 2]
 
 
 def test_a_device_that_is_not_here_is_an_error_that_says_what_to_do() -> None:

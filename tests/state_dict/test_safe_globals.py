@@ -131,16 +131,6 @@ def test_a_chain_of_attributes_is_refused(marker: Path) -> None:
         unpack(source_of(image))
 
 
-@pytest.mark.fault("hostile-file")
-def test_torch_load_is_refused(marker: Path) -> None:
-    inner = marker.with_name("inner.pt")
-    torch.save(Call(os.system, (f"touch {marker}",)), inner)
-    image = with_pickle(pickle.dumps(Call(torch.load, (str(inner),))))
-
-    with pytest.raises(UnsafeGlobalError, match=r"torch\.serialization\.load"):
-        unpack(source_of(image))
-
-
 def named(module: str, name: str) -> bytes:
     """A pickle that refers to a global, as ``GLOBAL`` and ``STACK_GLOBAL`` do."""
     return (

@@ -7,24 +7,20 @@ losses are the same bit for bit only if all of its state is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peft
 import torch
 import torch.utils._pytree
 import torchao.optim
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     quantize_,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import localckpt
 
@@ -39,7 +35,6 @@ class _Training(NamedTuple):
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[], torch.Tensor]
-    parts: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 class _Adapted(torch.nn.Module):
@@ -83,58 +78,10 @@ def _quantised(config: Any) -> _Training:
     return _Training(model, torch.optim.AdamW(trained, lr=0.01), _loss_of(model))
 
 
-def _small_dtypes() -> _Training:
-    model = _perceptron()
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8):
-        values = torch.randn(33).abs().to(dtype)
-        model.register_buffer(f"buffer_{dtype}".replace(".", "_"), values)
-    return _Training(model, torch.optim.SGD(model.parameters(), 0.1, 0.9), _loss_of(model))
-
-
 def _sparse_gradients() -> _Training:
     model = torch.nn.Embedding(50, 8, sparse=True)
     optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
     return _Training(model, optimizer, lambda: model(torch.randint(50, (6,))).square().mean())
-
-
-def _tied(*, is_compiled: bool) -> _Training:
-    inner = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False))
-    inner[1].weight = inner[0].weight
-    model: Any = torch.compile(inner, backend="eager") if is_compiled else inner
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return _Training(model, optimizer, lambda: model(torch.randint(50, (6,))).square().mean())
-
-
-def _low_rank_adaptation() -> _Training:
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    model = peft.get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes)), config)
-    trained = [p for p in model.parameters() if p.requires_grad]
-
-    def loss() -> torch.Tensor:
-        tokens = torch.randint(40, (2, 8))
-        found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        return found
-
-    return _Training(model, torch.optim.AdamW(trained, lr=0.1), loss)
-
-
-def _stateful_loader(workers: int) -> _Training:
-    # Nothing beside the loader draws random numbers: making its iterator draws one, too.
-    model = torch.nn.Linear(32, 1)
-    data = TensorDataset(torch.randn(40, 32, generator=torch.Generator().manual_seed(1)))
-    loader = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
-    batches: list[Iterator[Any]] = []
-
-    def loss() -> torch.Tensor:
-        if not batches:
-            # After the resume, which tells the loader where to go on.
-            batches.append(iter(loader))
-        found: torch.Tensor = model(next(batches[0])[0]).square().mean()
-        return found
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return _Training(model, optimizer, loss, {"loader": loader})
 
 
 CASES: dict[str, Callable[[], _Training]] = {
@@ -144,13 +91,7 @@ CASES: dict[str, Callable[[], _Training]] = {
     "int8-weights": lambda: _quantised(Int8WeightOnlyConfig()),
     "int8-weights-and-activations": lambda: _quantised(Int8DynamicActivationInt8WeightConfig()),
     "float8-weights": lambda: _quantised(Float8WeightOnlyConfig()),
-    "float8-and-uint8-buffers": _small_dtypes,
     "sparse-gradients": _sparse_gradients,
-    "tied-weights": lambda: _tied(is_compiled=False),
-    "tied-weights-compiled": lambda: _tied(is_compiled=True),
-    "low-rank-adaptation": _low_rank_adaptation,
-    "stateful-loader": lambda: _stateful_loader(0),
-    "stateful-loader-with-workers": lambda: _stateful_loader(2),
 }
 """Trainings of a process that is alone."""
 
@@ -177,7 +118,7 @@ def _train(
 ) -> tuple[list[str], list[Any]]:
     torch.manual_seed(seed)
     training = make()
-    parts = {"model": training.model, "optimizer": training.optimizer, **training.parts}
+    parts = {"model": training.model, "optimizer": training.optimizer}
     losses = []
     with localckpt.Checkpointer(
         parts, local=local, every=localckpt.Every(steps=10**6), events=()

@@ -167,7 +167,6 @@ class RankGroup:
         return [_pid(process) for process in self._processes]
 
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send one rank a signal; returns at once."""
         os.kill(self.pids[rank], sig)
 
     def await_announced(self, name: str, timeout_s: float = 30.0) -> Any:
@@ -176,7 +175,6 @@ class RankGroup:
         return pickle.loads(self._store.get(name))
 
     def output(self, rank: int) -> str:
-        """What a rank has printed so far."""
         log = self._logs / f"{rank}"
         return log.read_text(errors="replace") if log.exists() else ""
 

@@ -18,8 +18,6 @@ PATIENCE_S = 120.0
 
 
 class World:
-    """Simulated ranks of one job."""
-
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self._server = serve_store()
         # To copy a client takes less time than to make one.
@@ -41,7 +39,6 @@ class World:
         self.counts = [CountingStore.count(ranks) for ranks in self.ranks]
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of all ranks."""
         for ranks in self.ranks:
             ranks.timeout_s = timeout_s
 
@@ -86,5 +83,4 @@ def outcome_of(ranks: Ranks, act: Callable[[Ranks], Any]) -> Any:
 
 
 def gather(ranks: Ranks, what: str, record: Any, **options: Any) -> list[Any]:
-    """Give every rank's record to every rank."""
     return ranks.decide(what, lambda: record, list, **options)

@@ -8,7 +8,6 @@ __all__ = ["staging_nbytes"]
 
 
 def staging_nbytes(store: DirectoryStore) -> int:
-    """Bytes of all buffers, or of all files that are mapped."""
     if not isinstance(store, MemoryStore):
         return store._pool.nbytes
     mapped = (*store._staged.values(), *store._recycled.values())

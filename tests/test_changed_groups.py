@@ -30,8 +30,6 @@ _NOT_HERE = pytest.mark.skipif(
 
 
 class _Part:
-    """A value of one rank."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 

@@ -48,7 +48,6 @@ def roots(draw: st.DrawFn) -> tuple[list[Candidate], Version, Version | None]:
 
 
 def one_epoch(metrics: dict[int, dict[str, float]], pinned: frozenset[int] = frozenset()) -> Any:
-    """Checkpoints that one start of a job has saved."""
     return [Candidate((1, i), values, i in pinned) for i, values in metrics.items()]
 
 

@@ -72,7 +72,6 @@ def call(*arguments: str | Path) -> Answer:
 
 
 def listed(root: Path, session: str = "run") -> dict[str, Any]:
-    """What ``ls`` tells of one session."""
     sessions = call("ls", root, "--json").json()["sessions"]
     (found,) = [told for told in sessions if told["session"] == session]
     assert isinstance(found, dict)

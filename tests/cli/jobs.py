@@ -76,11 +76,9 @@ class PaperJob:
             self.saved = self.done
 
     def end(self, outcome: Any = "ok", **fields: Any) -> None:
-        """End in order."""
         self._emit("run_ended", step=self.done, outcome=outcome, **fields)
 
     def note(self, name: Name, seconds: float = 0.0, **fields: Any) -> None:
-        """Record something on all ranks."""
         self._emit(name, seconds, **fields)
         self.at += seconds
 

@@ -18,7 +18,6 @@ from tests.cli.jobs import STEP_S, PaperJob
 
 
 def account_of(events: list[Event]) -> Account:
-    """The account of the only session in a record."""
     (starts,) = starts_of(events).values()
     return account(starts)
 

@@ -17,7 +17,6 @@ from tests.ranks import run_ranks
 
 
 def _of(node: Path, iteration: int, rank: int) -> Path:
-    """A shard on a node."""
     (path,) = node.rglob(f"*{iteration}.{rank}.*.safetensors")
     return path
 

@@ -39,7 +39,6 @@ class Parts:
 
     @classmethod
     def of(cls, image: bytes) -> Parts:
-        """Take an image apart."""
         start, entries = _header(image)
         metadata = entries.pop("__metadata__")
         slots = {}
@@ -51,16 +50,13 @@ class Parts:
         return cls(_identity(metadata), slots, *_split(framed))
 
     def replace(self, **parts: Any) -> Parts:
-        """The same with other parts."""
         return dataclasses.replace(self, **parts)
 
     def with_rows(self, rows: Any) -> Parts:
-        """The same with another table."""
         return self.replace(table=json.dumps(rows).encode())
 
     @property
     def rows(self) -> list[list[Any]]:
-        """The rows of the table."""
         rows: list[list[Any]] = json.loads(self.table)
         return rows
 
@@ -110,7 +106,6 @@ def sealed(image: bytes, identity: ShardIdentity | None = None) -> bytes:
 
 
 def blocks_of(nbytes: int) -> int:
-    """How many blocks an image of this size has."""
     return -(-nbytes // (BLOCK_NBYTES + _DIGEST_NBYTES))
 
 

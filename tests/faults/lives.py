@@ -73,7 +73,6 @@ class Lives:
         shutil.copytree(self.root, self._kept(name))
 
     def close(self) -> None:
-        """No further life."""
         if self._repl is not None:
             self._repl.close()
 

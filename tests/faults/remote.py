@@ -127,7 +127,6 @@ class Ranks:
         return self.answers(limit_s)
 
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send one rank a signal."""
         if sig == signal.SIGKILL:
             self._killed.add(rank)
         with contextlib.suppress(ProcessLookupError):

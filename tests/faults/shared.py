@@ -55,7 +55,6 @@ def assert_nothing_else(root: Path) -> None:
 
 
 def assert_loads(manager: GlobalCheckpointManager, iteration: int, *shape: Any) -> None:
-    """A manager loads an iteration bit for bit."""
     into = state_of(0, *shape)
     assert manager.load(into=into, iteration=iteration)[1].iteration == iteration
     assert_same(into, state_of(iteration, *shape))
@@ -89,7 +88,6 @@ class Drains:
         self._queue.wait_until_finished()
 
     def assert_drained(self, iteration: int) -> None:
-        """Shared storage has what the node had."""
         into = self.state(0)
         self.shared.load(into=into, iteration=iteration)
         assert_same(into, self.state(iteration))

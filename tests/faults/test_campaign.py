@@ -149,7 +149,6 @@ class _Campaign:
         self._ends({attempt: errors}, blow is not None)
 
     def begin(self) -> None:
-        """Save behind training."""
         self.settle()
         for _ in range(self.choice.choice((1, 2))):
             attempt = self._next_attempt()
@@ -194,7 +193,6 @@ class _Campaign:
             assert not old, (kept[0], old)
 
     def _copies(self, iteration: int) -> dict[int, dict[Path, tuple[str, int]]]:
-        """The copies of an iteration that was just saved."""
         copies: dict[int, dict[Path, tuple[str, int]]] = {}
         for clique in self._cliques:
             for owner, node in product(clique, (self._nodes[member] for member in clique)):
@@ -256,7 +254,6 @@ class _Campaign:
         self.save()
 
     def crash(self) -> None:
-        """All ranks at once."""
         self._end()
 
     def shut_down(self) -> None:
@@ -405,7 +402,6 @@ class _Campaign:
         return chosen
 
     def _shards(self, nodes: Sequence[Path] = ()) -> list[Path]:
-        """The files of shards, on all nodes by default."""
         return sorted(path for at in nodes or self._nodes for path in at.glob("*/*/*.safetensors"))
 
     def _harm(self, node: Path, iteration: int | None = None, owner: int | None = None) -> None:

@@ -106,7 +106,6 @@ class _Job:
         return 1
 
     def start(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """Start the job anew."""
         assert self._ranks is None
         options = self.strict, self.elastic
         setup = Setup("disk", _WORLD_SIZE, 2, timeout_s, *options)

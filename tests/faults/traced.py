@@ -198,7 +198,6 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until all that is watched has ended."""
         os.write(self._awake, b"!")
         self._thread.join(2 * MAX_S)
         if self._thread.is_alive():

@@ -57,7 +57,6 @@ class Trainer:
         self._settled: list[tuple[int, str | None]] = []
 
     def open(self, root: Path) -> None:
-        """Join the job, on a node."""
         setup = self._setup
         dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_S))
         self._repl = cliques(1, 2, setup.timeout_s)
@@ -71,7 +70,6 @@ class Trainer:
         )
 
     def find(self) -> int:
-        """The newest checkpoint, looked for anew."""
         self._manager.latest_iteration = -1
         return int(self._manager.find_latest())
 
@@ -87,7 +85,6 @@ class Trainer:
         self._manager.save(self.state(self._rank, iteration, attempt), iteration)
 
     def begin(self, iteration: int, attempt: int) -> None:
-        """Save behind training."""
         state = self.state(self._rank, iteration, attempt)
         try:
             request = self._manager.save(state, iteration, is_async=True)
@@ -115,7 +112,6 @@ class Trainer:
         return settled
 
     def close(self) -> None:
-        """Leave in peace."""
         self._queue.close()
         self._manager.close()
         self._repl.close()

@@ -52,7 +52,6 @@ class Job:
         self.queue.schedule_async_request(self.nodes.promote(iteration, to=self.shared, **options))
 
     def promote(self, iteration: int, **options: Any) -> None:
-        """Promote, and wait for the end."""
         self.begin(iteration, **options)
         self.queue.wait_until_finished()
 

@@ -62,7 +62,6 @@ def run_sharded(fn: Callable[..., Any], world_size: int, root: Path, *args: Any)
 
 
 def manager_on(root: Path, session_id: str = "", **options: Any) -> GlobalCheckpointManager:
-    """A manager with a deadline."""
     return GlobalCheckpointManager(root, session_id, **({"timeout": MAX_S} | options))
 
 

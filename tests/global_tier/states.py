@@ -102,8 +102,6 @@ class Counts:
 
 @dataclass
 class Settings:
-    """An object that has to be allowed."""
-
     name: str
     value: float
 
@@ -264,5 +262,4 @@ def _load(state: dict[str, Any], reader: FileSystemReader, planner: Any) -> None
 
 
 def data_files(path: Path) -> list[Path]:
-    """The data files of a checkpoint."""
     return sorted(path.glob("*.distcp"))

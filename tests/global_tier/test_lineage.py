@@ -16,7 +16,6 @@ from tests.ranks import node_store, run_ranks
 
 
 def _recorded(root: Path, iteration: int) -> Lineage:
-    """The lineage of a shared checkpoint."""
     (folder,) = root.glob(f"iteration_{iteration:08d}.*")
     record = CommitRecord.read(FilePlace(folder, "localckpt.json"))
     assert record is not None
@@ -25,7 +24,6 @@ def _recorded(root: Path, iteration: int) -> Lineage:
 
 
 def _kept(rank: int, iteration: int) -> Lineage:
-    """The lineage of a rank's shard."""
     (path,) = node_store().rglob(f"{iteration:012d}.{rank}.*.safetensors")
     source = FileSource(path)
     try:

@@ -89,8 +89,6 @@ def test_a_save_keeps_the_values_of_the_call_and_is_written_and_committed_beside
 
 
 class Counter:
-    """A ``Stateful`` value."""
-
     def __init__(self, told: Callable[[], None] = lambda: None) -> None:
         self._told = told
 
@@ -300,8 +298,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(tmp_path:
 
 
 class OfMine:
-    """No class that may be loaded from a file."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 

@@ -111,8 +111,6 @@ def test_a_change_on_one_rank_is_planned_and_what_is_loaded_is_right(tmp_path: P
 
 
 class _FailingPlanner(DefaultSavePlanner):
-    """Fails in one of its methods."""
-
     def __init__(self, method: str) -> None:
         super().__init__()
         self._method = method
@@ -139,8 +137,6 @@ class _FailingPlanner(DefaultSavePlanner):
 
 
 class _FailingWriter(FileSystemWriterAsync):
-    """Fails to finish, if told to."""
-
     fails = False
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

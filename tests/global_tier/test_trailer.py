@@ -102,7 +102,6 @@ class Saved:
         self.files[number].write_bytes(content)
 
     def require_found(self, number: int) -> None:
-        """Loading raises, and names the file."""
         with pytest.raises(CorruptShardError) as error:
             load_with_ours(self.path, self.state, save_id=self.save_id)
         assert self.files[number].name in str(error.value)

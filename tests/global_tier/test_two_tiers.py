@@ -90,7 +90,6 @@ def _stand_still(rank: int) -> NoReturn:
 
 
 def _shards(folder: Path, iteration: int) -> list[Path]:
-    """The shards of all ranks on the nodes, by rank."""
     return sorted((folder / "local").glob(f"session-*/*/{iteration:012d}.*.safetensors"))
 
 

@@ -209,7 +209,6 @@ class _Attempt:
                 self._program.wait(_LONGEST_S / 10)
 
     def wait(self) -> None:
-        """Wait for the end of the program."""
         try:
             code = self._program.wait(_LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -249,7 +248,6 @@ def _ranks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _lines(folder: Path) -> int:
-    """Return the number of lines that the first rank has recorded."""
     first = folder / "0"
     return first.read_bytes().count(b"\n") if first.exists() else 0
 

@@ -109,7 +109,6 @@ def train_plain(options: Sequence[str]) -> None:
 
 
 def run_example(options: Sequence[str]) -> None:
-    """Run the example's program."""
     torchtitan_training.main(list(options))
 
 

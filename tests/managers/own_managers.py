@@ -42,8 +42,6 @@ class DictManager(BaseCheckpointManager):
 
 
 class TroubledDictManager(DictManager):
-    """Fails when it is asked to."""
-
     trouble: str | None = None
 
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
@@ -56,8 +54,6 @@ class TroubledDictManager(DictManager):
 
 
 class FileManager(BaseCheckpointManager):
-    """Writes files."""
-
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(**options)
         self.folder = folder / f"rank{self.rank}"

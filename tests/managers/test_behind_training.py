@@ -64,7 +64,6 @@ def _lacking(*iterations: int) -> list[str]:
 
 
 def _spoil(value: Any) -> None:
-    """Change every tensor in place."""
     if isinstance(value, torch.Tensor):
         value.zero_()
     elif isinstance(value, dict):
@@ -73,7 +72,6 @@ def _spoil(value: Any) -> None:
 
 
 def _begin(manager: Any, queue: localckpt.AsyncCallsQueue, rank: int, iteration: int) -> None:
-    """Save behind training, and train on."""
     state = state_of(rank, iteration)
     queue.schedule_async_request(manager.save(state, iteration, is_async=True))
     _spoil(state)

@@ -61,7 +61,6 @@ def _copy(node: Path, owner: int, iteration: int) -> Path:
 
 
 def _set_aside(*nodes: Path) -> list[tuple[int, int]]:
-    """(iteration, owner) of the copies that were set aside."""
     names = (n.rpartition("/")[2].split(".") for n in files(*nodes) if n.endswith(".corrupt"))
     return [(int(iteration), int(owner)) for iteration, owner, *_ in names]
 

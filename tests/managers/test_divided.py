@@ -53,7 +53,6 @@ def _state(rank: int, iteration: int) -> dict[str, Any]:
 
 
 def _expected(rank: int, iteration: int) -> dict[str, Any]:
-    """The state as it is loaded."""
     return {**_state(rank, iteration), "model": _common(iteration)}
 
 

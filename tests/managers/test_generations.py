@@ -9,7 +9,6 @@ from tests.scenarios import Begin, Job
 
 
 def _epochs_on(job: Job) -> list[list[str]]:
-    """The epochs of the files of each node."""
     job.run()
     return [[name.split(".")[2] for name in files(node)] for node in job.nodes]
 

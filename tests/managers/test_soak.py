@@ -25,8 +25,6 @@ _NUMEL = 500_000
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank holds at one time."""
-
     resident: int
     descriptors: int
     threads: int

@@ -30,7 +30,6 @@ _SAVED, _NEWER = (Checkpoint(Generation(3, n), n - 2, 2) for n in (7, 8))
 
 
 def _shards(root: Path) -> list[tuple[int, int]]:
-    """Iterations and ranks of the shards in a store."""
     names = (name.rpartition("/")[2] for name in files(root) if name.endswith(".safetensors"))
     return sorted((int(n.split(".")[0]), int(n.split(".")[1])) for n in names)
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.fault("changed-state")
 
 
 def _spoil(value: Any) -> None:
-    """Change every tensor and every container in place."""
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             value.add_(1).mul_(3) if value.dtype.is_floating_point else value.add_(1)

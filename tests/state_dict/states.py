@@ -31,16 +31,12 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Settings:
-    """A dataclass that has to be allowed."""
-
     value: Any
     name: str = "settings"
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenSettings:
-    """A frozen dataclass that has to be allowed."""
-
     value: Any
 
 
@@ -62,12 +58,10 @@ def round_trip(state: Any, **options: Any) -> Any:
 
 
 def image_of(state: Any, identity: ShardIdentity = IDENTITY) -> bytearray:
-    """A state's image."""
     return bytearray(pack(state, identity, ImagePlanner(ALLOWED)).view)
 
 
 def source_of(image: bytes | bytearray) -> MemorySource:
-    """A source of a copy of the bytes."""
     return MemorySource(memoryview(bytearray(image)))
 
 
@@ -87,7 +81,6 @@ def with_pickle(pickled: bytes, identity: ShardIdentity = IDENTITY) -> bytearray
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's values."""
     flat = tensor.detach().resolve_conj().resolve_neg()
     if flat.itemsize in (1, 2, 4, 8):
         widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

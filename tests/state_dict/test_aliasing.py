@@ -18,7 +18,6 @@ pytestmark = pytest.mark.fault("hard-state")
 
 
 def tensor_nbytes(state: Any) -> int:
-    """Bytes that the tensors of a state take in its image."""
     return sum(slot.nbytes for slot in read_header(source_of(image_of(state))).slots.values())
 
 

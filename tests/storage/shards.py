@@ -62,7 +62,6 @@ def staged(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> 
 
 
 def slots_of(store: DirectoryStore, who: ShardIdentity) -> list[Slot]:
-    """The slots of a shard."""
     return [slot for slot in store.slots if slot.identity == who]
 
 
@@ -84,7 +83,6 @@ def assert_loads(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_00
 
 
 def found(store: DirectoryStore) -> set[ShardIdentity]:
-    """All shards that a store finds on its node."""
     return {stored.record.identity for stored in store.list_stored() if stored.record}
 
 
@@ -138,6 +136,5 @@ def another_process(
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL, and wait until it is gone."""
     process.kill()
     process.communicate(timeout=PATIENCE_S)

@@ -119,7 +119,6 @@ class Training:
         return state if is_loading else state | self._common_state(iteration)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
         self.model.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
@@ -130,7 +129,6 @@ class Training:
         torch.set_rng_state(generators["torch_rng_state"])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Weights and optimizer state, copied."""
         names = ("exp_avg", "exp_avg_sq")
         moments = [state[name] for state in self._adam.state.values() for name in names]
         steps = [torch.tensor(group["step"]) for group in self._adam.param_groups]

@@ -117,7 +117,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (168, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 60_633
+_TEST_LINES = 59_686
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -98,7 +98,7 @@ _BUDGETS = {
     "top": (2951, 1300, 15),
     "async_save": (1580, 1400, 6),
     "availability": (2701, 2000, 12),
-    "checkpointer": (4845, 1800, 14),
+    "checkpointer": (4842, 1800, 14),
     "cli": (3953, 3600, 19),
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
@@ -117,7 +117,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (168, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 59_686
+_TEST_LINES = 59_706
 
 # Modules of which each leads to all others by imports: what is to go, of which no more may come.
 _CIRCLES: tuple[tuple[str, str], ...] = ()

@@ -135,7 +135,8 @@ class LiveState:
         keeps: bool | None,
     ) -> LiveReport:
         alone = why_private(parts, private, world_size)
-        report = LiveReport(keeps, private=alone, is_sharded=_are_sharded(parts))
+        is_sharded = any(_is_sharded(without_marker(part)) for part in parts.values())
+        report = LiveReport(keeps, private=alone, is_sharded=is_sharded)
         if self.step < 0 or not keeps:
             return report._replace(changed=self._why)
         if parts.keys() != self._parts.keys():
@@ -152,13 +153,8 @@ class LiveState:
         is_common = dealt and dealt[0] and not (loop["generators"] or loop.get("loader"))
         if not alone and place["epoch"] is not None and not is_common:
             alone = "the order in which batches() takes the data is each rank's own"
-        now: dict[str, Any] = {
-            "step": self.step,
-            "was": self._was,
-            "place": place,
-            "is_anew": is_anew,
-        }
-        return report._replace(private=alone, **now)
+        report = report._replace(private=alone, is_anew=is_anew)
+        return report._replace(step=self.step, was=self._was, place=place)
 
     def _why_changed(self) -> str:
         stepped = {id(p) for optimizer in self._watched for p in tensors_of(optimizer)}
@@ -221,7 +217,7 @@ def why_private(
         part, value = parts[key], without_marker(parts[key])
         if getattr(value, "is_fsdp1", False):
             return f"each rank has a part of its own of the tensors of {key!r}"
-        if _are_sharded({key: value}):
+        if _is_sharded(value):
             # They say themselves who else has them.
             continue
         if not isinstance(part, Replicated):
@@ -275,12 +271,13 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(part)
 
 
-def _are_sharded(parts: Mapping[str, Any]) -> bool:
-    return any(
-        hasattr(tensor, "placements")
-        for part in parts.values()
-        for tensor in _tensors(without_marker(part))
-    )
+def _is_sharded(part: Any) -> bool:
+    """Return whether all parameters are DTensors: a plain one may be each rank's own."""
+    if isinstance(part, torch.optim.Optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+    else:
+        parameters = [*_tensors(part)]
+    return bool(parameters) and all(hasattr(p, "placements") for p in parameters)
 
 
 def _reshard(part: Any) -> None:

@@ -20,13 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import localckpt
 from localckpt import replicated
-from localckpt.checkpointer.live import LiveReport, judge_live
+from localckpt.checkpointer.live import LiveReport, judge_live, why_private
+from localckpt.checkpointer.parts import ModulePart
 from localckpt.managers.capture import tensors_of
 from localckpt.state_dict.replicated import Replicated
 from tests.checkpointer.loops import stores
@@ -346,6 +348,24 @@ def test_a_sharded_step_is_kept_if_each_shard_has_a_live_holder(name: str, tmp_p
         assert bool(one.why) == bool(why)
         assert (one.step, one.lost_steps) == ((4, 2) if why else (6, 0))
         assert ("live" in one.source) == (not why)
+
+
+def _why_private(rank: int, world_size: int) -> list[str]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    mesh = DeviceMesh("cpu", [0])
+    why = []
+    for layer in model:
+        distribute_module(layer, mesh)
+        parts = {"model": ModulePart(model), "optimizer": torch.optim.AdamW(model.parameters())}
+        why.append(why_private(parts, {}, world_size))
+    return why
+
+
+def test_a_plain_parameter_beside_dtensors_is_taken_for_each_ranks_own() -> None:
+    ((one_is_plain, none_is),) = run_ranks(_why_private, 1)
+
+    assert "nothing says that 'model' is equal" in one_is_plain
+    assert none_is == ""
 
 
 _FALLS_BACK = {

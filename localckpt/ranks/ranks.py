@@ -113,11 +113,8 @@ class Ranks:
         """Let what is left in the job's store be removed; no call may follow, on any rank."""
         if self._leaving is not None:
             self._leaving.wait(_LEAVING_S)
-        if self._stopped.is_set() and not self._cut_off.is_set():
-            # The others may look at this rank's keys still.
-            self._part.close_clients()
-        else:
-            self._part.close()
+        # The others may look at this rank's keys until they come to another part.
+        self._part.close()
 
     def abandon(self) -> None:
         """Close without a word to the other ranks, which may never come; no call may follow."""

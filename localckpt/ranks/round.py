@@ -162,7 +162,9 @@ class Round:
         self._store.add(f"{self.number}/readers", 1)
 
     def is_read_by_all(self) -> bool:
-        return int(self._store.add(f"{self.number}/readers", 0)) >= len(self._place.ranks) - 1
+        # Not by an addition, which would make the key again where it has been removed.
+        read = values.if_there(self._store, f"{self.number}/readers") or b"0"
+        return int(read) >= len(self._place.ranks) - 1
 
     def _lead(self, call: Call) -> Outcome:
         """On the root: judge the reports, or find out who is missing; give the verdict."""
@@ -261,7 +263,8 @@ def _missing(reports: list[Any]) -> list[int]:
 def remove_rounds(store: Store, rank: int, for_all: bool) -> None:
     """Delete what is left of a rank's rounds, and ``for_all`` what is for all ranks.
 
-    A rank that was cut off may have given a verdict in a round that the root did not come to.
+    A rank that was cut off may have given a verdict in a round that the root did not come to, nor
+    that rank itself.
     """
     shown = values.if_there(store, _report_key(rank)) or b""
     # The number of the round that the rank was last seen in, unless no rank has put the value.
@@ -270,7 +273,7 @@ def remove_rounds(store: Store, rank: int, for_all: bool) -> None:
     values.delete(store, _report_key(rank))
     if for_all:
         store.delete_key(_HAND)
-    for number in (last - 1, last):
+    for number in (last - 1, last, last + 1):
         values.delete(store, _bytes_key(rank, number))
         values.delete(store, _part_key(rank, number))
         if for_all:

@@ -135,9 +135,13 @@ class CliqueReplicationStrategy(MemberStrategy):
         return strategy
 
     def _meet(self) -> None:
-        self._agree_on_parameters()
-        if self._jump is not None:
-            self._form_by_numbers(self._jump)
+        try:
+            self._agree_on_parameters()
+            if self._jump is not None:
+                self._form_by_numbers(self._jump)
+        except BaseException:
+            self.close()
+            raise
 
     def rejoin(self) -> None:
         super().rejoin()

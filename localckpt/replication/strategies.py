@@ -26,11 +26,7 @@ from localckpt.replication.base import ReplicationStrategy as ReplicationStrateg
 from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
-from localckpt.replication.member_strategy import (
-    Announcement,
-    MemberStrategy,
-    deadline_with_others,
-)
+from localckpt.replication.member_strategy import Announcement, MemberStrategy, deadline_with_others
 from localckpt.replication.placement import place_cliques
 from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.redundancy import Lacking

@@ -1,7 +1,7 @@
 """Eight kinds of training loops, each with the lines that make it go on where it was.
 
 The lines that a program gets for it end in ``# +``. The models are tiny, and the data are drawn;
-``note`` is told of each loss. Run by `tests/checkpointer/test_kinds_of_loops.py`, which kills each
+``note`` is told of each loss. Run by `tests/checkpointer/test_loop.py`, which kills each
 loop after every step.
 """
 

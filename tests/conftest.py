@@ -44,20 +44,19 @@ _TORCHS_OWN = "torchs-own"
 # Files that take half a minute or more. One worker runs a file, so at the end of a run all others
 # would wait for the one that began last.
 _LONGEST = (
-    *("faults/test_network.py", "checkpointer/test_live.py", "checkpointer/test_rejoin.py"),
-    *("managers/test_elastic_values.py", "managers/test_spares.py", "faults/test_power_cut.py"),
-    *("managers/test_repair.py", "async_save/test_queue_ranks.py", "faults/test_refused.py"),
-    *("checkpointer/test_loader_workers.py", "global_tier/test_drain_repairs.py"),
-    *("managers/test_failed_saves.py", "managers/parity/test_parity_redundancy.py"),
-    *("test_ranks_commit.py", "managers/test_behind_training.py", "checkpointer/test_epochs.py"),
-    *("faults/test_hostile_store.py", "global_tier/test_manager_failures.py"),
-    *("cli/test_real_job.py", "global_tier/test_drain.py", "managers/test_redundancy.py"),
-    *("test_restarts.py", "checkpointer/test_stopped_in_time.py", "checkpointer/test_abort.py"),
-    *("faults/test_campaign.py", "upstream/test_queues.py", "integrations/test_nvrx.py"),
-    *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
-    *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
-    *("integrations/test_transformers.py", "integrations/test_accelerate.py"),
-    *("upstream/test_megatron.py", "integrations/test_ray.py"),
+    *("faults/test_power_cut.py", "faults/test_network.py", "faults/test_refused.py"),
+    *("checkpointer/test_rejoin.py", "checkpointer/test_live.py", "checkpointer/test_loop.py"),
+    *("global_tier/test_object_stores.py", "integrations/test_nvrx.py", "upstream/test_queues.py"),
+    *("managers/parity/test_parity_loss.py", "faults/test_campaign.py", "test_dcp.py"),
+    *("faults/test_killed.py", "managers/test_elastic_values.py", "global_tier/test_two_tiers.py"),
+    *("managers/test_wiped_folders.py", "async_save/test_callers.py", "managers/test_elastic.py"),
+    *("test_refused_together.py", "state_dict/test_branches.py", "test_changed_groups.py"),
+    *("checkpointer/test_loader_workers.py", "managers/test_behind_training.py"),
+    *("faults/test_hostile_store.py", "docs/test_code.py", "faults/test_damage_everywhere.py"),
+    *("test_nothing_left.py", "test_restarts.py", "integrations/test_torchtitan.py"),
+    *("async_save/test_exits.py", "global_tier/test_trailer.py", "integrations/test_ray.py"),
+    *("integrations/test_lightning.py", "integrations/test_transformers.py"),
+    *("integrations/test_deepspeed.py", "integrations/test_accelerate.py"),
 )
 
 _our_temporary_directory = pytest.StashKey[Path]()
@@ -213,24 +212,6 @@ def pytest_terminal_summary(
         terminalreporter.section("the tests left behind", red=True)
         for told in left:
             terminalreporter.write_line(told)
-    _say_budgets(terminalreporter)
-
-
-def _say_budgets(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what ``test_architecture.py`` has counted."""
-    reports = [
-        report
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.getreports(outcome)
-        if report.when == "call"
-    ]
-    rows = [told for report in reports for name, told in report.user_properties if name == "budget"]
-    if not rows:
-        return
-    terminalreporter.section("budgets of the rooms")
-    terminalreporter.write_line(f"{'room':20}{'lines':>8}{'goal':>8}{'modules':>9}{'goal':>6}")
-    for room, lines, goal, modules, modules_goal in sorted(rows):
-        terminalreporter.write_line(f"{room:20}{lines:8}{goal:8}{modules:9}{modules_goal or '':>6}")
 
 
 @pytest.fixture
@@ -378,23 +359,14 @@ def _is_zombie(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.fixture(scope="session")
-def can_trace() -> None:
-    """Skips where system calls cannot be intercepted."""
-    if shutil.which("strace") is None:
-        pytest.skip("needs strace")
-    done = subprocess.run(
-        ["strace", "-o", os.devnull, "true"], capture_output=True, timeout=30, check=False
-    )
-    if done.returncode:
-        pytest.skip("processes may not be traced here")
-
-
 @pytest.fixture
-def can_attach(can_trace: None) -> None:
+def can_attach() -> None:
     """Skips where a process cannot have itself traced by another."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may attach to any process")
+    if shutil.which("strace") is None or os.geteuid() != 0:
+        pytest.skip("needs strace, and root, which alone may attach to any process")
+    command = ["strace", "-o", os.devnull, "true"]
+    if subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
+        pytest.skip("processes may not be traced here")
 
 
 @pytest.fixture

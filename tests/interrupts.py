@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from localckpt.threads import Task
-
-__all__ = ["Interrupter", "slow_to_begin_tasks"]
+__all__ = ["Interrupter"]
 
 T = TypeVar("T")
 
@@ -76,22 +72,6 @@ class Interrupter:
         if self._armed and frame is not None and frame.f_code is not Interrupter.call.__code__:
             self._raised += 1
             raise KeyboardInterrupt
-
-
-@contextmanager
-def slow_to_begin_tasks(seconds: float = 0.1) -> Iterator[None]:
-    """Let each thread that is started for a task wait before it begins the task, as under load."""
-
-    def trace(frame: FrameType, event: str, _: object) -> None:
-        if frame.f_code is Task.run.__code__:
-            time.sleep(seconds)
-
-    before = threading.gettrace()
-    threading.settrace(trace)
-    try:
-        yield
-    finally:
-        threading.settrace(before)  # type: ignore[arg-type]
 
 
 def _comes_of_interrupt(error: BaseException | None) -> bool:

@@ -80,11 +80,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     expect_dead: Collection[int] = (),
-    init_group: bool = True,
-    backend: str = "gloo",
-    group_timeout_s: float = 30.0,
-    store_per_node: Sequence[Path] | None = None,
-    env: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` in every rank and return what each returned.
 
@@ -92,28 +88,13 @@ def run_ranks(
         fn: A function at the top of an importable module; it and ``args`` are pickled.
         timeout_s: After this many seconds all that still runs is killed and named in the error.
         expect_dead: Ranks that must end without returning; their result is a :class:`DeadRank`.
-        init_group: Whether the default process group is made before ``fn`` and destroyed after it.
-            The variables of ``env://`` are set either way.
-        group_timeout_s: The process group's own timeout.
-        store_per_node: One directory for each node; ranks are dealt to nodes in blocks, and each
-            finds its own by :func:`node_store`. The order of the directories says which node is
-            which, so handing them over in another order swaps nodes.
-        env: More environment variables for the ranks (too late for what torch reads at import).
+        options: For :func:`start_ranks`.
 
     Raises:
         RanksFailedError: With rank and traceback of every rank that failed. Once one has failed,
             the others get five seconds to end by themselves.
     """
-    with start_ranks(
-        fn,
-        world_size,
-        *args,
-        init_group=init_group,
-        backend=backend,
-        group_timeout_s=group_timeout_s,
-        store_per_node=store_per_node,
-        env=env,
-    ) as group:
+    with start_ranks(fn, world_size, *args, **options) as group:
         return group.join(timeout_s, expect_dead)
 
 
@@ -131,6 +112,15 @@ def start_ranks(
     """As :func:`run_ranks`, for a test that acts on the ranks while they run.
 
     Leaving the block kills and reaps whatever still runs.
+
+    Args:
+        init_group: Whether the default process group is made before ``fn`` and destroyed after it.
+            The variables of ``env://`` are set either way.
+        group_timeout_s: The process group's own timeout.
+        store_per_node: One directory for each node; ranks are dealt to nodes in blocks, and each
+            finds its own by :func:`node_store`. The order of the directories says which node is
+            which, so handing them over in another order swaps nodes.
+        env: More environment variables for the ranks (too late for what torch reads at import).
     """
     if store_per_node is not None and not 1 <= len(store_per_node) <= world_size:
         raise ValueError(f"{len(store_per_node)} nodes for {world_size} ranks")
@@ -279,11 +269,8 @@ class RankGroup:
         for process in self._processes:
             process.close()
         if left_hanging:
-            raise RanksFailedError(
-                dict.fromkeys(
-                    left_hanging, f"returned, but its process did not end within {_LEAVING_S:g} s"
-                )
-            )
+            text = f"returned, but its process did not end within {_LEAVING_S:g} s"
+            raise RanksFailedError(dict.fromkeys(left_hanging, text))
 
     def _leaves(self, rank: int) -> bool:
         """Whether a rank that has returned ends by itself: no thread of it may stay."""

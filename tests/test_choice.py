@@ -19,11 +19,3 @@ def test_as_many_rows_are_drawn_as_were_asked_for_whatever_their_order(
     assert chosen <= rows
     assert len(chosen) == min(count, len(rows))
     assert chosen == drawn(sorted(rows, reverse=True), count, draw)
-
-
-def test_every_row_is_drawn_by_some_commit() -> None:
-    rows = [f"row {number}" for number in range(10)]
-
-    seen = set[str]().union(*(drawn(rows, 2, f"commit {number}") for number in range(100)))
-
-    assert seen == set(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from fractions import Fraction
 from functools import partial
@@ -13,17 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 
 import localckpt
 from localckpt.dcp import NodeStorageReader, NodeStorageWriter
 from localckpt.errors import CheckpointingException
-from localckpt.memory.tensor_bytes import narrowed
-from localckpt.state_dict.boxes import Rectangle
 from tests.global_tier import models
 from tests.managers.jobs import Dirs, assert_same, damage
 from tests.ranks import node_store, run_ranks
@@ -103,73 +98,6 @@ def test_a_damaged_copy_is_quarantined_and_another_one_is_read(node_dirs: Dirs) 
     loaded = run_ranks(_load, 2, "fsdp", store_per_node=nodes, timeout_s=_LONG_S)
 
     assert_same(loaded, [saved[0]] * 2)
-
-
-class _Parts(torch.Tensor):
-    """Parts of a global tensor that a rank has, by the protocol of torch's planner."""
-
-    parts: dict[torch.Size, torch.Tensor]
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, places: list[Rectangle]) -> _Parts:
-        made = whole.as_subclass(cls)
-        made.parts = {torch.Size(at): narrowed(whole, at, sizes) for at, sizes in places}
-        return made
-
-    def __create_chunk_list__(self) -> list[described.ChunkStorageMetadata]:
-        return [described.ChunkStorageMetadata(at, part.shape) for at, part in self.parts.items()]
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(described.MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, None, data)
-            for chunk in self.__create_chunk_list__()
-            for data in [TensorWriteData(chunk, described.TensorProperties(self.dtype), self.shape)]
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self.parts[index.offset]
-
-
-def _dealt(seed: int, rank: int, world_size: int) -> list[Rectangle]:
-    """Cut a tensor of 7 x 9 into rectangles at random; those of a rank."""
-    draw, cut = random.Random(seed), [Rectangle((0, 0), (7, 9))]
-    for _ in range(draw.randrange(4 * world_size)):
-        at, sizes = cut.pop(draw.randrange(len(cut)))
-        first = draw.randrange(sizes[dim := draw.randrange(2)] or 1)
-        for start, count in ((0, first), (first, sizes[dim] - first)):
-            offsets = *at[:dim], at[dim] + start, *at[dim + 1 :]
-            cut.append(Rectangle(offsets, (*sizes[:dim], count, *sizes[dim + 1 :])))
-    return [place for place in cut if 0 not in place.sizes][rank::world_size]
-
-
-_SEEDS, _WHOLE = range(6), torch.arange(63).view(7, 9)
-
-
-def _save_parts(rank: int, world_size: int) -> None:
-    with _manager(world_size, keep_last=len(_SEEDS)) as manager:
-        for seed in _SEEDS:
-            state = {"parts": _Parts.of(_WHOLE, _dealt(seed, rank, world_size))}
-            dcp.save(state, checkpoint_id=f"{seed}", storage_writer=NodeStorageWriter(manager))
-
-
-def _load_parts(rank: int, world_size: int) -> None:
-    with _manager(1) as manager:
-        reader = NodeStorageReader(manager)
-        for seed in _SEEDS:
-            filled, places = torch.zeros_like(_WHOLE), _dealt(seed + 10, rank, world_size)
-            parts = _Parts.of(filled, places)
-            dcp.load({"parts": parts}, checkpoint_id=f"{seed}", storage_reader=reader)
-            for place in places:
-                assert torch.equal(narrowed(filled, *place), narrowed(_WHOLE, *place))
-                narrowed(filled, *place).zero_()
-            assert not filled.any()
-
-
-def test_plain_tensors_that_are_parts_are_loaded_in_any_other_parts(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save_parts, 2, store_per_node=nodes, timeout_s=_LONG_S)
-
-    run_ranks(_load_parts, 3, store_per_node=nodes, timeout_s=_LONG_S)
 
 
 def _drained(rank: int, world_size: int, shared: Path) -> Any:

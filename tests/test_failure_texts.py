@@ -1,79 +1,105 @@
-"""Texts that many ranks share are said once, and no text that goes to other ranks is long."""
+"""What all ranks make of how a call ended on each; no text that goes to other ranks is long."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from localckpt.availability.coverage import SaveOutcome, save_problems
-from localckpt.errors import CheckpointingException, MismatchError, StorageError
-from localckpt.failure_texts import (
-    Mismatches,
-    described,
-    ranks_named,
-    said_by,
-    short,
-    with_short_texts,
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    PeerLostError,
+    RestoreError,
+    SaveFailedError,
+    StorageError,
+    WorkerDiedError,
 )
+from localckpt.failure_texts import ranks_named
 from localckpt.ids import Generation
-from localckpt.ranks.failure import Attempt, CallEnd, Failure, failure_of
+from localckpt.ranks.failure import NO_FUNCTION, Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.simulated import gather
 
+_GOOD = CallEnd(3, "write")
 _LONG = "x" * (9 << 20)
 
 
+class _OwnError(SaveFailedError): ...
+
+
+def _failed(error: BaseException) -> CallEnd:
+    """As it comes from another rank."""
+    return CallEnd.from_json(json.loads(json.dumps(CallEnd.of(3, "write", error).to_json())))
+
+
+def _error_of(*ends: CallEnd) -> CheckpointingException:
+    failure = failure_of(ends, range(len(ends)))
+    assert failure is not None
+    return failure.error()
+
+
 @pytest.mark.parametrize(
-    ("ranks", "named"),
+    ("ends", "kind", "text"),
     [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0 and 1"),
-        ([0, 1, 2], "ranks 0 to 2"),
-        ([9, 0, 1, 2, 3, 5, 6, 9], "ranks 0 to 3, 5, 6 and 9"),
-        (range(16_384), "ranks 0 to 16383"),
+        (
+            [_GOOD, _failed(StorageError("full"))],
+            StorageError,
+            "failed on rank 1: StorageError: full",
+        ),
+        (
+            [_failed(StorageError("a")), _failed(WorkerDiedError("b"))],
+            CheckpointingException,
+            "rank 0: StorageError: a; rank 1: WorkerDiedError: b",
+        ),
+        # Ranks that lost the one that failed say nothing more.
+        (
+            [_failed(PeerLostError("rank 1 is lost")), _failed(StorageError("a"))],
+            StorageError,
+            "failed on rank 1: StorageError: a",
+        ),
+        (
+            [_failed(OSError(28, "No space"))],
+            CheckpointingException,
+            "OSError: [Errno 28] No space",
+        ),
+        # Others do not know the class.
+        ([_failed(_OwnError("x"))], SaveFailedError, "x"),
+        ([_GOOD, CallEnd(4, "write")], MismatchError, "rank 1 is at call 4 (write)"),
+        ([_GOOD, CallEnd.of(3, "read", OSError("x"))], MismatchError, "rank 1 is at call 3 (read)"),
+        # A rank without a function takes part in the call of the others.
+        ([CallEnd(3, NO_FUNCTION), _failed(StorageError("a"))], StorageError, "(write) failed on"),
+        ([_GOOD, CallEnd(4, NO_FUNCTION)], MismatchError, "is at call 4"),
     ],
 )
-def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
-    assert ranks_named(ranks) == named
+def test_what_failed_is_named_with_its_ranks_and_keeps_its_type(
+    ends: list[CallEnd], kind: type[Exception], text: str
+) -> None:
+    error = _error_of(*ends)
+
+    assert type(error) is kind
+    assert text in str(error)
 
 
-def test_texts_that_ranks_share_are_given_once() -> None:
-    assert said_by({0: "a.", 2: "b", 1: "a"}) == "ranks 0 and 1: a; rank 2: b"
+def test_an_error_keeps_its_fields_and_not_all_of_its_text() -> None:
+    error = _error_of(_GOOD, _failed(RestoreError("x" * 1_000_000, class_name="C", path="a.b")))
+
+    assert isinstance(error, RestoreError)
+    assert (error.class_name, error.path) == ("C", "a.b")
+    assert len(str(error)) < 10_000
 
 
-def test_errors_on_one_topic_are_one_error_with_its_advice_once() -> None:
-    found = Mismatches()
-    for text in ("a differs", "b differs", "b differs"):
-        found.note(MismatchError(text).advised("structure", "Give partial=True"))
-    found.note(MismatchError("c is old").advised("age", "Save it again"))
+def test_what_a_report_fails_with_is_what_the_call_failed_with() -> None:
+    def report() -> None:
+        raise CorruptShardError("bad bytes")
 
-    with pytest.raises(MismatchError) as raised:
-        found.raise_all()
+    error = _error_of(CallEnd.of(3, "write", None, report), _GOOD)
 
-    texts = ["a differs", "b differs", "c is old. Save it again"]
-    assert raised.value.text == ". Besides, ".join(texts)
-    assert str(raised.value).endswith(". Give partial=True")
-
-
-def test_an_error_that_was_noted_alone_is_raised_itself() -> None:
-    found, error = Mismatches(), MismatchError("a differs").advised("structure", "Look")
-    found.note(error)
-
-    with pytest.raises(MismatchError) as raised:
-        found.raise_all()
-
-    assert raised.value is error
-    assert raised.value.__cause__ is None
-
-
-def test_an_error_with_an_empty_text_is_described_by_its_class() -> None:
-    assert described(MemoryError()) == "MemoryError"
-    assert described(ValueError("why")) == "ValueError: why"
-    assert described(StorageError("full")) == "full"
-    assert described(StorageError()) == "StorageError"
-    end = CallEnd.of(1, "f", MemoryError())
-    assert end.failure is not None
-    assert end.failure.text == "MemoryError"
+    assert type(error) is CorruptShardError
+    assert "failed on rank 0: CorruptShardError: bad bytes" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +116,13 @@ def test_an_error_that_a_thousand_ranks_have_is_a_short_text() -> None:
     outcomes = [SaveOutcome(7, Generation(1, 1), told, ())] * 1024
     odd = [CallEnd(3, "write", Failure("StorageError", f"{told} {rank}")) for rank in range(1024)]
 
-    joint = failure_of(ends, range(1024))
-    problems = save_problems(outcomes)
-    odd_joint = failure_of(odd, range(1024))
+    joint = _error_of(*ends)
 
-    assert joint is not None
-    assert odd_joint is not None
-    assert "failed on ranks 0 to 1023: StorageError: the disk is full" in joint.text
-    assert type(joint.error()) is StorageError
-    assert len(joint.text) < 1000
-    assert len("".join(problems)) < 1000
-    assert len(odd_joint.text) < 5000
-
-
-def test_texts_are_cut_wherever_they_stand_in_a_record() -> None:
-    record = {"a": [1, ("x" * 5000, None)], "b": "y"}
-
-    assert with_short_texts(record) == {"a": [1, [short("x" * 5000), None]], "b": "y"}
-    assert len(short(_LONG)) == 4000
+    assert "failed on ranks 0 to 1023: StorageError: the disk is full" in str(joint)
+    assert len(str(joint)) < 1000
+    assert len("".join(save_problems(outcomes))) < 1000
+    assert len(str(_error_of(*odd))) < 5000
+    assert ranks_named([9, 0, 1, 2, 3, 5, 6, 9]) == "ranks 0 to 3, 5, 6 and 9"
 
 
 def _tell_long_texts(rank: int, world_size: int) -> list[str]:

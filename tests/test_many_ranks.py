@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from localckpt.errors import PeerLostError, StorageError
-from localckpt.ranks.ranks import PerRank, Ranks
-from localckpt.ranks.values import Message
-from localckpt.threads import Task
-from tests.simulated import PATIENCE_S, World, gather, outcome_of
+from localckpt.errors import PeerLostError
+from localckpt.ranks.ranks import PerRank
+from tests.simulated import World, gather
 
 _WORLD = 72
 _PATIENT_S, _HURRIED_S = 90.0, 4.0
@@ -84,50 +82,6 @@ def test_each_rank_gets_its_own_part_of_a_verdict_and_no_part_of_an_earlier_one(
         }
 
 
-def test_acting_takes_few_operations_a_rank_also_with_bytes_of_each(world: World) -> None:
-    def act(ranks: Ranks) -> Any:
-        def judge(said: list[Message]) -> PerRank:
-            assert [message.data for message in said] == [bytes([r]) for r in range(_WORLD)]
-            return PerRank(len(said), {r: Message(r) for r in range(_WORLD)})
-
-        return ranks.commit("commit", lambda: Message(0, bytes([ranks.rank])), judge)
-
-    before = world.operations()
-
-    for _ in range(3):
-        outcomes = world.all_do(act)
-        assert outcomes == {rank: [_WORLD, Message(rank)] for rank in range(_WORLD)}
-
-    taken = [after - b for b, after in zip(before, world.operations(), strict=True)]
-    assert sorted(taken)[_WORLD // 2] <= 3 * 12
-    assert sum(taken) <= 3 * 20 * _WORLD
-
-
-def test_an_error_on_one_rank_is_the_same_error_on_all_at_once(world: World) -> None:
-    def fail(ranks: Ranks) -> None:
-        def work() -> None:
-            if ranks.rank == 50:
-                raise StorageError("/disk cannot be read")
-
-        ranks.decide("look", work, lambda _: None)
-
-    outcomes = world.all_do(fail)
-
-    assert {type(error) for error in outcomes.values()} == {StorageError}
-    assert {str(error) for error in outcomes.values()} == {
-        "could not look: rank 50: /disk cannot be read"
-    }
-
-
-def test_an_error_of_the_judge_is_raised_on_all(world: World) -> None:
-    def refuse(_: list[Any]) -> None:
-        raise StorageError("not so")
-
-    outcomes = world.all_do(lambda ranks: ranks.decide("judge", lambda: 1, refuse))
-
-    assert {str(error) for error in outcomes.values()} == {"not so"}
-
-
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("missing", [(17,), (0,), (3, 4, 71)], ids=["one", "root", "three"])
 @pytest.mark.rows(1)
@@ -152,38 +106,3 @@ def test_ranks_that_do_not_come_are_named_in_time_and_raise_when_they_come(
         assert ("had not come either" in str(late[rank])) == (len(missing) > 1)
     again = world.all_do(lambda ranks: gather(ranks, "meet again", ranks.rank))
     assert again == {rank: list(range(_WORLD)) for rank in range(_WORLD)}
-
-
-@pytest.mark.fault("interrupted")
-def test_a_rank_that_stops_waiting_returns_before_its_deadline_and_the_others_hear_of_it(
-    world: World,
-) -> None:
-    waiting = [
-        Task(lambda r=ranks: outcome_of(r, lambda rs: gather(rs, "wait", None)))
-        for ranks in world.ranks[1:3]
-    ]
-    for task in waiting:
-        task.start("waits", daemon=True)
-    time.sleep(0.3)
-
-    began = time.monotonic()
-    world.ranks[1].abort()
-    stopped = waiting[0].result(PATIENCE_S)
-
-    assert time.monotonic() - began < _PATIENT_S / 2
-    assert isinstance(stopped, PeerLostError)
-    assert isinstance(waiting[1].result(PATIENCE_S), PeerLostError)
-    world.ranks[1].wait_again()
-    rest = world.all_do(lambda ranks: gather(ranks, "wait", None), without=(1, 2))
-    assert {type(error) for error in rest.values()} == {PeerLostError}
-    world.all_do(lambda ranks: gather(ranks, "go on", None))
-
-
-def test_values_of_many_mib_come_whole(world: World) -> None:
-    text = ["x" * 1000] * 4500
-
-    outcomes = world.all_do(
-        lambda ranks: gather(ranks, "tell much", text if ranks.rank == 70 else None)
-    )
-
-    assert all(outcome == [None] * 70 + [text, None] for outcome in outcomes.values())

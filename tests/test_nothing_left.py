@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -48,12 +47,3 @@ def test_what_a_test_leaves_fails_the_run(body: str, tmp_path: Path) -> None:
     for kind in ("temporary file", "shared memory", "process"):
         assert (f"{kind}: " in done.stdout) == (body is _LEAVES_ALL), done.stdout
     assert (done.returncode == 0) == (body is _LEAVES_NOTHING)
-
-
-def test_shared_memory_of_a_test_is_made_on_demand(
-    shm_roots: Callable[[int], list[Path]],
-) -> None:
-    roots = shm_roots(2)
-
-    assert len(set(roots)) == 2
-    assert all(root.is_dir() and root.parent == Path("/dev/shm") for root in roots)

@@ -1,7 +1,9 @@
-"""Options of managers: under which names they are taken, and what is refused."""
+"""Options of managers, under which names they are taken and what is refused; and the platform."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,20 @@ MAKE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("where", MAKE)
-@pytest.mark.parametrize("name", ["timeout", "timeout_s"])
-def test_a_manager_takes_its_deadline_under_either_name(
-    where: str, name: str, tmp_path: Path
+def test_an_option_is_taken_under_either_name_and_refused_twice_or_unknown(
+    where: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(localckpt.CheckpointingException, match="timeout is 0 s; it must be above"):
-        MAKE[where](tmp_path, **{name: 0})
-    with MAKE[where](tmp_path, **{name: 5.0}):
-        pass
+    for name in ("timeout", "timeout_s"):
+        error = error_of(lambda name=name: MAKE[where](tmp_path, **{name: 0}))
+        assert "timeout is 0 s; it must be above" in error
+    with pytest.raises(TypeError, match="timeout= and timeout_s= are one option"):
+        MAKE[where](tmp_path, timeout=5.0, timeout_s=5.0)
+    with pytest.raises(TypeError, match=r"no such option: retries; there are .*, timeout_s"):
+        MAKE[where](tmp_path, retries=3)
+
+    assert not [*tmp_path.iterdir()]
+    for name in ("timeout", "timeout_s"):
+        MAKE[where](tmp_path, **{name: 5.0}).close()
 
 
 def _make_refused(rank: int, world_size: int, where: str, root: Path) -> str:
@@ -45,26 +53,24 @@ def test_a_constructor_that_is_refused_waits_no_longer_for_others_than_it_is_tol
     assert "no such option: retries" in text
 
 
-@pytest.mark.parametrize("where", MAKE)
-def test_an_option_that_is_given_twice_or_unknown_is_refused_by_name(
-    where: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TypeError, match="timeout= and timeout_s= are one option"):
-        MAKE[where](tmp_path, timeout=5.0, timeout_s=5.0)
-    with pytest.raises(TypeError, match=r"no such option: retries; there are .*, timeout_s"):
-        MAKE[where](tmp_path, retries=3)
-
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize(
-    ("private", "told"),
-    [({"rng": "loose"}, "'rng' in private= is 'loose'"), ({"": "drop"}, "none for")],
+    ("options", "told"),
+    [
+        ({"elastic": True, "private": {"rng": "loose"}}, "'rng' in private= is 'loose'"),
+        ({"elastic": True, "private": {"": "drop"}}, "none for"),
+        ({"private": {"rng": "drop"}}, "give elastic=True"),
+    ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(
-    private: dict[str, Any], told: str, tmp_path: Path
+    options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(localckpt.CheckpointingException, match=told):
-        MAKE["nodes"](tmp_path, elastic=True, private=private)
-    with pytest.raises(localckpt.CheckpointingException, match="give elastic=True"):
-        MAKE["nodes"](tmp_path, private={"rng": "drop"})
+        MAKE["nodes"](tmp_path, **options)
+
+
+def test_another_platform_is_refused_in_one_sentence() -> None:
+    code = "import sys; sys.platform = 'darwin'; import localckpt"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    told = "ImportError: localckpt runs on Linux only, and this is darwin"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, told)

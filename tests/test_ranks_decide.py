@@ -1,52 +1,286 @@
-"""All ranks come to one outcome of a gathering, however late some of them are."""
+"""Ranks come to one outcome, however late some are, and the root acts on it; what fails is told."""
 
 from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
+from localckpt import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.job_store import default_store
+from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.values import Message
 from tests.managers.jobs import error_of
-from tests.ranks import init_group_with_store_on, run_ranks
+from tests.ranks import announce, await_announced, init_group_with_store_on, run_ranks
 from tests.simulated import gather
+
+# Far more than it takes to be told, far less than the timeout.
+_AT_ONCE_S, _TIMEOUT_S = 10.0, 30.0
+# More than ranks that begin together are apart on a machine that does something else as well.
+_LATE_S = 3.0
+_LARGE = 9 << 20
+
+
+def _told_at_once(call: Callable[[], Any], kind: type[Exception] = CheckpointingException) -> str:
+    began = time.monotonic()
+    told = error_of(call, kind)
+    assert time.monotonic() - began < _AT_ONCE_S
+    return told
+
+
+def _fail(error: BaseException) -> Any:
+    raise error
+
+
+def _go_on(ranks: Ranks) -> None:
+    assert ranks.commit("go on", lambda: 1, sum) == ranks.world_size
+
+
+# Verdicts.
+
+
+def _say_and_hear(rank: int, world_size: int, root: int) -> None:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S, root=root)
+    assert ranks.is_root == (rank == root)
+    for nbytes in (0, 1, _LARGE):
+        mine = Message([rank], bytes([rank]) * nbytes)
+
+        def to_each(said: list[Message], nbytes: int = nbytes) -> PerRank:
+            assert said == [Message([r], bytes([r]) * nbytes) for r in range(world_size)]
+            return PerRank(nbytes, dict(enumerate(reversed(said))))
+
+        other = world_size - 1 - rank
+        common, part = ranks.commit("tell each", lambda mine=mine: mine, to_each)
+        assert common == nbytes
+        assert part == Message([other], bytes([other]) * nbytes)
+        assert ranks.commit("tell all", lambda: rank, lambda said: said) == list(range(world_size))
+
+
+def test_bytes_of_any_size_come_to_the_root_and_each_rank_hears_its_own_part() -> None:
+    run_ranks(_say_and_hear, 3, 2)
+
+
+def _act_in_a_part(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    group = groups[0] if rank % 2 else groups[1]
+    # Others of the same name, of groups with ranks in common.
+    everybody = Ranks("test", timeout_s=_TIMEOUT_S)
+    part = Ranks("test", group, timeout_s=_TIMEOUT_S, root=1)
+    again = Ranks("test", group, timeout_s=_TIMEOUT_S, root=1)
+    assert part.is_root == (rank >= 2)
+    heard = [
+        ranks.commit("meet", lambda: rank, lambda said: said) for ranks in (again, everybody, part)
+    ]
+    mine = [1, 3] if rank % 2 else [0, 2]
+    assert heard == [mine, [0, 1, 2, 3], mine]
+    work = (lambda: None) if rank < 2 else lambda: _fail(StorageError("full"))
+    told = error_of(lambda: part.commit("meet", work, list), StorageError)
+    # Ranks are named as the job knows them.
+    assert f"could not meet: rank {2 + rank % 2}: full" in told
+
+
+def test_the_ranks_of_a_group_act_by_themselves() -> None:
+    run_ranks(_act_in_a_part, 4)
+
+
+# What fails.
+
+
+def _fail_in_turn(rank: int, world_size: int) -> list[str]:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    told = []
+    for failing in range(world_size):
+        for error, kind in (
+            (StorageError(f"full {failing}"), StorageError),
+            (ValueError(f"odd {failing}"), CheckpointingException),
+        ):
+
+            def work(failing: int = failing, error: Exception = error) -> Message:
+                return _fail(error) if rank == failing else Message(0, b"data")
+
+            told.append(_told_at_once(lambda work=work: ranks.commit("try", work, list), kind))
+    no = StorageError("no")
+    told.append(_told_at_once(lambda: ranks.commit("try", int, lambda _: _fail(no)), StorageError))
+    _go_on(ranks)
+    return told
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_at_once_with_its_type() -> None:
+    told = run_ranks(_fail_in_turn, 3)
+
+    expected = []
+    for rank in range(3):
+        expected += [
+            f"StorageError: could not try: rank {rank}: full {rank}",
+            f"CheckpointingException: could not try: rank {rank}: ValueError: odd {rank}",
+        ]
+    expected.append("StorageError: could not try: rank 0: no")
+    assert told == [expected] * 3
+
+
+def _end_work_in_vain(rank: int, world_size: int, failing: int) -> list[str]:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    told = []
+    for _ in range(2):
+        on_failure = threading.Event()
+
+        def work(on_failure: threading.Event = on_failure) -> None:
+            if rank == failing:
+                raise StorageError("full")
+            # Far longer than the test has.
+            on_failure.wait(10 * _TIMEOUT_S)
+            raise ValueError("ended")
+
+        told.append(
+            _told_at_once(
+                lambda work=work, on_failure=on_failure: ranks.commit(
+                    "write", work, list, on_failure=on_failure.set
+                ),
+                StorageError,
+            )
+        )
+        assert ranks.commit("go on", lambda: 1, sum, on_failure=on_failure.set) == world_size
+    return told
+
+
+def test_a_rank_at_work_is_told_that_another_has_failed_and_raises_the_same() -> None:
+    told = run_ranks(_end_work_in_vain, 3, 2)
+
+    assert told == [["StorageError: could not write: rank 2: full"] * 2] * 3
+
+
+def _lose_the_store(rank: int, world_size: int) -> str:
+    """The first rank hosts the job's store, and dies."""
+    init_group_with_store_on(0, rank, world_size)
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    on_failure = threading.Event()
+
+    def work() -> None:
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        on_failure.wait(10 * _TIMEOUT_S)
+        raise ValueError("ended")
+
+    return _told_at_once(
+        lambda: ranks.commit("write", work, list, on_failure=on_failure.set), PeerLostError
+    )
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_rank_at_work_is_told_that_the_store_has_died_with_its_host() -> None:
+    _, *told = run_ranks(_lose_the_store, 3, init_group=False, expect_dead=[0])
+
+    for text in told:
+        assert "the job's key-value store does not answer" in text
+        # Without the frames of torch's code.
+        assert "\n" not in text
+
+
+class Unforeseen(BaseException):
+    """As torch's own CheckpointException, no ``Exception``."""
+
+
+def _fail_with_what_is_no_exception(rank: int, world_size: int, failing: str) -> list[str]:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    gather(ranks, "begin", None)
+    error = Unforeseen("out of the ordinary")
+    work = (lambda: _fail(error)) if failing == "work" and rank == 1 else int
+    judge: Any = (lambda _: _fail(error)) if failing == "judge" else list
+    began = time.monotonic()
+    with pytest.raises((CheckpointingException, Unforeseen)) as raised:
+        ranks.commit("try", work, judge)
+    assert time.monotonic() - began < _AT_ONCE_S
+    _go_on(ranks)
+    return [raised.type.__name__, str(raised.value)]
+
+
+@pytest.mark.fault("interrupted")
+@pytest.mark.parametrize("failing", ["work", "judge"])
+def test_what_is_no_exception_is_raised_on_all_at_once_too(failing: str) -> None:
+    told = run_ranks(_fail_with_what_is_no_exception, 2, failing)
+
+    at = 1 if failing == "work" else 0
+    assert told[at] == ["Unforeseen", "out of the ordinary"]
+    text = f"could not try: rank {at}: Unforeseen: out of the ordinary"
+    assert told[1 - at] == ["CheckpointingException", text]
 
 
 def _come_late(rank: int, world_size: int) -> list[str]:
     told = []
-    coordinator = Ranks("late", None, timeout_s=30.0)
-    for late_s in (0.0, 1.0, 0.0):
-        if rank == 1:
-            time.sleep(late_s)
-        began = time.monotonic()
-        try:
-            deadline = Deadline.after(0.3)
-            told.append(str(coordinator.decide("meet", lambda: rank, list, deadline=deadline)))
-        except PeerLostError as error:
-            told.append(str(error))
-        assert time.monotonic() - began < 20.0
-        # All start the next one together.
-        gather(coordinator, "wait for all", None)
+    ranks = Ranks("test", timeout_s=_LATE_S)
+    for late in range(world_size):
+
+        def work(late: int = late) -> Message:
+            if rank == late:
+                for other in {0, 1, 2} - {rank}:
+                    await_announced(f"told {late} {other}")
+            return Message(0, bytes(_LARGE))
+
+        told.append(error_of(lambda work=work: ranks.commit("write", work, list), PeerLostError))
+        announce(f"told {late} {rank}")
+        await_announced(f"told {late} {late}")
+        _go_on(ranks)
     return told
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_rank_that_comes_too_late_raises_and_the_next_gathering_works() -> None:
-    waiting, late = run_ranks(_come_late, 2)
+def test_a_rank_that_is_too_late_is_named_with_what_it_began_and_the_next_call_works() -> None:
+    told = run_ranks(_come_late, 3)
 
-    assert waiting[0] == late[0] == "[0, 1]"
-    assert "waited 0.3 s to meet, and rank 1 (last seen: wait for all) did not come" in waiting[1]
-    assert "rank 1 came too late to meet: the others (rank 0) were not all" in late[1]
-    assert waiting[2] == late[2] == "[0, 1]"
+    for late in range(3):
+        for rank in {0, 1, 2} - {late}:
+            assert (
+                f"waited {_LATE_S:g} s to write, and rank {late} (last seen: write) did not come"
+            ) in told[rank][late]
+        assert f"rank {late} came too late to write" in told[late][late]
+
+
+# Keys in the store.
+
+
+def _count_keys(rank: int, world_size: int, rounds: int) -> list[int]:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    counts = []
+
+    def to_each(said: list[Message]) -> PerRank:
+        return PerRank(0, dict(enumerate(said)))
+
+    def act_often() -> None:
+        for _ in range(rounds):
+            ranks.commit("tell each", lambda: Message(0, b"said"), to_each)
+            work = (lambda: _fail(StorageError("full"))) if rank == 1 else lambda: Message(0, b"x")
+            error_of(lambda work=work: ranks.commit("fail", work, to_each), StorageError)
+        ranks.commit("tell much", lambda: Message(0, bytes(_LARGE)), to_each)
+        for _ in range(3):
+            ranks.commit("tell each", lambda: Message(0, b"said"), to_each)
+        # Nobody is inside of a round any more.
+        dist.barrier()
+        counts.append(default_store().num_keys())
+        dist.barrier()
+
+    act_often()
+    act_often()
+    return counts
+
+
+def test_rounds_leave_no_more_in_the_store_than_those_before() -> None:
+    told = run_ranks(_count_keys, 3, 25)
+
+    for first, second in told:
+        assert first == second
+
+
+# Late ranks.
 
 
 def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
@@ -74,30 +308,6 @@ def test_whenever_ranks_come_all_have_the_answer_or_none_has() -> None:
     assert {True, False} == set(told[0])
 
 
-def _fail_and_come_late(rank: int, world_size: int) -> str:
-    coordinator = Ranks("cause", None, timeout_s=30.0)
-    if rank == 1:
-        time.sleep(1.0)
-    with Attempt() as looking:
-        if rank == 0:
-            raise StorageError("/disk cannot be read")
-    return _outcome(lambda: coordinator.decide("look", looking, grace_s=0.2))
-
-
-def _outcome(agreeing: Callable[[], object]) -> str:
-    try:
-        agreeing()
-    except CheckpointingException as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_ranks_that_come_late_hear_why_another_failed_and_not_only_that_they_were_late() -> None:
-    told = run_ranks(_fail_and_come_late, 3)
-
-    assert told == ["StorageError: could not look: rank 0: /disk cannot be read"] * 3
-
-
 def _succeed_and_wait(rank: int, world_size: int) -> str:
     coordinator = Ranks("patience", None, timeout_s=1.0)
     gather(coordinator, "wait for all", None)
@@ -105,45 +315,14 @@ def _succeed_and_wait(rank: int, world_size: int) -> str:
         if rank == 0:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
-    return _outcome(
-        lambda: coordinator.decide("exchange", exchanging, deadline=Deadline.after(31.0))
-    )
+    deadline = Deadline.after(31.0)
+    return error_of(lambda: coordinator.decide("exchange", exchanging, deadline=deadline))
 
 
 def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:
     told = run_ranks(_succeed_and_wait, 3)
 
     assert told == ["PeerLostError: could not exchange: rank 0: rank 7 is lost"] * 3
-
-
-def _ask_alone(rank: int, world_size: int, asking: int) -> list[Any]:
-    ranks = Ranks("alone", None, timeout_s=30.0)
-    gather(ranks, "wait for all", None)
-    told: list[Any] = []
-    for what in ("look", "look again"):
-        if rank == asking:
-            ask = partial(gather, ranks, what, rank, deadline=Deadline.after(0.2))
-            told.append(error_of(ask, PeerLostError))
-    dist.barrier()
-    told.append(gather(ranks, "look at all", rank))
-    if rank == asking:
-        ask = partial(ranks.commit, "act alone", lambda: rank, list, timeout_s=0.2)
-        told.append(error_of(ask, PeerLostError))
-    dist.barrier()
-    told.append(ranks.commit("act", lambda: rank, list, on_failure=lambda: None))
-    return told
-
-
-@pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize("asking", [0, 1])
-def test_a_call_that_one_rank_made_alone_fails_there_and_the_next_ones_work(asking: int) -> None:
-    *others, alone = (told := run_ranks(_ask_alone, 2, asking))[1 - asking], told[asking]
-
-    assert others == [[[0, 1], [0, 1]]]
-    assert f"rank {asking} waited 0.2 s to look, and rank {1 - asking} (last seen" in alone[0]
-    assert "to look again" in alone[1]
-    assert "to act alone" in alone[3]
-    assert alone[2] == alone[4] == [0, 1]
 
 
 def _fall_apart(rank: int, world_size: int) -> list[Any]:
@@ -163,43 +342,3 @@ def test_of_calls_for_several_iterations_the_earlier_fails_and_the_ranks_meet_at
 
     assert "rank 0: save 7; ranks 1 and 2: save 9" in alone
     assert first == second == third == [[9, 9, 9], [10, 10, 10]]
-
-
-def _fail_and_leave(rank: int, world_size: int) -> str:
-    """Rank 0 judges, hosts the store, and is gone as soon as it knows what failed."""
-    init_group_with_store_on(0, rank, world_size)
-    ranks = Ranks("leaving", None, timeout_s=20.0)
-
-    def refuse() -> None:
-        if rank == 1:
-            raise MismatchError("it does not fit")
-
-    told = error_of(lambda: ranks.decide("load", refuse, len), MismatchError)
-    if rank == 0:
-        os._exit(1)
-    return told
-
-
-@pytest.mark.parametrize("turn", range(3))
-def test_a_failure_reaches_all_ranks_before_the_one_with_the_store_ends(turn: int) -> None:
-    _, *told = run_ranks(_fail_and_leave, 4, init_group=False, expect_dead=[0])
-
-    assert told == ["MismatchError: could not load: rank 1: it does not fit"] * 3
-
-
-def _lose_the_store(rank: int, world_size: int) -> str:
-    init_group_with_store_on(0, rank, world_size)
-    ranks = Ranks("losing", None, timeout_s=2.0)
-    gather(ranks, "meet", rank)
-    dist.barrier()
-    if rank == 0:
-        os._exit(1)
-    return error_of(lambda: gather(ranks, "meet again", rank), PeerLostError)
-
-
-def test_a_lost_store_is_told_without_the_frames_of_torchs_code() -> None:
-    _, told = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[0])
-
-    assert "the job's key-value store does not answer" in told
-    assert "\n" not in told
-    assert "frame #" not in told

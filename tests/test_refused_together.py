@@ -15,7 +15,7 @@ import torch.distributed as dist
 import localckpt
 from localckpt import CheckpointingException
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import MAX_S, assert_same, cliques, error_of, make_manager, state_of
+from tests.managers.jobs import assert_same, cliques, error_of, make_manager, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
 
@@ -31,27 +31,18 @@ def _use(manager: Any) -> None:
         manager.find_latest()
 
 
-def _local(refused: bool, **options: Any) -> None:
-    _use(make_manager("disk", node_store(), "job", timeout=_TIMEOUT_S, **options))
-
-
-def _group(members: list[int]) -> Any:
-    return dist.new_group(members)
+def _local(root: Path | None = None, repl: Any = None, **options: Any) -> None:
+    _use(make_manager("disk", root or node_store(), "job", repl, timeout=_TIMEOUT_S, **options))
 
 
 def _protected(strategy: Any) -> None:
     with strategy:
-        _local(False, repl_strategy=strategy)
+        _local(repl=strategy)
 
 
-def _clique(refused: bool, **options: Any) -> Any:
-    return localckpt.CliqueReplicationStrategy(timeout_s=_TIMEOUT_S, **options)
-
-
-def _in_group_of_others(refused: bool, wrap: Callable[[Any], Any] = lambda group: group) -> None:
+def _in_group_of_others(wrap: Callable[[Any], Any]) -> None:
     # Of ranks 0 to 2 the refused one gives the group of the two others.
-    both = [rank for rank in range(3) if rank != _refused_rank()]
-    group = _group(both)
+    group = dist.new_group([rank for rank in range(3) if rank != _refused_rank()])
     _protected(localckpt.CliqueReplicationStrategy(wrap(group), timeout_s=_TIMEOUT_S))
 
 
@@ -59,139 +50,69 @@ def _refused_rank() -> int:
     return int(os.environ["LOCALCKPT_TEST_REFUSED"])
 
 
-_CONSTRUCTORS: dict[str, tuple[Callable[[bool], Any], str]] = {
-    "LocalCheckpointManager, its directory": (
-        lambda refused: _use(
-            make_manager(
-                *("disk", Path("/proc/nothing") if refused else node_store(), "job"),
-                timeout=_TIMEOUT_S,
-            )
-        ),
-        "/proc/nothing",
-    ),
-    "LocalCheckpointManager, a value": (
-        lambda refused: _local(refused, keep_last=0 if refused else 2),
-        "keep_last is 0",
-    ),
-    "InMemoryCheckpointManager, a value": (
-        lambda refused: _use(
-            localckpt.InMemoryCheckpointManager(
-                *("job", None),
-                root=node_store(),
-                timeout=_TIMEOUT_S,
-                num_buffers=0 if refused else 2,
-            )
-        ),
-        "num_buffers is 0",
-    ),
-    "InMemoryCheckpointManager without a session, a value": (
-        lambda refused: _use(
-            localckpt.InMemoryCheckpointManager(
-                timeout=_TIMEOUT_S, max_attempts=0 if refused else None
-            )
-        ),
-        "max_attempts is 0",
-    ),
-    "BaseCheckpointManager, a value": (
-        lambda refused: _use(
-            DictManager(
-                {}, session_id="job", timeout=_TIMEOUT_S, check_replicas=0 if refused else None
-            )
+_Clique = partial(localckpt.CliqueReplicationStrategy, timeout_s=_TIMEOUT_S)
+_from_params = localckpt.CliqueReplicationStrategy.from_replication_params
+_Lazy = partial(localckpt.LazyCliqueReplicationStrategy, timeout_s=_TIMEOUT_S)
+_of_lists = partial(localckpt.GroupWrapper.from_list_of_groups, timeout_s=_TIMEOUT_S)
+# What makes an object, bad or not, and what the error says.
+_CONSTRUCTORS: list[tuple[Callable[[bool], Any], str]] = [
+    (lambda bad: _local(Path("/proc/nothing") if bad else None), "/proc/nothing"),
+    (lambda bad: _local(keep_last=0 if bad else 2), "keep_last is 0"),
+    (
+        lambda bad: _use(
+            DictManager({}, session_id="job", timeout=_TIMEOUT_S, check_replicas=1 - bad)
         ),
         "check_replicas is 0",
     ),
-    "GlobalCheckpointManager, a value": (
-        lambda refused: _use(
-            manager_on(node_store(), timeout=_TIMEOUT_S, thread_count=0 if refused else 1)
-        ),
+    (
+        lambda bad: _use(manager_on(node_store(), timeout=_TIMEOUT_S, thread_count=1 - bad)),
         "thread_count",
     ),
-    "CliqueReplicationStrategy, a value": (
-        lambda refused: _protected(_clique(refused, rate_limit=0 if refused else 1 << 30)),
+    (lambda bad: _protected(_Clique(replication_factor=2 - bad)), "=1 keeps no replica"),
+    (
+        lambda bad: _protected(_from_params(1, 2, rate_limit=0 if bad else 2**30)),
         "rate_limit is 0",
     ),
-    "CliqueReplicationStrategy, one copy": (
-        lambda refused: _protected(_clique(refused, replication_factor=1 if refused else 2)),
-        "replication_factor=1 keeps no replica",
-    ),
-    "from_replication_params, a value": (
-        lambda refused: _protected(
-            localckpt.CliqueReplicationStrategy.from_replication_params(
-                1, 2, timeout_s=_TIMEOUT_S, rate_limit=0 if refused else None
-            )
-        ),
-        "rate_limit is 0",
-    ),
-    "LazyCliqueReplicationStrategy, a value": (
-        lambda refused: _protected(
-            localckpt.LazyCliqueReplicationStrategy(
-                replication_factor=0 if refused else 2, timeout_s=_TIMEOUT_S
-            )
-        ),
-        "replication_factor must be an integer of at least 1",
-    ),
-    "ParityStrategy, a value": (
-        lambda refused: _protected(
-            localckpt.ParityReplicationStrategy(parity=0 if refused else 1, group_size=3)
-        ),
+    (lambda bad: _protected(_Lazy(replication_factor=2 - 2 * bad)), "must be an integer of"),
+    (
+        lambda bad: _protected(localckpt.ParityReplicationStrategy(1 - bad, group_size=3)),
         "parity is 0",
     ),
-    "CliqueReplicationStrategy, a group of others": (_in_group_of_others, "is not a member"),
-    "GroupWrapper, a group of others": (
-        lambda refused: _in_group_of_others(refused, localckpt.GroupWrapper),
-        "is not a member",
-    ),
-    "from_list_of_groups, other lists": (
-        lambda refused: localckpt.GroupWrapper.from_list_of_groups(
-            [[0, 1, 2], [3]] if refused else [[0, 1, 2]], timeout_s=_TIMEOUT_S
-        ),
+    (lambda bad: _in_group_of_others(lambda group: group), "is not a member"),
+    (lambda bad: _in_group_of_others(localckpt.GroupWrapper), "is not a member"),
+    (
+        lambda bad: _of_lists([[0, 1, 2], [3]] if bad else [[0, 1, 2]]),
         "not in the job: [3]",
     ),
-}
+]
 
 
-def _refuse(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
-    told = {}
-    for number, (what, (construct, _)) in enumerate(_CONSTRUCTORS.items()):
+def _refuse(rank: int, world_size: int) -> list[tuple[str, float]]:
+    told = []
+    for number, (construct, _) in enumerate(_CONSTRUCTORS):
         began = time.monotonic()
         text = error_of(partial(construct, rank == _refused_rank()), CheckpointingException)
-        told[what] = text, time.monotonic() - began
+        told.append((text, time.monotonic() - began))
         # The ranks are in step, so what they make next works.
         with make_manager("disk", node_store() / f"{number}", "job", cliques(1, 2)) as manager:
             manager.save(state_of(rank, 1), 1)
             assert_same(manager.load()[0], state_of(rank, 1))
+    # What all refuse is each one's own error.
+    with pytest.raises(CheckpointingException, match=r"^rate_limit is 0"):
+        localckpt.CliqueReplicationStrategy(rate_limit=0)
+    with pytest.raises(CheckpointingException, match=r"^keep_last is 0"):
+        make_manager("disk", node_store(), "job", keep_last=0)
+    _local()
     return told
 
 
 @pytest.mark.parametrize("refused", [0, 2])
 def test_what_one_rank_refuses_is_an_error_on_all_at_once(refused: int, node_dirs: Dirs) -> None:
-    told = run_ranks(
-        *(_refuse, 3),
-        store_per_node=node_dirs(3),
-        env={"LOCALCKPT_TEST_REFUSED": str(refused)},
-    )
+    env = {"LOCALCKPT_TEST_REFUSED": str(refused)}
+    told = run_ranks(_refuse, 3, store_per_node=node_dirs(3), env=env)
 
-    for what, (_, expected) in _CONSTRUCTORS.items():
-        for rank, (text, took_s) in enumerate(of_rank[what] for of_rank in told):
-            assert expected in text, (what, rank)
-            assert rank == refused or f"rank {refused}: " in text, what
-            assert took_s < _AT_ONCE_S, what
-
-
-def _refuse_on_all(rank: int, world_size: int) -> float:
-    began = time.monotonic()
-    for _ in range(2):
-        with pytest.raises(CheckpointingException, match=r"^rate_limit is 0"):
-            localckpt.CliqueReplicationStrategy(rate_limit=0)
-        with pytest.raises(CheckpointingException, match=r"^keep_last is 0"):
-            make_manager("disk", node_store(), "job", keep_last=0)
-    took_s = time.monotonic() - began
-    with make_manager("disk", node_store(), "job", cliques(1, 2), timeout=MAX_S) as manager:
-        manager.save(state_of(rank, 1), 1)
-    return took_s
-
-
-def test_what_all_ranks_refuse_is_each_ones_own_error_at_once(node_dirs: Dirs) -> None:
-    took_s = run_ranks(_refuse_on_all, 2, store_per_node=node_dirs(2))
-
-    assert max(took_s) < _AT_ONCE_S
+    for number, (_, expected) in enumerate(_CONSTRUCTORS):
+        for rank, (text, took_s) in enumerate(of_rank[number] for of_rank in told):
+            assert expected in text, (number, rank)
+            assert rank == refused or f"rank {refused}: " in text, number
+            assert took_s < _AT_ONCE_S, number

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,19 +20,14 @@ import torch.distributed as dist
 from localckpt import (
     AsyncCallsQueue,
     CliqueReplicationStrategy,
-    FileSystemWriterAsync,
     GlobalCheckpointManager,
     LocalCheckpointManager,
     MismatchError,
     PeerLostError,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
 )
-from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
-from tests.ranks import announce, await_announced, node_store, run_ranks, torchrun
+from tests.ranks import node_store, run_ranks
 from tests.simulated import gather
 
 _TIMEOUT_S = 20.0
@@ -90,66 +84,6 @@ def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.T
         told = run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
 
     assert told == [[*([[r, n] for r in range(3)] for n in range(3)), [0, 1, 2]]] * 3
-
-
-def _remake(rank: int, world_size: int, port: int) -> list[int]:
-    counts = []
-    for number in range(4):
-        _join(rank, world_size, port)
-        before = Ranks("test", timeout_s=_TIMEOUT_S)
-        assert gather(before, "meet", number) == [number] * world_size
-        # One rank has made more than the others when the group is made anew.
-        if rank == 0:
-            Ranks("test", timeout_s=_HANG_S)
-        dist.destroy_process_group()
-        counts.append(before.world_size)
-    return counts
-
-
-def test_a_group_made_anew_in_the_same_processes_counts_from_the_beginning(
-    job_store: dist.TCPStore,
-) -> None:
-    assert run_ranks(_remake, 3, job_store.port, init_group=False) == [[3] * 4] * 3
-
-
-def _open_when_all_are_there(rank: int, world_size: int) -> str:
-    if rank == 2:
-        time.sleep(2.0)
-    told = ""
-    coordinator = Ranks("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
-    until = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < until:
-        began = time.monotonic()
-        try:
-            gather(coordinator, "meet", None, deadline=Deadline.after(_TIMEOUT_S))
-            return told
-        except PeerLostError as error:
-            assert time.monotonic() - began < _TIMEOUT_S / 2
-            told = told or str(error)
-    raise AssertionError(told)
-
-
-def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_works() -> None:
-    patient, impatient, _ = run_ranks(_open_when_all_are_there, 3)
-
-    assert patient == impatient
-    assert "waited 1 s to open 'test', and rank 2 (last seen: not seen yet) did not come" in patient
-
-
-def _open_after_one_that_a_stranger_has_overwritten(rank: int, world_size: int) -> None:
-    if rank == 0:
-        alone = Ranks("test", timeout_s=_HANG_S)
-        error_of(lambda: gather(alone, "meet", None, deadline=Deadline.after(_HANG_S)))
-        of_ours, nonce = alone._part._shared, alone._part._published()
-        of_ours.set(f"{nonce}/-1/verdict", b"\xff" * 100)
-        announce("overwritten")
-    await_announced("overwritten")
-
-    assert gather(Ranks("test", timeout_s=_TIMEOUT_S), "meet", rank) == [0, 1]
-
-
-def test_a_verdict_that_a_stranger_has_overwritten_is_in_no_later_openings_way() -> None:
-    run_ranks(_open_after_one_that_a_stranger_has_overwritten, 2)
 
 
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
@@ -226,51 +160,6 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
     assert found() == [first[0] + 2] * 2
 
 
-def _leave_nothing_to_others(rank: int, world_size: int) -> int:
-    for number in range(6):
-        coordinator = Ranks("test", timeout_s=_TIMEOUT_S)
-        assert gather(coordinator, "meet", number) == [number] * world_size
-        coordinator.close()
-        coordinator.close()
-        if number == 2:
-            dist.barrier()
-            before = default_store().num_keys()
-            dist.barrier()
-    dist.barrier()
-    return default_store().num_keys() - before
-
-
-def test_parts_that_were_closed_are_removed_by_the_next() -> None:
-    assert run_ranks(_leave_nothing_to_others, 3) == [0, 0, 0]
-
-
-def _save_together_and_close(rank: int, world_size: int, shared: Path) -> list[int]:
-    counts = []
-    for life in range(5):
-        with GlobalCheckpointManager(shared, timeout=_TIMEOUT_S) as manager:
-            for iteration in (2 * life, 2 * life + 1):
-                manager.save({f"w{rank}": torch.full((100,), 1.0)}, iteration)
-            manager.load(into={f"w{rank}": torch.zeros(100)})
-        writer = FileSystemWriterAsync(shared / f"own {life}")
-        planned = save_state_dict_async_plan({"a": 1}, writer)
-        save, preload, args = writer.get_save_function_and_args()
-        if save is not None and preload is not None:
-            save(*args[:-1], preload())
-        save_state_dict_async_finalize(*planned)
-        writer.close()
-        dist.barrier()
-        counts.append(default_store().num_keys())
-        dist.barrier()
-    return counts
-
-
-def test_managers_and_writers_of_shared_storage_leave_no_more_keys_than_the_last_ones(
-    tmp_path: Path,
-) -> None:
-    for counts in run_ranks(_save_together_and_close, 3, tmp_path):
-        assert len(set(counts[1:])) == 1, counts
-
-
 def _make_before_the_group(rank: int, world_size: int, shared: Path) -> None:
     def local() -> LocalCheckpointManager:
         return LocalCheckpointManager(node_store(), "run", timeout=_TIMEOUT_S)
@@ -308,44 +197,3 @@ def test_a_manager_made_before_the_process_group_is_an_error_and_no_world_of_one
         init_group=False,
         store_per_node=node_dirs(2),
     )
-
-
-def _die_at_points(here: Path, deaths: int) -> None:
-    attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
-
-    def die_in(number: int) -> None:
-        if attempt == number and number < deaths and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    dist.init_process_group("gloo")
-    die_in(1)
-    with (
-        AsyncCallsQueue(timeout_s=60.0) as queue,
-        LocalCheckpointManager(here / "node", "run", timeout=60.0) as local,
-        GlobalCheckpointManager(here / "shared", timeout=60.0) as shared,
-    ):
-        found = [local.find_latest(), shared.find_latest()]
-        die_in(2)
-        for iteration in range(found[0] + 1, found[0] + 3):
-            queue.schedule_async_request(local.save({"n": iteration}, iteration, is_async=True))
-            queue.maybe_finalize_async_calls(blocking=True)
-            shared.save({"n": iteration}, iteration, is_async=False)
-            die_in(0)
-    (here / f"{rank}").write_text(f"{attempt} {found}")
-    dist.destroy_process_group()
-
-
-@pytest.mark.fault("trainer-dies")
-def test_torchrun_restarts_a_job_whose_ranks_died_at_different_points(
-    tmp_path: Path, long_form: bool
-) -> None:
-    deaths = 3 if long_form else 1
-
-    run_ranks(
-        *(torchrun, 1, _die_at_points, (tmp_path, deaths), 3, tmp_path),
-        init_group=False,
-        timeout_s=150.0,
-        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
-
-    assert {(tmp_path / f"{rank}").read_text() for rank in range(2)} == {f"{deaths} [0, 0]"}

@@ -6,11 +6,9 @@ import _thread
 import _weakrefset
 import dis
 import gc
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CodeType, FrameType
@@ -21,14 +19,10 @@ import pytest
 from localckpt import PeerLostError
 from localckpt.memory.copying import Copier
 from localckpt.ranks.deadline import Patience, StoreWait, ask_until_stopped, interruptible
-from localckpt.threads import Latch, SerialThread, Task, end_all
-from tests.interrupts import Interrupter, slow_to_begin_tasks
+from localckpt.threads import Latch, Task, end_all
+from tests.interrupts import Interrupter
 
 _PATIENCE_S = 20.0
-
-
-class _Data:
-    pass
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,22 +35,6 @@ def no_garbage() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def test_a_latch_is_seen_by_all_who_wait_and_by_those_who_come_later() -> None:
-    latch = Latch()
-    waits = [Task(lambda: latch.wait(_PATIENCE_S)) for _ in range(3)]
-    for wait in waits:
-        wait.start("wait", daemon=True)
-
-    assert not latch.is_set()
-    assert not latch.wait(0.01)
-    latch.set()
-    latch.set()
-
-    assert latch.is_set()
-    assert latch.wait(0.0)
-    assert [wait.result(_PATIENCE_S) for wait in waits] == [True] * 3
 
 
 @cache
@@ -146,20 +124,6 @@ def test_an_interrupt_at_any_moment_of_starting_a_thread_leaves_none_that_does_n
     assert begun == number
 
 
-def test_an_interrupt_at_any_moment_of_submitting_leaves_a_thread_that_can_be_closed() -> None:
-    number, is_interrupted = 0, True
-    while is_interrupted:
-        number += 1
-        thread, first = SerialThread("serial"), Task(lambda: 1)
-
-        is_interrupted = _interrupted_at(number, lambda t=thread, f=first: t.submit(f))
-
-        thread.close()
-        assert first.done() or first.call_off()
-    assert not _running("serial")
-    assert number > 20
-
-
 def test_a_call_that_is_stopped_is_abandoned_and_its_thread_ends_with_it() -> None:
     stopped, over = Latch(), Latch()
 
@@ -218,57 +182,6 @@ def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never
     assert interrupter.interrupts > 30
 
 
-def test_a_task_whose_thread_is_slow_to_begin_it_is_not_taken_for_one_that_was_not_started() -> (
-    None
-):
-    with slow_to_begin_tasks():
-        for outcome in (True, False):
-            task = Task(lambda outcome=outcome: outcome)
-            task.start("slow", daemon=True)
-
-            assert not task.done()
-            assert task.result(_PATIENCE_S) is outcome
-    task = Task(lambda: True)
-
-    assert task.call_off()
-    task.run()
-    assert task.result(0.0) is None
-
-
-def test_a_task_raises_its_error_once_or_every_time_and_keeps_nothing_of_its_work() -> None:
-    def fail(data: _Data) -> None:
-        raise ValueError(f"{type(data).__name__} is bad")
-
-    def raised(take: bool) -> weakref.ref[_Data]:
-        data = _Data()
-        task = Task(lambda: fail(data))
-        task.run()
-        for _ in range(1 if take else 2):
-            with pytest.raises(ValueError, match="is bad"):
-                task.take_result() if take else task.result()
-        assert (task.error is None) == take
-        return weakref.ref(data)
-
-    gc.disable()
-    try:
-        assert raised(take=True)() is None
-    finally:
-        gc.enable()
-    raised(take=False)
-
-
-def test_a_task_that_is_not_over_in_time_says_so() -> None:
-    hold = Latch()
-    task = Task(lambda: hold.wait(_PATIENCE_S))
-    task.start("held", daemon=True)
-
-    with pytest.raises(TimeoutError):
-        task.result(0.01)
-    hold.set()
-
-    assert task.result(_PATIENCE_S)
-
-
 def test_work_that_hangs_in_a_library_is_stopped_by_the_first_interrupt() -> None:
     interrupter, stops = Interrupter(1), 0
     for _ in range(20):
@@ -284,32 +197,6 @@ def test_work_that_hangs_in_a_library_is_stopped_by_the_first_interrupt() -> Non
         assert time.monotonic() - began < _PATIENCE_S / 2
     assert interrupter.interrupts == 20
     assert stops > 10
-
-
-_ENDS_LATE = """
-import threading, time
-from localckpt.threads import Latch, Task
-
-class Lingering(Latch):
-    def set(self):
-        super().set()
-        time.sleep(0.5)
-        print("ended", flush=True)
-
-task = Task(lambda: None)
-task.over = Lingering()
-task.start("localckpt-test", daemon=True)
-task.wait()
-"""
-
-
-def test_the_exit_waits_for_a_thread_whose_task_is_over() -> None:
-    # Cut off on its way out it would end the process by SIGABRT.
-    done = subprocess.run(
-        [sys.executable, "-c", _ENDS_LATE], capture_output=True, text=True, timeout=60, check=True
-    )
-
-    assert done.stdout == "ended\n"
 
 
 def _lose_starts(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
@@ -340,11 +227,3 @@ def test_the_work_of_a_thread_that_never_begins_is_done_by_its_caller_and_once(
 
     assert sorted(done) == pieces
     assert len(lost) == 2
-
-
-def test_a_thread_that_does_not_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = _lose_starts(monkeypatch)
-
-    with pytest.raises(RuntimeError, match=r"did not begin within 0\.05 s"):
-        Task(lambda: None).start("localckpt-test", daemon=True)
-    _thread.start_new_thread(lost[0], ())

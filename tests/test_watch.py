@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -129,22 +128,6 @@ def test_a_poll_asks_the_store_nothing(world: World) -> None:
     world.all_do(lambda ranks: watches[ranks.rank]._await_verdict(0, time.monotonic()))
 
 
-def test_a_rank_asks_the_store_as_often_in_a_large_world(world: World) -> None:
-    watches = [Watch(PATIENCE_S, ranks=ranks) for ranks in world.ranks]
-    before = world.operations()
-
-    def agree(ranks: Ranks) -> Any:
-        watches[ranks.rank]._follow(_call(0))
-        return watches[ranks.rank]._await_verdict(0, time.monotonic())
-
-    world.all_do(agree)
-
-    taken = sorted(after - b for b, after in zip(before, world.operations(), strict=True))
-    # Two rounds, of one report, one count, and one wait each.
-    assert taken[_WORLD // 2] <= 2 * 4
-    assert sum(taken) <= 12 * _WORLD
-
-
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
 def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
     steps: list[tuple[int, bool]],
@@ -178,22 +161,6 @@ def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
             poll(rank)
 
     assert len(set(acted.values())) == 1
-
-
-def test_the_trainer_never_passes_the_poll_that_its_thread_has_promised() -> None:
-    for _ in range(300):
-        watch = Watch(PATIENCE_S, ranks=_Silent())  # type: ignore[arg-type]
-        with ThreadPoolExecutor(1) as thread:
-            polling = thread.submit(lambda w=watch: [w.poll(False) for _ in range(2000)])
-
-            limit = watch._promise()
-            time.sleep(0.0005)
-            polls = watch._polls
-            watch._publish([])
-            polling.result(PATIENCE_S)
-
-        # The poll that it waits in is counted.
-        assert polls <= max(limit + 1, 2000 if limit >= 2000 else 0)
 
 
 class _DiedError(Exception):

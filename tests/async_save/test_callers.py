@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from localckpt.async_save.callers import (
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.processes import NotSendableError, Priority
+from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from localckpt.waiting import wait_until
@@ -100,15 +99,6 @@ class TestEveryCaller:
         with pytest.raises(CheckpointingException, match="no space left"):
             caller.is_current_async_call_done()
 
-    def test_survives_a_call_that_exits_and_carries_out_the_next(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller = make(kind)
-
-        assert isinstance(outcome(caller, work.leave, 3), SystemExit)
-
-        assert outcome(caller, work.write, tmp_path / "a") is None
-
     def test_close_waits_for_what_is_scheduled_and_leaves_no_thread(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
@@ -143,19 +133,18 @@ class TestEveryCaller:
         assert gone() is None
         assert not [c for c in children if c.is_running()]
 
-    @pytest.mark.parametrize("no_dist", [False, True])
     def test_a_call_that_is_not_over_in_time_is_an_error(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, no_dist: bool
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
     ) -> None:
         caller, gate = make(kind, timeout_s=0.5), tmp_path / "gate"
         caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
 
         with pytest.raises(CheckpointingException, match=r"write_when.* was not over after 0\."):
-            caller.is_current_async_call_done(blocking=True, no_dist=no_dist)
+            caller.is_current_async_call_done(blocking=True)
 
         work.write(gate)
         # The process may take longer than its limit on a busy machine.
-        assert wait_until(lambda: caller.is_current_async_call_done(no_dist=no_dist), PATIENCE_S)
+        assert wait_until(caller.is_current_async_call_done, PATIENCE_S)
 
     def test_a_call_that_was_given_up_does_not_stop_those_after_it(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
@@ -214,19 +203,6 @@ class TestEveryProcess:
         assert str(error) == "UnrebuildableError: kept apart: this"
         assert "in fail_unrebuildable" in str(error.__cause__)
 
-    def test_a_call_sees_what_was_there_when_it_was_scheduled(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller, gate, words = make(kind), tmp_path / "gate", ["then"]
-        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
-
-        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
-        words.append("now")
-        work.write(gate)
-
-        assert call.wait(PATIENCE_S)
-        assert (tmp_path / "b").read_text() == "then"
-
     def test_abort_ends_what_runs_and_what_waits(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
@@ -245,59 +221,8 @@ class TestEveryProcess:
         assert not our_children()
         assert not (tmp_path / "b").exists()
 
-    def test_close_ends_a_process_that_does_not_answer(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
-    ) -> None:
-        caller = make(kind, timeout_s=0.3)
-        call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 60))
-        os.kill(int(work.await_file(tmp_path / "a.started")), signal.SIGSTOP)
-
-        caller.close()
-
-        assert isinstance(call.error, CheckpointingException)
-        assert not our_children()
-
-
-class TestThread:
-    def test_abort_waits_for_the_call_that_uses_memory_of_this_process(
-        self, make: Any, tmp_path: Path
-    ) -> None:
-        caller = make(ThreadAsyncCaller)
-        caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.2))
-        waits = caller.schedule_async_call(request(work.write, tmp_path / "b"))
-        work.await_file(tmp_path / "a.started")
-
-        caller.close(abort=True)
-
-        assert (tmp_path / "a").exists()
-        assert isinstance(waits.error, CheckpointingException)
-        assert not (tmp_path / "b").exists()
-
-
-def test_a_priority_that_cannot_be_given_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait(PATIENCE_S)
-
-    with caplog.at_level("INFO"):
-        Priority(10, True).give(gone.pid)
-
-    assert f"process {gone.pid} keeps" in caplog.text
-
 
 class TestWorker:
-    def test_finds_modules_where_the_trainer_does_at_the_time_of_the_call(
-        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        caller = make(PersistentAsyncCaller)
-        assert outcome(caller, work.nothing) is None
-
-        (tmp_path / "found_late.py").write_text("def call(path): path.write_text('found')\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        import found_late  # type: ignore[import-not-found]
-
-        assert outcome(caller, found_late.call, tmp_path / "a") is None
-        assert (tmp_path / "a").read_text() == "found"
-
     @pytest.mark.parametrize(
         ("function", "args"), [(lambda: None, ()), (work.nothing, (threading.Lock(),))]
     )
@@ -339,50 +264,6 @@ class TestWorker:
 
         assert caller.worker_pid != first
 
-    def test_a_request_to_end_lets_it_finish_the_call_in_hand(
-        self, make: Any, tmp_path: Path
-    ) -> None:
-        caller = make(PersistentAsyncCaller)
-        call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.3))
-        pid = int(work.await_file(tmp_path / "a.started"))
-
-        os.kill(pid, signal.SIGTERM)
-
-        assert call.wait(PATIENCE_S)
-        assert call.error is None
-        assert (tmp_path / "a").exists()
-        assert work.await_end(pid)
-        assert outcome(caller, work.nothing) is None
-
-
-def _write_words(path: Path, words: list[str]) -> None:
-    work.write(path, " ".join(words))
-
-
-class _State:
-    """What a call is given."""
-
-
-def _refuse(state: _State) -> None:
-    raise StorageError("no")
-
-
-def test_a_call_that_failed_is_not_kept_by_its_caller(make: Any) -> None:
-    caller, state = make(ThreadAsyncCaller), _State()
-    gone = weakref.ref(state)
-    call = caller.schedule_async_call(AsyncRequest(_refuse, (state,), []))
-    assert call.wait(20.0)
-    with pytest.raises(CheckpointingException, match="no"):
-        caller.is_current_async_call_done(no_dist=True)
-    caller.schedule_async_call(AsyncRequest(None, (), []))
-    del call, state
-
-    def is_gone() -> bool:
-        gc.collect()
-        return gone() is None
-
-    assert wait_until(is_gone, 20.0)
-
 
 def test_a_call_that_cannot_be_given_back_holds_up_no_call_after_it(make: Any) -> None:
     caller = make(ThreadAsyncCaller)
@@ -392,4 +273,4 @@ def test_a_call_that_cannot_be_given_back_holds_up_no_call_after_it(make: Any) -
 
     caller._enqueue(PendingCall("first", release=fail))
 
-    assert outcome(caller, _State) is None
+    assert outcome(caller, work.nothing) is None

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,43 +94,6 @@ def test_interpreter_exit_lets_calls_end_well(
     assert work.await_end(int((tmp_path / "a.started").read_text()))
 
 
-def test_finalizers_that_run_at_interpreter_exit_wait_for_the_calls(
-    start: Start, tmp_path: Path
-) -> None:
-    trainer = start(
-        """
-        import weakref
-        caller = callers.ThreadAsyncCaller()
-        # As a worker process has its pipes closed, and a buffer its memory removed.
-        weakref.finalize(caller, lambda: print("finalizer"))
-        schedule(caller, lambda: time.sleep(0.5) or print("call"))
-        """
-    )
-
-    assert trainer.ends() == (0, "call\nfinalizer\n")
-
-
-@pytest.mark.fault("interrupted")
-@pytest.mark.parametrize("kind", PROCESSES)
-def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
-    start: Start, tmp_path: Path, kind: str
-) -> None:
-    trainer = start(
-        f"""
-        caller = callers.{kind}(timeout_s=0.3)
-        schedule(caller, work.write_slowly, here / "a", 600)
-        work.await_file(here / "a.started")
-        """
-    )
-    begin = time.monotonic()
-
-    code, output = trainer.ends()
-
-    assert code == 0, output
-    assert time.monotonic() - begin < 10
-    assert work.await_end(int((tmp_path / "a.started").read_text()))
-
-
 @pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_all_processes_end(
@@ -161,32 +123,6 @@ def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_all_process
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.fault("trainer-dies")
-def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open(
-    start: Start, tmp_path: Path
-) -> None:
-    trainer = start(
-        """
-        caller = callers.PersistentAsyncCaller()
-        schedule(caller, work.nothing).wait(20)
-        child = os.fork()
-        if child == 0:
-            time.sleep(600)
-        work.write(here / "pids", f"{caller.worker_pid} {child}")
-        time.sleep(600)
-        """
-    )
-    worker, child = (int(pid) for pid in work.await_file(tmp_path / "pids").split())
-
-    trainer.process.kill()
-    trainer.process.wait(PATIENCE_S)
-
-    try:
-        assert work.await_end(worker, 10.0)
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: str) -> None:
@@ -213,32 +149,6 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: st
     code, output = trainer.ends()
     assert code == 0
     assert output.strip() == "True None"
-
-
-def test_what_a_script_defines_is_refused_by_a_worker(start: Start) -> None:
-    trainer = start(
-        """
-        class Shard:
-            pass
-
-        def own(path):
-            work.write(path)
-
-        caller = callers.PersistentAsyncCaller()
-        for function, args in [(own, (here / "a",)), (work.nothing, (Shard(),)), (own, ())]:
-            try:
-                schedule(caller, function, *args)
-            except callers.CheckpointingException as error:
-                assert "script that is run" in str(error), error
-            else:
-                raise SystemExit(f"{function} was taken")
-        assert schedule(caller, work.nothing).wait(20)
-        """
-    )
-
-    code, output = trainer.ends()
-
-    assert code == 0, output
 
 
 @pytest.mark.fault("interrupted")

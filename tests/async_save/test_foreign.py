@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from localckpt.async_save.callers import HandedOver, WaitForTrainer
+from localckpt.async_save.callers import HandedOver
 
 _PATIENCE_S = 20.0
 
 
 def _handed_over(error: str | None = None, timeout_s: float = _PATIENCE_S) -> HandedOver:
     return HandedOver(lambda: error, timeout_s)
-
-
-def test_who_comes_after_the_trainer_has_closed_does_not_wait_for_what_has_its_place(
-    tmp_path: Path,
-) -> None:
-    call = _handed_over()
-    assert isinstance(call.function, WaitForTrainer)
-    fd = call.function.fd
-    call.close()
-    call.close()
-
-    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
-    if other != fd:
-        os.dup2(other, fd)
-        os.close(other)
-    began = time.monotonic()
-    call.function()
-    call.task.run()
-
-    # It is another file's still.
-    os.close(fd)
-    assert time.monotonic() - began < _PATIENCE_S / 2
 
 
 def _ends_when(call: HandedOver, event: Callable[[], object]) -> bool:

@@ -95,15 +95,6 @@ def test_its_processes_have_the_priority_that_is_asked_for(
     assert told["io_class"] == psutil.Process().ionice().ioclass
 
 
-def test_a_preload_that_fails_is_raised_when_the_call_is_finalized(owner: Owner) -> None:
-    owner.queue.schedule_async_request(
-        AsyncRequest(work.nothing, (), [], preload_fn=work.fail_storage)
-    )
-
-    with pytest.raises(StorageError, match="no space left"):
-        owner.queue.maybe_finalize_async_calls()
-
-
 def test_an_error_is_raised_once_the_failure_functions_ran_and_later_calls_work(
     owner: Owner, tmp_path: Path
 ) -> None:
@@ -118,17 +109,6 @@ def test_an_error_is_raised_once_the_failure_functions_ran_and_later_calls_work(
     assert "in fail_storage" in str(raised.value.__cause__.__cause__)
     assert owner.queue.maybe_finalize_async_calls(blocking=True) == [1]
     assert owner.finalized == ["good"]
-
-
-def test_a_finalize_function_that_raises_does_not_stop_later_calls(owner: Owner) -> None:
-    owner.queue.schedule_async_request(AsyncRequest(None, (), [work.fail_value]))
-    owner.schedule(None, name="b")
-
-    with pytest.raises(ValueError, match="a number is wrong"):
-        owner.queue.maybe_finalize_async_calls()
-
-    assert owner.queue.get_num_unfinalized_calls() == 1
-    assert owner.queue.maybe_finalize_async_calls() == [1]
 
 
 def test_check_for_errors_raises_without_waiting_and_keeps_the_call(
@@ -174,24 +154,6 @@ def test_a_call_that_is_not_over_in_time_is_an_error_and_its_process_is_ended(
     queue.close()
 
 
-@pytest.mark.fault("worker-dies")
-def test_a_thread_that_is_not_over_in_time_does_not_stop_later_calls(tmp_path: Path) -> None:
-    queue = AsyncCallsQueue(timeout_s=0.5)
-    owner, gate = Owner(queue), tmp_path / "gate"
-    owner.schedule(work.write_in_trainer_when, tmp_path / "a", gate)
-
-    with pytest.raises(CheckpointingException, match="not over"):
-        queue.wait_until_finished()
-
-    pids: list[int] = []
-    owner.schedule(work.note_pid, pids)
-    queue.wait_until_finished()
-    work.write(gate)
-    queue.close()
-    assert len(pids) == 1
-    assert work.await_ends_of_threads()
-
-
 def test_close_finalizes_and_leaves_nothing(
     owner: Owner, tmp_path: Path, our_children: Children
 ) -> None:
@@ -208,20 +170,6 @@ def test_close_finalizes_and_leaves_nothing(
         owner.schedule(None)
 
 
-def test_close_raises_what_failed_after_everything_else_is_finalized(
-    owner: Owner, our_children: Children
-) -> None:
-    owner.schedule(work.fail_storage)
-    owner.schedule(None, name="good")
-
-    with pytest.raises(StorageError):
-        owner.queue.close()
-
-    assert owner.finalized == ["good"]
-    assert len(owner.failed) == 1
-    assert not our_children()
-
-
 def test_close_with_abort_finalizes_nothing_and_runs_the_failure_functions(
     owner: Owner, tmp_path: Path, our_children: Children
 ) -> None:
@@ -234,22 +182,6 @@ def test_close_with_abort_finalizes_nothing_and_runs_the_failure_functions(
     assert [type(error) for error in owner.failed] == [CheckpointingException] * 2
     assert "call 0 (write_when) was given up" in str(owner.failed[0])
     assert owner.queue.get_num_unfinalized_calls() == 0
-    assert not our_children()
-
-
-def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, our_children: Children
-) -> None:
-    owner = Owner(AsyncCallsQueue(timeout_s=PATIENCE_S))
-    owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
-
-    with pytest.raises(ZeroDivisionError), owner.queue:
-        raise ZeroDivisionError
-
-    assert (tmp_path / "a").exists()
-    assert owner.finalized == []
-    assert owner.failed == []
-    assert "call 0 (write_slowly): not finalized" in caplog.text
     assert not our_children()
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.async_save.request import runs_in_trainer
-from localckpt.errors import CheckpointingException, PeerLostError, StorageError
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ranks.ranks import Ranks
 from tests.async_save import work
-from tests.ranks import announce, await_announced, init_group_with_store_on, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 PATIENCE_S = 20.0
 _STEPS = 300
@@ -189,72 +186,9 @@ def _polls_and_then_asks_nobody(rank: int, directory: Path) -> Any:
     return early, seconds < 2.0, one.finalized
 
 
-def _one_waits(rank: int, directory: Path) -> Any:
-    one = Rank()
-    for blocking in (0, 1):
-        one.schedule(work.write_slowly, directory / f"{rank}", 0.1, name=f"{blocking}")
-        if rank == blocking:
-            one.queue.maybe_finalize_async_calls(blocking=True)
-        while len(one.finalized) == blocking:
-            one.queue.maybe_finalize_async_calls()
-            time.sleep(0.005)
-        dist.barrier()
-    one.queue.close()
-    return one.finalized
-
-
-def _polls_nothing(rank: int, directory: Path) -> Any:
-    one = Rank()
-    one.schedule(None)
-    one.queue.maybe_finalize_async_calls(blocking=True)
-    dist.barrier()
-    store = _get_default_store()
-    before = store.num_keys()
-    if rank == 1:
-        for _ in range(100):
-            one.queue.maybe_finalize_async_calls()
-            one.queue.maybe_finalize_async_calls(blocking=True)
-    after = store.num_keys()
-    dist.barrier()
-    one.queue.close()
-    return before == after
-
-
-def _without_the_others(rank: int, directory: Path) -> Any:
-    one = Rank()
-    if rank == 1:
-        one.schedule(work.nothing, name="a")
-        one.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
-        one.queue.close()
-    dist.barrier()
-    return one.finalized
-
-
-def _polls_a_caller_without_a_queue(rank: int, directory: Path) -> Any:
-    caller, gate = ThreadAsyncCaller(timeout_s=PATIENCE_S), directory / "gate"
-    function, args = (work.write_when, (directory / "a", gate)) if rank else (None, ())
-    caller.schedule_async_call(AsyncRequest(function, args, []))
-    alone = caller.is_current_async_call_done(no_dist=True)
-    before = caller.is_current_async_call_done()
-    dist.barrier()
-    work.write(gate)
-    polls = torch.zeros(1)
-    while not caller.is_current_async_call_done():
-        polls += 1
-        time.sleep(0.002)
-    caller.close()
-    most = polls.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return alone, before, bool(polls == most), (directory / "a").exists()
-
-
 _POLLS: dict[str, Callable[[int, Path], Any]] = {
     "one poll ahead of the first": _polls_ahead,
     "a verdict that is void": _polls_and_then_asks_nobody,
-    "one that waits": _one_waits,
-    "an empty queue": _polls_nothing,
-    "no_dist": _without_the_others,
-    "no queue": _polls_a_caller_without_a_queue,
 }
 
 
@@ -268,11 +202,6 @@ def _poll(rank: int, world_size: int, how: str, directory: Path) -> Any:
         ("one poll ahead of the first", [["a"]] * 2),
         # Since the call was finalized without the ranks.
         ("a verdict that is void", [([], True, ["polled", "next"])] * 2),
-        ("one that waits", [["0", "1"]] * 2),
-        ("an empty queue", [True] * 2),
-        ("no_dist", [[], ["a"]]),
-        # All are through in the same poll.
-        ("no queue", [(True, False, True, True), (False, False, True, True)]),
     ],
 )
 def test_polls_ask_no_more_of_the_others_than_they_must(
@@ -320,21 +249,6 @@ def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
     return raised, seconds, one.failed, one.queue.get_num_unfinalized_calls()
 
 
-def _aborts_what_holds(rank: int, world_size: int) -> bool:
-    one, held = Rank(), torch.ones(1)
-    kept = weakref.ref(held)
-    one.queue.schedule_async_request(AsyncRequest(None, (), [held.sum]))
-    del held
-    one.queue.maybe_finalize_async_calls()
-    one.queue.close(abort=True)
-    gc.collect()
-    return kept() is not None
-
-
-def test_a_queue_that_was_aborted_keeps_nothing_of_its_requests() -> None:
-    assert run_ranks(_aborts_what_holds, 2) == [False, False]
-
-
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> None:
@@ -350,29 +264,6 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> N
         assert seconds < 1.0 + 0.5
         assert failed == [(kind, text)]
         assert left == 0
-
-
-def _lose_the_store(rank: int, world_size: int) -> Any:
-    init_group_with_store_on(1, rank, world_size)
-    one = Rank()
-    one.schedule(work.nothing)
-    dist.barrier()
-    if rank == 1:
-        # While the first rank waits for its report.
-        time.sleep(0.5)
-        os._exit(9)
-    with pytest.raises(PeerLostError) as raised:
-        one.queue.close()
-    return str(raised.value), one.failed
-
-
-@pytest.mark.fault("silent-peer")
-def test_closing_ends_when_the_host_of_the_store_dies_and_gives_the_call_up() -> None:
-    results = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[1])
-
-    text, failed = results[0]
-    assert "key-value store does not answer" in text
-    assert failed == [("PeerLostError", text)]
 
 
 # What a call reports, and who agrees.
@@ -398,23 +289,13 @@ def _tell_what_came_of_it(rank: int, world_size: int, bad: int | None) -> Any:
     return told
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_what_came_of_a_call_on_each_rank_is_judged_once_for_all(world_size: int) -> None:
-    numbers = list(range(world_size))
-
-    assert (
-        run_ranks(_tell_what_came_of_it, world_size, None)
-        == [[[sum(numbers), *numbers], "finalized"]] * world_size
-    )
-    assert (
-        run_ranks(_tell_what_came_of_it, world_size, 0)
-        == [["rank 0 has lost its copy"]] * world_size
-    )
+def test_what_came_of_a_call_on_each_rank_is_judged_once_for_all() -> None:
+    assert run_ranks(_tell_what_came_of_it, 3, None) == [[[3, 0, 1, 2], "finalized"]] * 3
+    assert run_ranks(_tell_what_came_of_it, 3, 0) == [["rank 0 has lost its copy"]] * 3
 
 
-def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) -> Any:
+def _sync(rank: int, world_size: int, bad: int | None) -> Any:
     seen: list[Any] = []
-    coordinator = Ranks("mine", timeout_s=PATIENCE_S) if own_coordinator else None
 
     def check_that_all_have_worked() -> None:
         seen.append(_get_default_store().check([f"worked/{r}" for r in range(world_size)]))
@@ -430,7 +311,7 @@ def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) ->
         (),
         [check_that_all_have_worked],
     )
-    for _ in range(2):
+    for coordinator in (None, Ranks("mine", timeout_s=PATIENCE_S)):
         try:
             request.execute_sync(coordinator)
         except CheckpointingException as error:
@@ -438,13 +319,10 @@ def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) ->
     return seen
 
 
-@pytest.mark.parametrize("own_coordinator", [True, False])
-def test_execute_sync_finalizes_when_all_ranks_are_done_or_raises_on_all(
-    own_coordinator: bool,
-) -> None:
-    assert run_ranks(_sync, 3, None, own_coordinator) == [[True, True]] * 3
+def test_execute_sync_finalizes_when_all_ranks_are_done_or_raises_on_all() -> None:
+    assert run_ranks(_sync, 3, None) == [[True, True]] * 3
 
-    results = run_ranks(_sync, 3, 1, own_coordinator)
+    results = run_ranks(_sync, 3, 1)
 
     raised = results[0][0]
     assert raised[0] == "StorageError"

@@ -14,7 +14,6 @@ from localckpt.async_save.request import (
     _FOREIGN_MODULES,
     AsyncCall,
     AsyncRequest,
-    function_name,
     must_run_in_trainer,
     runs_in_trainer,
 )
@@ -127,13 +126,6 @@ def test_the_mark_is_seen_through_methods_partials_and_callable_objects(
     function: Any, marked: bool
 ) -> None:
     assert must_run_in_trainer(function) is marked
-
-
-def test_a_function_is_named_through_a_partial() -> None:
-    assert function_name(functools.partial(work.write)) == "write"
-    assert function_name(_Marked()) == "_Marked"
-    assert function_name(AsyncCall(functools.partial(work.write))) == "write"
-    assert function_name(None) == function_name(AsyncCall(None)) == "no function"
 
 
 def test_another_process_gets_the_function_of_a_call_and_nothing_else() -> None:

@@ -47,11 +47,6 @@ def write_when(path: Path, gate: Path) -> None:
 
 
 @runs_in_trainer
-def write_in_trainer_when(path: Path, gate: Path) -> None:
-    write_when(path, gate)
-
-
-@runs_in_trainer
 def note_pid(pids: list[int]) -> None:
     pids.append(os.getpid())
 
@@ -87,10 +82,6 @@ class UnrebuildableError(Exception):
 
 def fail_unrebuildable() -> None:
     raise UnrebuildableError(needed="this")
-
-
-def leave(code: int) -> None:
-    raise SystemExit(code)
 
 
 def die(number: int, last_words: str = "") -> None:

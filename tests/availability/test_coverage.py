@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -21,10 +22,13 @@ from localckpt.availability.coverage import (
     judge_resumed,
     save_problems,
 )
-from localckpt.availability.inventory import Inventory
+from localckpt.availability.explanation import explain
+from localckpt.availability.inventory import Inventory, Nodes
+from localckpt.availability.recoverable import least_losses, minimal
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardIdentity, ShardRecord
+from localckpt.replication.schemes import SCHEMES
 
 _SESSION = "run"
 
@@ -65,39 +69,6 @@ def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_gen
     assert len(complete) == len(set(complete))
 
 
-@given(_found)
-def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explained(
-    found: Found,
-) -> None:
-    complete = complete_checkpoints(Inventory.found(found))
-    explained = describe_incomplete(Inventory.found(found))
-
-    for identity in _held(found):
-        checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
-        plural = "s" if identity.world_size > 1 else ""
-        line = (
-            f"iteration {identity.iteration} (generation {identity.generation.epoch}."
-            f"{identity.generation.sequence}, {identity.world_size} rank{plural})"
-        )
-        assert (checkpoint in complete) != (line in explained)
-
-
-@pytest.mark.fault("old-files")
-def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
-    inventory = Inventory.found(
-        {
-            "a": [_record(1, 5, 100, 0, 2), _record(1, 4, 90, 0, 2)],
-            "b": [_record(2, 1, 100, 1, 2), _record(1, 4, 90, 1, 2)],
-        }
-    )
-
-    assert [c.iteration for c in complete_checkpoints(inventory)] == [90]
-    assert describe_incomplete(inventory) == (
-        "iteration 100 (generation 2.1, 2 ranks) lacks the shards of ranks 0; "
-        "iteration 100 (generation 1.5, 2 ranks) lacks the shards of ranks 1"
-    )
-
-
 def test_an_empty_job_is_said_to_have_nothing() -> None:
     inventory = Inventory.found({"a": [], "b": []})
 
@@ -108,10 +79,6 @@ def test_an_empty_job_is_said_to_have_nothing() -> None:
 def _joining(**changes: object) -> JoinRecord:
     values = {"session_id": "a", "world_size": 3, "format_version": "1", "failure_domain": "x"}
     return JoinRecord(**(values | {"newest_epoch": 0} | changes))  # type: ignore[arg-type]
-
-
-def test_ranks_that_belong_together_may_join_whatever_their_nodes_and_epochs() -> None:
-    judge_join([_joining(), _joining(failure_domain="y", newest_epoch=7), _joining()])
 
 
 @pytest.mark.fault("disagreement")
@@ -129,12 +96,6 @@ def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: 
         judge_join([_joining(), _joining(**{field: value}), _joining()])
 
     assert named in str(raised.value)
-
-
-def test_join_records_survive_the_way_to_the_other_ranks() -> None:
-    record = _joining(newest_epoch=4)
-
-    assert JoinRecord(*json.loads(json.dumps(record))) == record
 
 
 @pytest.mark.fault("world-size")
@@ -163,10 +124,6 @@ def test_fewer_ranks_than_nodes_with_shards_are_refused() -> None:
     judge_nodes(checkpoint, 2, least_nodes=2)
     with pytest.raises(MismatchError, match="spread over 2 nodes at least, 1 rank cannot be on"):
         judge_nodes(checkpoint, 1, least_nodes=2)
-
-
-def test_the_newest_checkpoint_alone_decides_about_the_number_of_ranks() -> None:
-    judge_newest([Checkpoint(Generation(2, 1), 7, 2), Checkpoint(Generation(1, 1), 9, 4)], 2)
 
 
 def _outcome(**changes: object) -> SaveOutcome:
@@ -230,3 +187,72 @@ def test_an_outcome_of_which_a_field_is_missing_is_none() -> None:
     for count in range(len(fields)):
         with pytest.raises(ValueError, match="not enough values"):
             SaveOutcome.from_json(fields[:count])
+
+
+_CHECKPOINT = Checkpoint(Generation(1, 2), 3, 4)
+
+
+class _Sums:
+    """A code of which each member keeps the sum of all images: any one of them can be lost."""
+
+    def fits(self, group: Group) -> bool:
+        return group.tolerated == 1
+
+    def rebuilds(
+        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
+    ) -> bool:
+        others = [other for other in group.ranks if other != rank]
+        return all(other in images for other in others) and any(r in pieces for r in group.ranks)
+
+    def losses(
+        self,
+        group: Group,
+        rank: int,
+        holders: Mapping[int, Collection[str]],
+        pieces: Mapping[int, Collection[str]],
+    ) -> Iterable[Nodes]:
+        own = frozenset(holders.get(rank, ()))
+        for other in group.ranks:
+            if other != rank:
+                yield own.union(holders.get(other, ()))
+        yield own.union(*(pieces.get(r, ()) for r in group.ranks))
+
+
+_CODES = {**SCHEMES, "sum": _Sums()}
+
+
+@st.composite
+def _found_of_recoverable(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
+    """Shards of four ranks on four nodes, and pieces of two kinds."""
+    found: dict[str, list[ShardRecord]] = {node: [] for node in "abcd"}
+    for rank in range(4):
+        for node in draw(st.sets(st.sampled_from("abcd"), max_size=2)):
+            found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
+    for group in (
+        Group((0, 1, 2), 1, "sum"),
+        Group((3, 1, 0, 2), draw(st.integers(1, 2)), "parity"),
+    ):
+        for rank in draw(st.sets(st.sampled_from(group.ranks))):
+            piece = _CHECKPOINT.shard(rank, "run").of_kind(group.kind)
+            found[draw(st.sampled_from("abcd"))].append(ShardRecord(piece, 7, group))
+    return found
+
+
+@given(_found_of_recoverable())
+def test_the_smallest_losses_are_told_of_pieces_of_several_kinds(
+    found: dict[str, list[ShardRecord]],
+) -> None:
+    inventory = Inventory.found(found, codes=_CODES)
+
+    def is_lost(lost: Collection[str]) -> bool:
+        left = {node: there for node, there in found.items() if node not in lost}
+        return not complete_checkpoints(Inventory.found(left, codes=_CODES))
+
+    explanation = explain(inventory)
+
+    assert (explanation.newest is None) == is_lost(())
+    if explanation.newest is not None:
+        sets = [frozenset(s) for count in range(5) for s in combinations("abcd", count)]
+        breaking = minimal(filter(is_lost, sets))
+        assert set(map(frozenset, explanation.breaking)) == set(breaking)
+        assert min(least_losses(_CHECKPOINT, inventory).values()) == min(map(len, breaking))

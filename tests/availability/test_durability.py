@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from localckpt.availability.durability import (
     judge_save,
 )
 from localckpt.availability.inventory import Inventory, ranks_by_node
+from localckpt.availability.prefetch import Prefetch, SpareRecord, plan_prefetches
 from localckpt.availability.retention import Retention
 from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.managers.context import JobCheckpoints
@@ -121,30 +123,6 @@ def test_what_is_found_has_climbed_as_far_as_the_nodes_that_hold_it_tell(
     _assert_counted(told, [len(held[rank]) for rank in range(len(nodes))], wanted)
 
 
-_RUNGS = st.sampled_from([None, "captured", "local", "replicated"])
-
-
-@given(st.lists(_RUNGS, max_size=8), st.integers(1, 4))
-def test_what_is_spared_is_the_newest_that_survives_where_nothing_that_is_kept_does(
-    levels: list[str | None], keep_last: int
-) -> None:
-    newest_first = [Checkpoint(_GENERATION, 100 - place, 2) for place in range(len(levels))]
-    standing = {
-        checkpoint: Durability(checkpoint.iteration, level, 1, 2)  # type: ignore[arg-type]
-        for checkpoint, level in zip(newest_first, levels, strict=True)
-        if level is not None
-    }
-
-    left = _left_of(newest_first, standing, keep_last)
-
-    surviving = [c for c, level in zip(newest_first, levels, strict=True) if level == "replicated"]
-    assert len(left) == len(set(left)) <= keep_last + 1
-    # The newest that survives a lost node is never among those that go.
-    assert surviving[:1] == [c for c in left if c in surviving][:1]
-    if set(surviving) & set(newest_first[:keep_last]):
-        assert left == newest_first[:keep_last]
-
-
 @given(st.lists(st.sampled_from(["local", "replicated"]), max_size=12), st.integers(1, 3))
 def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_with_the_next(
     saves: list[str], keep_last: int
@@ -165,26 +143,6 @@ def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_wi
         assert last_whole is None or last_whole in complete
         if last_whole in kept:
             assert complete == kept
-
-
-def test_what_is_said_of_a_checkpoint_names_the_rung_and_how_many_lack_copies() -> None:
-    said = [
-        str(Durability(3, "captured", 0, 1)),
-        str(Durability(3, "captured", 0, 2)),
-        str(Durability(3, "local", 1, 1)),
-        str(Durability(3, "local", 1, 3, lacking=2)),
-        str(Durability(3, "replicated", 2, 3, lacking=4)),
-        str(Durability(3, "replicated", 3, 3)),
-    ]
-
-    assert said == [
-        "iteration 3 is captured",
-        "iteration 3 is captured, 0 of 2",
-        "iteration 3 is local",
-        "iteration 3 is local, 1 of 3: 2 shards lack copies",
-        "iteration 3 is replicated, 2 of 3: 4 shards lack copies",
-        "iteration 3 is replicated, 3 of 3",
-    ]
 
 
 def test_a_level_is_told_with_the_copies_on_the_nodes() -> None:
@@ -232,22 +190,39 @@ def test_what_any_rank_lacks_is_repaired_and_the_worst_that_any_has_found_holds(
     assert _verdict(outcome, outcome).lacking == _verdict(outcome, outcome).found == ()
 
 
-def test_what_cannot_be_had_any_more_is_told_at_once_and_forgotten_by_all_together() -> None:
-    known, gone = JobCheckpoints(NoReplication(1.0, None)), Checkpoint(_GENERATION, 5, 2)
-    left = Checkpoint(_GENERATION, 3, 2)
-    whole = {c: Durability(c.iteration, "local", 1, 1) for c in (gone, left)}
-    known.take_in(Found(whole, [], ""))
-    inventory = Inventory(ranks_by_node("ab"))
-    inventory.add(gone, 0, "a", 4096)
+def _spare(number: int, nbytes: int, ranks: tuple[int, ...] = ()) -> SpareRecord:
+    return SpareRecord(f"{number:016x}", "host", 1, nbytes, 8.0, ranks)
 
-    known.note_found(gone, inventory)
 
-    assert [str(standing) for standing in known.status(0)] == [
-        "iteration 5 is incomplete: 1 shards lack copies",
-        "iteration 3 is local",
+def _numbers(plan: Prefetch) -> list[int]:
+    return [number for first, last in plan.nodes for number in range(first, last + 1)]
+
+
+@given(st.data())
+def test_each_spare_gets_whole_nodes_as_many_as_fit_and_spares_share_the_rate(data: Any) -> None:
+    places = [
+        n for n, size in enumerate(data.draw(st.lists(st.integers(1, 3)))) for _ in range(size)
     ]
-    # Until all ranks know it, it counts in what is kept as it did.
-    assert known.complete == [gone, left]
-    known.agree_on(known.found())
-    assert known.complete == [left]
-    assert known.found() == ()
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(places), max_size=len(places)))
+    on_node = [sum(s for p, s in zip(places, sizes, strict=True) if p == n) for n in set(places)]
+    spares = [_spare(i, room) for i, room in enumerate(data.draw(st.lists(st.integers(0, 40))))]
+
+    planned = {plan.spare: plan for plan in plan_prefetches(spares, places, sizes)}
+
+    for spare in spares:
+        took = _numbers(planned[spare.name]) if spare.name in planned else []
+        left = spare.nbytes - sum(on_node[n] for n in took)
+        assert left >= 0
+        # What is left out has no room.
+        assert all(on_node[n] > left for n in set(range(len(on_node))) - set(took))
+    assert sum(plan.rate_limit for plan in planned.values()) <= 8.0 + 1e-9
+
+
+def test_a_second_spare_takes_what_the_first_has_no_room_for_and_a_plan_for_many_is_short() -> None:
+    spares = [_spare(0, 20), _spare(1, 20), _spare(2, 99, (2, 7))]
+
+    planned = plan_prefetches(spares, [0, 0, 1, 1, 2, 2, 3, 3], [5] * 8)
+    (many,) = plan_prefetches([_spare(0, 1 << 60)], [r // 8 for r in range(16384)], [9] * 16384)
+
+    assert [_numbers(plan) for plan in planned] == [[0, 1], [2, 3], [1, 3]]
+    assert many.nodes == ((0, 2047),)

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.availability.coverage import complete_checkpoints, judge_newest
+from localckpt.availability.coverage import complete_checkpoints
 from localckpt.availability.explanation import Explanation, explain
 from localckpt.availability.inventory import Inventory
-from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation, ShardIdentity, ShardRecord
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.storage.catalog import Problem
@@ -102,17 +101,6 @@ def test_every_holder_of_every_shard_is_named_and_no_other(inventory: Found) -> 
 
 
 @given(_any_inventory | _jobs())
-def test_exactly_what_is_incomplete_lacks_something_and_exactly_the_shards_that_nobody_holds(
-    inventory: Found,
-) -> None:
-    for standing in _explain(inventory).checkpoints:
-        lacking = [rank for lack in standing.lacks for rank in lack.ranks]
-
-        assert sorted(lacking) == [r for r, on in enumerate(standing.holders) if not on]
-        assert standing.is_complete == (not lacking)
-
-
-@given(_any_inventory | _jobs())
 def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
     inventory: Found,
 ) -> None:
@@ -142,27 +130,6 @@ def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(inventory: Found)
     assert set(explanation.may_be_lost_alone) == {
         node for node in inventory if _newest(inventory, [node]) == newest
     }
-
-
-@given(_any_inventory | _jobs(), st.integers(1, 4))
-def test_a_restart_with_another_number_of_ranks_is_refused_as_the_manager_refuses_it(
-    inventory: Found, world_size: int
-) -> None:
-    explanation = _explain(inventory, world_size)
-
-    refusal = _refusal(inventory, world_size)
-    assert explanation.refusal == refusal
-    assert explanation.newest == _newest(inventory)
-    assert explanation.loads == (_newest(inventory) if refusal is None else None)
-    assert (refusal or "") in str(explanation)
-
-
-def _refusal(inventory: Found, world_size: int) -> str | None:
-    try:
-        judge_newest(complete_checkpoints(Inventory.found(inventory)), world_size)
-    except MismatchError as error:
-        return str(error)
-    return None
 
 
 @given(_any_inventory | _jobs())
@@ -226,76 +193,9 @@ Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
     )
 
 
-def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
-    inventory = {"a": [_record(1, 1, 5, 0, 1)], "b": []}
-
-    explanation = _explain(inventory, bad={"b": ["000000000005.0.1.1.safetensors.corrupt: bad"]})
-
-    assert explanation.loads == Checkpoint(Generation(1, 1), 5, 1)
-    assert explanation.checkpoints[0].damaged == (("b",),)
-    assert "A+B!" in str(explanation)
-    assert explanation.breaking == (("a",),)
-
-
-def test_a_checkpoint_of_which_only_names_are_left_has_a_row_with_the_ranks_of_its_attempt() -> (
-    None
-):
-    inventory = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)], "b": []}
-    bad = {
-        "a": ["000000000006.0.1.2.safetensors: torn"],
-        "b": ["000000000006.1.1.2.safetensors.corrupt: torn"],
-    }
-
-    explanation = _explain(inventory, bad=bad)
-
-    newer, older = explanation.checkpoints
-    assert newer.checkpoint == Checkpoint(Generation(1, 2), 6, 3)
-    assert (newer.is_by_name, newer.is_complete, older.is_by_name) == (True, False, False)
-    assert newer.damaged == (("a",), ("b",), ())
-    assert explanation.loads == older.checkpoint
-    assert """\
-iteration  generation  complete  rank 0  rank 1  rank 2
-6          1.2         no        A!      B!      none
-5          1.1         yes       A       A       A
-
-A restart loads iteration 5 (generation 1.1, 3 ranks).
-Iteration 6 (generation 1.2, by the names of its files) is newer, and lacks:
-  rank 0: 1 copy, torn (A)
-  rank 1: 1 copy, torn (B)
-  rank 2: on no node
-""" in str(explanation)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("6.3.1.2.safetensors", "6.99999999.7.2.safetensors", f"{10**30}.0.1.2.safetensors"),
-        *(f"6.0.{10**30}.2.safetensors", f"6.0.1.{10**30}.safetensors", "6.safetensors"),
-    ],
-)
-def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
-    inventory = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)]}
-
-    explanation = _explain(inventory, bad={"a": [f"{name}: bad"]})
-
-    assert [s.checkpoint.iteration for s in explanation.checkpoints] == [5]
-    assert str(explanation).endswith(f"Not counted, on A: {name}: bad")
-
-
 @pytest.mark.parametrize("inventory", [{}, {"a": []}])
 def test_nodes_that_hold_nothing_are_said_to(inventory: Found) -> None:
     explanation = _explain(inventory)
 
     assert explanation.loads is None
     assert "no node holds a shard" in str(explanation)
-
-
-def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> None:
-    shards = [_record(1, 1, 5, rank, 2) for rank in range(2)]
-
-    explanation = _explain({"a": shards[:1], "b": shards[1:], "c": shards[1:]})
-
-    assert explanation.survives_any == 0
-    assert explanation.may_be_lost_alone == ("b", "c")
-    assert "survives the loss of one node only if it is B or C" in str(explanation)
-    assert explanation.breaking == (("a",), ("b", "c"))

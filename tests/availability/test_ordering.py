@@ -300,23 +300,7 @@ def test_the_order_is_total_and_the_same_for_all_whatever_lineages_claim(
         assert iterations == sorted(iterations, reverse=True)
 
 
-_OLD, _OLDER, _NEW = EpochId(2, 0), EpochId(1, 0), EpochId(3, 9)
-
-
-def test_what_has_no_lineage_compares_with_what_has_one_by_iteration_unless_given_up() -> None:
-    old, older = _checkpoint(_OLD, 50), _checkpoint(_OLDER, 100)
-    new = _checkpoint(_NEW, 70)
-    knows_nothing = Lineage(_NEW)
-    went_on = begin_lineage(
-        _NEW,
-        Resumed("local", 50, Lineage(_OLD, "elsewhere", is_cut=True)),
-        [Point(_OLD, 50), Point(_OLDER, 100)],
-        {},
-    )
-
-    assert newest_first([old, older, new], {_NEW: knows_nothing}) == [older, new, old]
-    assert newest_first([older, new], {_NEW: went_on}) == [new, older]
-    assert went_on.ancestors == (Point(_OLD, 50),)
+_OLD, _NEW = EpochId(2, 0), EpochId(3, 9)
 
 
 def _begin(
@@ -325,33 +309,6 @@ def _begin(
     lineage = begin_lineage(EpochId(number, 100 + number), resumed, seen, known)
     known[lineage.epoch] = lineage
     return lineage
-
-
-def test_who_regrets_that_it_went_back_overrules_that() -> None:
-    known: dict[EpochId, Lineage] = {}
-    first = _begin(1, Resumed(), [], known)
-    hundred = Point(first.epoch, 100)
-    back = _begin(2, Resumed("local", 50, first), [Point(first.epoch, 50), hundred], known)
-    seen = [Point(back.epoch, 60), Point(first.epoch, 50), hundred]
-    regrets = _begin(3, Resumed("local", 100, first), seen, known)
-    there = {
-        50: _checkpoint(first.epoch, 50),
-        100: _checkpoint(first.epoch, 100),
-        60: _checkpoint(back.epoch, 60),
-        101: _checkpoint(regrets.epoch, 101),
-    }
-
-    def ordered(*iterations: int) -> list[int]:
-        checkpoints = [there[iteration] for iteration in iterations]
-        return [c.iteration for c in newest_first(checkpoints, known)]
-
-    assert ordered(50, 100) == [100, 50]
-    assert ordered(50, 60, 100) == [60, 50, 100]
-    # By iteration it would be so anyhow; 60 is no ancestor of 101, and gave up what is one.
-    assert ordered(50, 60, 100, 101) == [101, 60, 50, 100]
-    again = _begin(4, Resumed("local", 50, first), [*seen, Point(regrets.epoch, 101)], known)
-    there[55] = _checkpoint(again.epoch, 55)
-    assert ordered(50, 55, 60, 100, 101) == [55, 50, 101, 60, 100]
 
 
 def test_a_node_that_was_away_overrules_by_iteration_alone() -> None:
@@ -421,3 +378,30 @@ def test_no_start_is_overruled_by_another_of_its_number_whatever_that_says() -> 
     }
 
     assert overruled([one, other], lineages) == set()
+
+
+def test_who_regrets_that_it_went_back_overrules_that() -> None:
+    known: dict[EpochId, Lineage] = {}
+    first = _begin(1, Resumed(), [], known)
+    hundred = Point(first.epoch, 100)
+    back = _begin(2, Resumed("local", 50, first), [Point(first.epoch, 50), hundred], known)
+    seen = [Point(back.epoch, 60), Point(first.epoch, 50), hundred]
+    regrets = _begin(3, Resumed("local", 100, first), seen, known)
+    there = {
+        50: _checkpoint(first.epoch, 50),
+        100: _checkpoint(first.epoch, 100),
+        60: _checkpoint(back.epoch, 60),
+        101: _checkpoint(regrets.epoch, 101),
+    }
+
+    def ordered(*iterations: int) -> list[int]:
+        checkpoints = [there[iteration] for iteration in iterations]
+        return [c.iteration for c in newest_first(checkpoints, known)]
+
+    assert ordered(50, 100) == [100, 50]
+    assert ordered(50, 60, 100) == [60, 50, 100]
+    # By iteration it would be so anyhow; 60 is no ancestor of 101, and gave up what is one.
+    assert ordered(50, 60, 100, 101) == [101, 60, 50, 100]
+    again = _begin(4, Resumed("local", 50, first), [*seen, Point(regrets.epoch, 101)], known)
+    there[55] = _checkpoint(again.epoch, 55)
+    assert ordered(50, 55, 60, 100, 101) == [55, 50, 101, 60, 100]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import math
+from fractions import Fraction
+from math import floor
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.availability.reshard import (
     Keys,
     ReshardPlan,
     TensorGroup,
     Unsettled,
+    assign_readers,
     group_tensors,
     plan_reshard,
     require_equal,
 )
-from localckpt.errors import MismatchError
+from localckpt.errors import MismatchError, NoReplicasAvailableError
+from localckpt.ids import Checkpoint, Generation
 from localckpt.state_dict.boxes import Region, whole
+from localckpt.state_dict.saved_shard import PRIVATE
 
 Element = tuple[int, ...]
 
@@ -125,12 +130,6 @@ def test_each_element_is_taken_once_from_a_shard_that_has_it_or_the_plan_is_refu
             )
 
 
-def _split(size: int, parts: int, number: int) -> tuple[tuple[int, int], ...]:
-    chunk = math.ceil(size / parts)
-    start = min(number * chunk, size)
-    return ((start, min(chunk, size - start)),)
-
-
 def test_a_rank_takes_equal_parts_from_what_it_reads_itself_or_its_node_else_in_turns() -> None:
     shape = (8,)
     saved = {shard: [("w", "float32", shape, whole(shape))] for shard in range(4)}
@@ -141,57 +140,6 @@ def test_a_rank_takes_equal_parts_from_what_it_reads_itself_or_its_node_else_in_
     sources = [{shard for shard, _ in taken[rank]["w"]} for rank in range(8)]
     assert sources[:4] == [{0}, {1}, {2}, {3}]
     assert sorted(shard for those in sources[4:] for shard in those) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted", "why"),
-    [
-        (
-            ("w", "float32", (4,)),
-            ("w", "bfloat16", (4,)),
-            "saved as float32 [4], given as bfloat16",
-        ),
-        (("w", "float32", (4,)), ("w", "float32", (5,)), "given as float32 [5]"),
-        (
-            ("w", "float32", (4,)),
-            ("v", "float32", (4,)),
-            "v: given, not saved; w: saved, not given",
-        ),
-    ],
-)
-def test_differences_are_named(saved: Any, wanted: Any, why: str) -> None:
-    sides = [{0: [(*row, whole(row[2]))]} for row in (saved, wanted)]
-
-    with pytest.raises(MismatchError) as raised:
-        _planned(*sides)
-
-    assert why in str(raised.value)
-
-
-def test_elements_that_no_shard_has_are_named() -> None:
-    saved = {0: [("w", "float32", (8,), (((0, 3),),))]}
-    wanted = {0: [("w", "float32", (8,), (((2, 4),),))]}
-
-    with pytest.raises(MismatchError, match=r"w: elements \[3:6\] are in no shard"):
-        _planned(saved, wanted)
-
-
-def test_a_thousand_tensors_on_a_thousand_ranks_are_planned() -> None:
-    keys = [f"layers.{number}.weight" for number in range(1000)]
-    sides = []
-    tables: dict[str, Keys] = {}
-    for ranks in (1024, 768):
-        groups: dict[int, list[TensorGroup]] = {}
-        for rank in range(ranks):
-            named = Keys("float32", (49_152, 16), tuple(keys))
-            tables[named.name] = named
-            groups[rank] = [TensorGroup(named.name, (_split(49_152, ranks, rank), ((0, 16),)))]
-        sides.append(groups)
-    readers = {shard: shard % 768 for shard in range(1024)}
-
-    plan = plan_reshard(*sides, tables, readers, [f"node{rank // 8}" for rank in range(768)])
-
-    assert sum(1 for _ in plan.takes) < 3 * 1024
 
 
 _EVEN, _ODD = (((0, 4),),), (((4, 4),),)
@@ -260,3 +208,58 @@ def test_tensors_of_one_key_that_differ_are_named_with_the_shards() -> None:
     require_equal(unsettled, {0: {"0": ["a", "b"]}, 3: {"0": ["a", "b"]}})
     with pytest.raises(MismatchError, match="w: differs between the shards of ranks 0 and 3"):
         require_equal(unsettled, {0: {"0": ["a", "b"]}, 3: {"0": ["a", "c"]}})
+
+
+def _inventory(world_size: int, saved_by: int, held: list[list[int]], ranks: int) -> Inventory:
+    """Nodes with ``ranks`` ranks each, and what each node holds."""
+    inventory = Inventory(ranks_by_node([str(rank // ranks) for rank in range(world_size)]))
+    for node, shards in enumerate(held):
+        for shard in shards:
+            inventory.add(_checkpoint(saved_by), shard, str(node), 100)
+    return inventory
+
+
+def _checkpoint(saved_by: int) -> Checkpoint:
+    return Checkpoint(Generation(7, 1), 3, saved_by)
+
+
+@given(st.data())
+def test_each_shard_is_read_on_a_node_that_holds_it_or_else_its_rank_is_named(
+    data: st.DataObject,
+) -> None:
+    saved_by, world_size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    ranks = data.draw(st.integers(1, 3))
+    nodes = -(-world_size // ranks)
+    shards = st.lists(st.integers(0, saved_by - 1), unique=True)
+    held = data.draw(st.lists(shards, min_size=nodes, max_size=nodes))
+    inventory = _inventory(world_size, saved_by, held, ranks)
+    lost = set(range(saved_by)) - {shard for of_node in held for shard in of_node}
+
+    if lost:
+        with pytest.raises(NoReplicasAvailableError, match=f"the shard of rank {min(lost)} "):
+            assign_readers(_checkpoint(saved_by), inventory)
+        return
+    readers = assign_readers(_checkpoint(saved_by), inventory)
+
+    assert list(readers) == list(range(saved_by))
+    for shard, reader in readers.items():
+        assert shard in held[reader // ranks]
+        # The rank with the middle of the shard, of which it wants the most in an even division.
+        middle = floor(Fraction(2 * shard + 1, 2 * saved_by) * world_size)
+        assert reader == middle or shard not in held[middle // ranks]
+
+
+@pytest.mark.parametrize(("nodes", "reader"), [(["a", "a"], 0), (["a", "b"], 1)])
+@pytest.mark.parametrize("equal_on", ["all", PRIVATE])
+def test_a_rank_reads_what_it_wants_by_itself_if_its_node_has_the_shard(
+    equal_on: str, nodes: list[str], reader: int
+) -> None:
+    whole = ((0, 8),), ((0, 4),)
+    wanted, tables = group_tensors([("w", "float32", (8, 4), (((0, 3),), ((1, 2),)), "")])
+    saved, _ = group_tensors([("w", "float32", (8, 4), whole, equal_on)])
+
+    plan = plan_reshard(
+        *({7: list(saved)}, {0: list(wanted)}, tables, {7: 1}, nodes), held={7: [nodes[1]]}
+    )
+
+    assert [take.reader for take in plan.takes] == [reader]

@@ -70,18 +70,6 @@ def test_notes_are_read_as_they_were_written(epoch: int, noted: dict[Checkpoint,
     assert Notes.parse(notes.to_text()) == notes
 
 
-def test_of_too_many_notes_those_that_decide_nothing_go_first() -> None:
-    checkpoints = [Checkpoint(Generation(1, n), n, 1) for n in range(1700)]
-    noted = {c: Trust(is_drained=True) for c in checkpoints}
-    noted[checkpoints[0]] = Trust(mark="quarantined", why="w" * 200)
-    noted[checkpoints[1]] = Trust(failed_starts=2, most_starts=3)
-
-    read = Notes.parse(Notes(1, None, Trusts(noted)).to_text()).noted
-
-    assert 500 < len(read) < 1700
-    assert {*read} == {*checkpoints[:2], *checkpoints[2 - len(read) :]}
-
-
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_every_complete_checkpoint_is_used_or_told_of_once(
     complete: list[Checkpoint], notes: list[dict[Checkpoint, Trust]], most: int | None
@@ -120,17 +108,6 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
     if most is None:
         assert not choice.exhausted
         assert choice.quarantined.keys() <= trusts.marked("quarantined").keys()
-
-
-def test_what_failed_too_often_gives_way_if_there_is_another_and_what_is_bad_comes_last() -> None:
-    newer, bad, older, oldest = (Checkpoint(Generation(1, n), n, 2) for n in (4, 3, 2, 1))
-    noted = {bad: Trust(mark="bad"), oldest: Trust(mark="quarantined")}
-    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3), **noted})
-
-    choice, alone = choose([newer, bad, older, oldest], trusts, 3), choose([newer], trusts, 3)
-
-    assert (choice.usable, choice.quarantined.keys()) == ((older, bad), {newer, oldest})
-    assert (alone.usable, alone.exhausted.keys()) == ((), {newer})
 
 
 @given(_NOTES)
@@ -189,3 +166,14 @@ def test_a_job_ends_in_order_if_nobody_raised_but_to_end_it() -> None:
     assert not is_orderly(SystemExit(1))
     assert not is_orderly(SystemExit("no"))
     assert not is_orderly(MemoryError())
+
+
+def test_what_failed_too_often_gives_way_if_there_is_another_and_what_is_bad_comes_last() -> None:
+    newer, bad, older, oldest = (Checkpoint(Generation(1, n), n, 2) for n in (4, 3, 2, 1))
+    noted = {bad: Trust(mark="bad"), oldest: Trust(mark="quarantined")}
+    trusts = Trusts({newer: Trust(failed_starts=3, most_starts=3), **noted})
+
+    choice, alone = choose([newer, bad, older, oldest], trusts, 3), choose([newer], trusts, 3)
+
+    assert (choice.usable, choice.quarantined.keys()) == ((older, bad), {newer, oldest})
+    assert (alone.usable, alone.exhausted.keys()) == ((), {newer})

@@ -6,13 +6,15 @@ parameters, the optimizer, the schedule, the loader's position and all generator
 
 from __future__ import annotations
 
-import contextlib
+import os
 import random
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,17 @@ import torch.distributed as dist
 import localckpt
 from tests.ranks import announce, node_store
 
-__all__ = ["Loader", "Outcome", "Part", "Sharding", "full_weights", "save_once", "stores", "train"]
+__all__ = [
+    "Loader",
+    "Outcome",
+    "Part",
+    "Sharding",
+    "full_weights",
+    "save_once",
+    "slow_down",
+    "stores",
+    "train",
+]
 
 Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
 
@@ -29,14 +41,11 @@ _WIDTH, _SAMPLES, _BATCH = 24, 40, 4
 
 @dataclass
 class Outcome:
-    """What one rank's loop has done: its first step, the losses from there on, and its end."""
+    """What one rank's loop has done: its first step, the losses from there on, and its values."""
 
     first: int
     losses: list[str] = field(default_factory=list)
-    stopped: str | None = None
-    last: int = -1
     weights: str = ""
-    buffers: str = ""
 
 
 class Part:
@@ -128,7 +137,9 @@ def train(
         "loader": loader,
         "seen": (lambda: seen[0], lambda value: seen.__setitem__(0, value)),
     }
-    with _checkpointer(state, options) as checkpointer:
+    with localckpt.Checkpointer(
+        state, local=node_store(), timeout_s=60.0, **options
+    ) as checkpointer:
         outcome = Outcome(checkpointer.resume())
         assert seen[0] == outcome.first * _BATCH
         for step in range(outcome.first, steps):
@@ -141,22 +152,19 @@ def train(
             seen[0] += len(batch)
             outcome.losses.append(float(loss.item()).hex())
             time.sleep(step_s)
-            outcome.last = step
             if rank == 0:
                 announce(f"step {step}")
-            if checkpointer.step(step):
-                outcome.stopped = checkpointer.stopped
-                break
-    outcome.weights = _bytes_of(model.parameters())
-    outcome.buffers = _bytes_of(model.buffers())
+            checkpointer.step(step)
+    tensors = [*model.parameters(), *model.buffers()]
+    # This rank's part of each.
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    outcome.weights = str([t.detach().reshape(-1).view(torch.uint8).tolist() for t in local])
     return outcome
 
 
-def full_weights(
-    rank: int, world_size: int, options: dict[str, Any], sharding: Sharding = "fsdp2"
-) -> str:
-    """The step that a sharded job resumes at, and its whole parameters and moments; or an error."""
-    model = make_model(sharding)
+def full_weights(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    """The step that a job with FSDP2 resumes at, and its whole parameters and moments."""
+    model = make_model("fsdp2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     state = {
@@ -166,30 +174,14 @@ def full_weights(
         "loader": Loader(rank),
         "seen": (lambda: 0, lambda _: None),
     }
-    try:
-        with _checkpointer(state, options) as checkpointer:
-            first = checkpointer.resume()
-            moments = [values["exp_avg"] for values in optimizer.state.values()]
-            whole = [tensor.full_tensor() for tensor in [*model.parameters(), *moments]]  # type: ignore[attr-defined]
-            texts = [str(tensor.flatten().tolist()) for tensor in whole]
-            return f"{first} {scheduler.last_epoch} {texts}"
-    except localckpt.MismatchError as error:
-        return str(error)
-
-
-@contextlib.contextmanager
-def _checkpointer(
-    state: dict[str, Any], options: dict[str, Any]
-) -> Iterator[localckpt.Checkpointer]:
-    options = {"timeout_s": 60.0} | options
-    with localckpt.Checkpointer(state, local=node_store(), **options) as checkpointer:
-        yield checkpointer
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> str:
-    """This rank's part of some tensors, as text."""
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    return "".join(bytes(t.detach().reshape(-1).view(torch.uint8).tolist()).hex() for t in local)
+    with localckpt.Checkpointer(
+        state, local=node_store(), timeout_s=60.0, **options
+    ) as checkpointer:
+        first = checkpointer.resume()
+        moments = [values["exp_avg"] for values in optimizer.state.values()]
+        whole = [tensor.full_tensor() for tensor in [*model.parameters(), *moments]]  # type: ignore[attr-defined]
+        texts = [str(tensor.flatten().tolist()) for tensor in whole]
+        return f"{first} {scheduler.last_epoch} {texts}"
 
 
 def save_once(state: dict[str, Any], **options: Any) -> None:
@@ -201,3 +193,112 @@ def save_once(state: dict[str, Any], **options: Any) -> None:
 
 def stores(tmp_path: Path, count: int) -> list[Path]:
     return [tmp_path / f"node {number}" for number in range(count)]
+
+
+_BY_PATH = ("open", "rename", "unlink", "mkdir", "rmdir")
+_BY_FD = ("fsync", "pwrite")
+_DURABLE = ("fsync",)
+
+
+def slow_down(root: Path, flag: Path, seconds: float, *, hangs: bool) -> None:
+    """Have system calls below a directory take longer while ``flag`` is there.
+
+    Args:
+        root: The directory.
+        flag: A file elsewhere.
+        seconds: How much longer each call takes.
+        hangs: Whether it is all calls that change something; else those that make it durable.
+    """
+
+    def is_slow(place: Any) -> bool:
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else str(place)
+        return path.startswith(str(root)) and flag.exists()
+
+    def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(place: Any, *args: Any, **options: Any) -> Any:
+            if is_slow(place):
+                time.sleep(seconds)
+            return call(place, *args, **options)
+
+        return slow
+
+    for name in (*_BY_PATH, *_BY_FD) if hangs else _DURABLE:
+        setattr(os, name, slowed(getattr(os, name)))
+
+
+# Lives of a loop, begun anew in the same process.
+
+Tier = Literal["nodes", "shared"]
+Losses = dict[str, str]
+
+
+class Killed(BaseException):
+    """Ends a life: nothing more is saved, and everything is left as it is."""
+
+
+def lives(
+    rank: int,
+    program: Any,
+    node: Path,
+    tier: Tier,
+    shared: Path | None = None,
+    *arguments: Any,
+) -> tuple[Losses, Losses, int]:
+    """The losses of a program that is never killed, and of one killed after each of its steps.
+
+    Every life has objects of its own, with other random numbers than any other.
+    """
+
+    def live(local: Path, dies_after: int | None) -> tuple[Losses, bool]:
+        losses: Losses = {}
+
+        class Mortal(localckpt.Checkpointer):
+            def resume(self, *args: Any, **kwargs: Any) -> int:
+                if (first := super().resume(*args, **kwargs)) == 0:
+                    # Of equal models each rank draws numbers of its own.
+                    torch.manual_seed(100 + rank)
+                    random.seed(rank)
+                return first
+
+            def step(self, *args: Any, **kwargs: Any) -> bool:
+                is_to_stop = super().step(*args, **kwargs)
+                self._steps = getattr(self, "_steps", 0) + 1
+                if self._steps == dies_after:
+                    self.wait_until_finished()
+                    raise Killed
+                return is_to_stop
+
+        def note(key: str, value: Any) -> None:
+            assert key not in losses
+            losses[key] = torch.as_tensor(value, dtype=torch.double).item().hex()
+
+        options: dict[str, Any] = {"local": local, "max_attempts": None}
+        if tier == "shared":
+            options |= {"shared": shared, "shared_every": 1}
+        if dies_after is None:
+            options = {"local": local, "every": 10**6}
+        else:
+            options["every"] = 1
+        with mock.patch.object(localckpt, "Checkpointer", Mortal):
+            try:
+                program(note, *arguments, **options)
+            except Killed:
+                return losses, True
+        return losses, False
+
+    # The first life of both runs has the same ones. What is drawn by others does not matter.
+    torch.manual_seed(0)
+    expected, is_killed = live(node / "whole", None)
+    assert not is_killed
+    found: Losses = {}
+    count = 0
+    while is_killed or count == 0:
+        torch.manual_seed(count)
+        local = node / (f"{count}" if tier == "shared" else "killed")
+        losses, is_killed = live(local, 1)
+        assert all(found.get(key, value) == value for key, value in losses.items())
+        found |= losses
+        count += 1
+        if tier == "shared":
+            shutil.rmtree(local)
+    return expected, found, count

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import Checkpointer, MismatchError, Values
-from tests.checkpointer.loops import Part, save_once, stores
+from localckpt import Checkpointer, Every, MismatchError, Values
+from tests.checkpointer.loops import Part, full_weights, save_once, stores, train
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
@@ -241,3 +241,19 @@ def test_each_kind_of_value_becomes_the_same_on_both_tiers(
             ):
                 wrong[name, rank] = row.becomes, got
     assert not wrong, "\n".join(f"{place}: {what}" for place, what in wrong.items())
+
+
+@pytest.mark.fault("world-size")
+def test_another_number_of_ranks_goes_on_from_the_nodes_with_one_of_them_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nodes, options = stores(tmp_path, 4), {"every": Every(steps=2)}
+    run_ranks(train, 4, "fsdp2", 10, options, store_per_node=nodes, timeout_s=_S)
+
+    as_saved = run_ranks(full_weights, 4, options, store_per_node=nodes, timeout_s=_S)
+    dropping = {**options, "on_resize": "drop"}
+    found = run_ranks(full_weights, 3, dropping, store_per_node=nodes[1:], timeout_s=_S)
+
+    assert found == [as_saved[0]] * 3
+    assert "which differ in 'loader': dropped" in capfd.readouterr().out
+    assert found[0].startswith("10 ")

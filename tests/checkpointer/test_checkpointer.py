@@ -1,10 +1,10 @@
-"""What the front door refuses, what it does when saves fail, and how often it saves by itself."""
+"""What the front door refuses, what it does when saves fail, and which parts a state may have."""
 
 from __future__ import annotations
 
-import shutil
 import signal
-import time
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from localckpt import Checkpointer, CheckpointingException, Every
-from tests.checkpointer.loops import Part, stores
+import localckpt
+from localckpt import (
+    Checkpointer,
+    CheckpointingException,
+    Every,
+    MismatchError,
+    PeerLostError,
+    UnsafeGlobalError,
+    Values,
+)
+from localckpt.checkpointer import life
+from localckpt.cli import output
+from localckpt.managers import local
+from tests.checkpointer.loops import Part, save_once, stores
+from tests.cli.commands import call
 from tests.managers.jobs import iterations_on, put_back, take_away
 from tests.ranks import node_store, run_ranks
 
@@ -31,17 +44,15 @@ def _state() -> dict[str, Any]:
         ({"memory": True, "max_failures": 0}, "must be above 0"),
         ({"memory": True, "every": 1.5}, "every=1.5 is no cadence"),
         ({"memory": True, "shared_every": Every(overhead=0.01)}, "shared_every takes steps or min"),
+        ({"local": "a", "shared": "a/shared"}, r"is in local=.*Give two directories"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(
+    options: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException, match=told):
         Checkpointer(_state(), **options)
-
-
-@pytest.mark.parametrize("below", ["", "shared"])
-def test_shared_storage_in_a_directory_of_the_node_is_refused(below: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match=r"is in local=.*Give two directories"):
-        Checkpointer(_state(), local=tmp_path, shared=tmp_path / below)
 
 
 def _make_alike(rank: int, world_size: int) -> str:
@@ -93,61 +104,15 @@ def test_a_checkpoint_that_is_not_there_is_neither_pinned_nor_marked_good(tmp_pa
             checkpointer.mark_good()
 
 
-def test_a_program_that_changes_its_working_directory_finds_its_checkpoints_on_both_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(folder: str, steps: int) -> tuple[int, bool]:
-        monkeypatch.chdir(tmp_path)
-        options: dict[str, Any] = {"local": "nodes", "shared": "shared", "stop_file": "stop"}
-        with Checkpointer(_state(), **options, every=Every(steps=1)) as checkpointer:
-            (tmp_path / folder).mkdir()
-            monkeypatch.chdir(folder)
-            first = checkpointer.resume()
-            for step in range(first, first + steps):
-                checkpointer.step(step)
-            if steps:
-                checkpointer.save(first + steps - 1, shared=True)
-            return first, checkpointer.stopped is not None
+def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:
+    with localckpt.LocalCheckpointManager(tmp_path) as manager:
+        manager.save({"value": torch.nn.Linear(1, 1)}, 3)
 
-    first = start("first", 3)
-    from_nodes = start("second", 0)
-    shutil.rmtree(tmp_path / "nodes")
-    from_shared = start("third", 0)
-
-    assert [first, from_nodes, from_shared] == [(0, False), (3, False), (3, False)]
-    assert not any((tmp_path / folder / "shared").exists() for folder in ("first", "third"))
-    assert all(not any((tmp_path / folder).iterdir()) for folder in ("first", "second", "third"))
-
-
-def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path) -> None:
-    made: list[Part] = []
-
-    def make() -> dict[str, Any]:
-        made.append(Part(torch.zeros(1000)))
-        return {"value": made[-1]}
-
-    options: dict[str, Any] = {
-        "local": tmp_path / "node",
-        "every": Every(steps=1),
-        "shared": tmp_path / "shared",
-        "shared_every": Every(steps=2),
-    }
-    with Checkpointer(make, **options) as checkpointer:
-        assert checkpointer.find_latest() == -1
-        assert checkpointer.resume() == 0
-        for step in range(4):
-            made[-1].value += 1
-            checkpointer.step(step)
-    with Checkpointer(make, **options) as checkpointer:
-        assert checkpointer.find_latest() == 3
-        assert len(made) == 1
-        assert checkpointer.resume() == 4
-    shutil.rmtree(tmp_path / "node")
-    with Checkpointer(make, **options) as checkpointer:
-        assert checkpointer.find_latest() == 3
-        assert checkpointer.resume() == 4
-
-    assert [part.value[0].item() for part in made] == [4.0, 4.0, 4.0]
+    with (
+        pytest.raises(CheckpointingException, match=r"saved by another object.*resume\(Elsewhere"),
+        Checkpointer(_state(), local=tmp_path) as checkpointer,
+    ):
+        checkpointer.resume()
 
 
 def _train_while_the_store_is_away(
@@ -196,39 +161,200 @@ def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
     assert [failed for _, failed, _ in ended] == [2, 2]
 
 
-def _stop_while_the_store_is_away(rank: int, world_size: int) -> tuple[int, int]:
-    """The step after which the job was stopped, and the saves that failed before."""
-    root = node_store()
-    file = root.parent / "stop"
-    with Checkpointer(
-        _state(), local=root, every=Every(steps=10**6), stop_file=file, timeout_s=60.0
-    ) as checkpointer:
+_NEVER = ("manager", "load()", "allow_partial_load", "<locals>", "keep_local", "timeout=")
+
+
+def _call_alone(rank: int, world_size: int, shared: Path) -> list[str]:
+    """Make each call on the first rank alone; the errors."""
+    options: dict[str, Any] = {"local": node_store(), "shared": shared, "timeout_s": 1.5}
+    calls: dict[str, Callable[[Checkpointer], Any]] = {
+        "resume": lambda checkpointer: checkpointer.resume(),
+        "save": lambda checkpointer: checkpointer.save(0, shared=True),
+        "close": lambda checkpointer: checkpointer.close(),
+    }
+    texts = []
+    if rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            Checkpointer(_state(), **options)
+        texts.append(str(caught.value))
+    dist.barrier()
+    for name, call_it in calls.items():
+        checkpointer = Checkpointer(_state(), **options, every=1000)
+        if name != "resume":
+            checkpointer.resume()
+        if rank == 0:
+            if name != "resume":
+                checkpointer.step(0)
+            with pytest.raises(PeerLostError) as caught:
+                call_it(checkpointer)
+            texts.append(str(caught.value))
+        dist.barrier()
+        checkpointer.abort()
+        dist.barrier()
+    return texts
+
+
+def test_a_lone_call_names_itself_and_timeout_s(tmp_path: Path) -> None:
+    texts, _ = run_ranks(_call_alone, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 1))
+
+    for name, text in zip(("Checkpointer", "resume", "save", "close"), texts, strict=True):
+        assert f"Is {name}() called on every rank?" in text
+        assert "give the Checkpointer a longer timeout_s" in text
+        assert "rank 1" in text
+        assert not [word for word in _NEVER if word in text], text
+
+
+class _Conf:
+    pass
+
+
+def test_a_class_of_the_script_that_is_imported_now_is_told_by_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"conf": (_Conf, lambda conf: None)}
+    with monkeypatch.context() as script:
+        script.setattr(_Conf, "__module__", "__main__")
+        script.setattr(sys.modules["__main__"], "_Conf", _Conf, raising=False)
+        save_once(state, local=tmp_path, safe_globals=[_Conf])
+
+    with (
+        pytest.raises(UnsafeGlobalError) as caught,
+        Checkpointer(state, local=tmp_path, safe_globals=[_Conf]) as checkpointer,
+    ):
         checkpointer.resume()
-        checkpointer.step(0)
-        if rank == 1:
-            take_away(root)
-        # Fails behind training, and is heard of when the job is stopped.
-        checkpointer.save(0)
-        dist.barrier()
-        time.sleep(0.5)
-        if rank == 1:
-            put_back(root)
-            file.touch()
-        dist.barrier()
-        for step in range(1, 10**6):
-            if checkpointer.step(step):
-                return step, checkpointer.failed_saves
-            time.sleep(0.002)
-    raise AssertionError("the job was not stopped")
+
+    assert f"{__name__}._Conf is allowed, and was saved as __main__._Conf" in str(caught.value)
+    assert "pass safe_globals=[(_Conf, '__main__._Conf')]" in str(caught.value)
 
 
-@pytest.mark.fault("unusable-store")
-def test_a_job_that_is_stopped_when_a_save_has_failed_is_safe_all_the_same(tmp_path: Path) -> None:
-    nodes = stores(tmp_path, 2)
+def test_programs_that_name_no_session_have_one_each_and_a_restart_finds_its_own(
+    shm_roots: Callable[[int], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root,) = shm_roots(1)
+    for user in (life, local, output):
+        monkeypatch.setattr(user, "default_root", lambda: root)
+    programs = [
+        *(("/a/train.py", ["--lr=1"], "x"), ("/a/train.py", ["--lr=2"], "x")),
+        *(("/a/train.py", ["--lr=1"], "y"), ("/b/train.py", ["--lr=1"], "x")),
+        *(("/a/train.py", ["--lr", "=1"], "x"), ("/a/train/__main__.py", ["--lr=1"], "x")),
+    ]
+    firsts, sessions = [], []
 
-    ((step, failed), other) = run_ranks(_stop_while_the_store_is_away, 2, store_per_node=nodes)
+    for script, arguments, folder in [*programs, programs[0]]:
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
+        monkeypatch.setattr(sys, "argv", ["", *arguments])
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        with Checkpointer(_state(), memory=True, every=1) as checkpointer:
+            firsts.append(checkpointer.resume())
+            checkpointer.step(firsts[-1])
+            sessions.append(checkpointer.manager.session_id)
 
-    assert (step, failed) == other
-    assert failed == 1
-    for node in nodes:
-        assert step in iterations_on(node)
+    assert firsts == [0] * len(programs) + [1]
+    assert sessions[-1] == sessions[0]
+    assert len(set(sessions)) == len(programs)
+    assert all(session.startswith("train-") for session in sessions)
+    assert all(session in call("ls").out for session in sessions)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-i"])
+    with pytest.raises(CheckpointingException, match="give session_id="):
+        Checkpointer(_state(), memory=True)
+
+
+# One that only reads.
+
+
+def _filled(fill: float) -> dict[str, Any]:
+    layer = torch.nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, fill)
+    return {"layer": layer}
+
+
+def _everything(root: Path) -> dict[Path, tuple[int, int]]:
+    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
+
+
+def _read(rank: int, world_size: int, local: Path, shared: Path | None) -> tuple[int, list[float]]:
+    state = _filled(0.0)
+    with Checkpointer(state, local=local, shared=shared, read_only=True, timeout_s=20.0) as reader:
+        found = reader.find_latest()
+        assert reader.resume() == found + 1
+        for call in (
+            lambda: reader.step(found + 1),
+            lambda: reader.save(found + 1),
+            lambda: reader.pin(found),
+            lambda: reader.mark_good(),
+        ):
+            with pytest.raises(CheckpointingException, match="made with read_only=True: it"):
+                call()
+    return found, state["layer"].bias.tolist()
+
+
+@pytest.mark.parametrize(("tier", "ranks"), [("nodes", 2), ("shared", 1)])
+def test_any_number_of_ranks_reads_beside_a_job_that_lives(
+    tier: str, ranks: int, tmp_path: Path
+) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared"
+    options: dict[str, Any] = {"timeout_s": 20.0, "events": ()}
+    with Checkpointer(_filled(3.0), local=local, shared=shared, **options) as job:
+        job.resume()
+        job.step(4)
+        job.save(4, shared=True)
+        job.wait_until_finished()
+        before = _everything(tmp_path)
+
+        place = local if tier == "nodes" else tmp_path / "none"
+        read = run_ranks(_read, ranks, place, shared if tier == "shared" else None)
+
+        assert read == [(4, [3.0, 3.0])] * ranks
+        assert _everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "there is nothing to save"),
+        ({"epoch": 3}, "'epoch' of the training state is a int"),
+        ({"epoch": (1, 2)}, "'epoch' of the training state is a tuple"),
+        ({"m": None}, "'m' of the training state is None: leave it out"),
+        ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
+        ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
+        ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
+        ({3: torch.nn.Linear(1, 1)}, "must be a name"),
+        ({"rng": torch.nn.Linear(1, 1)}, "rng=False leaves them out"),
+    ],
+)
+def test_what_is_no_part_is_refused_by_name(state: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        Checkpointer(state, local=tmp_path)
+
+
+def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
+    tmp_path: Path,
+) -> None:
+    save_once({"run": Values(epoch=5, best=1.0)}, local=tmp_path)
+
+    for given in ({"epoch": 0, "top": 2.0}, {"epoch": 0}, {"epoch": 0, "best": 2.0, "new": 1}):
+        run = Values(**given)
+        with (
+            Checkpointer({"run": run}, local=tmp_path) as checkpointer,
+            pytest.raises(MismatchError) as caught,
+        ):
+            checkpointer.resume()
+        assert run.state_dict() == given
+        for name in {"epoch", "best"} ^ given.keys():
+            assert name in str(caught.value)
+    run = Values(epoch=0, top=2.0)
+    with Checkpointer({"run": run}, local=tmp_path) as checkpointer:
+        assert checkpointer.resume(partial=True) == 1
+    assert run.state_dict() == {"epoch": 5, "top": 2.0}
+
+
+def test_names_are_fixed_and_none_hides_a_method() -> None:
+    run = Values(epoch=0)
+
+    with pytest.raises(AttributeError, match=r"no value 'epohc' \(there are epoch\)"):
+        run.epohc = 1
+    with pytest.raises(CheckpointingException, match=r"state_dict=\.\.\.\): a method"):
+        Values(state_dict=1)

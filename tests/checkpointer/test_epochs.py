@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,9 +24,7 @@ from torch.utils.data import (
 )
 
 import localckpt
-from localckpt.checkpointer.resume import _ago
-from tests.checkpointer.lives import lives
-from tests.docs.blocks import blocks
+from tests.checkpointer.loops import lives
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -152,77 +149,27 @@ def test_a_loop_over_epochs_goes_on_bit_for_bit_after_each_step(kind: str, tmp_p
     assert count > 6
 
 
-def _run_document(note: Callable[[str, Any], None], code: str, **options: Any) -> None:
-    """The loop of a document, for two epochs, with a best model and noise in each batch."""
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    run = localckpt.Values(count=0, best=math.inf)
-
-    def train(batch: torch.Tensor) -> None:
-        loss = model(batch.reshape(-1, 1) * torch.rand(()) / 14).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.count += 1
-        note(f"batch {run.count}", loss)
-
-    def validate(model: torch.nn.Module) -> None:
-        run.best = min(run.best, model(torch.rand(1)).item())
-        note(f"best after {run.count}", run.best)
-
-    names = {"localckpt": localckpt, "model": model, "scheduler": scheduler, "options": options}
-    names |= {"train": train, "validate": validate, "loader": DataLoader(_DATA, 4, shuffle=True)}
-    names["state"] = {"model": model, "opt": optimizer, "scheduler": scheduler, "run": run}
-    code = code.replace('local="/local/checkpoints"', "**options").replace("(90)", "(2)")
-    exec(code, names)
-
-
-@pytest.mark.parametrize("page", ["docs/training.md", "docs/loops.md"])
-def test_the_loop_over_epochs_of_the_documents_goes_on_after_each_step(
-    page: str, tmp_path: Path
-) -> None:
-    (code,) = [b.code for b in blocks() if b.page == page and ".epochs(90)" in b.code]
-
-    expected, found, count = lives(0, partial(_run_document, code=code), tmp_path, "nodes")
-
-    assert found == expected
-    assert count == 9
-
-
-def _lives_of_stateful() -> list[Any]:
+def _use_stateful_loaders(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
+    """Lives of loops over them, and warnings of a plain loop over one that is a part of a state."""
     make = import_upstream("torchdata.stateful_dataloader").StatefulDataLoader
     outcomes = []
     for options in ({"shuffle": True}, {"sampler": DistributedSampler(_DATA, 1, 0)}):
         program = partial(_train, make_loader=partial(make, _DATA, 4, **options), looks=True)
         outcomes.append(lives(0, program, node_store() / str(len(outcomes)), "nodes"))
-    return outcomes
-
-
-def _warnings_of_plain_loops() -> list[str]:
-    """Warnings of loops over a stateful loader that is a part of the state."""
-    loaders = import_upstream("torchdata.stateful_dataloader")
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("localckpt").addHandler(handler)
-    for workers in (0, 1):
-        for kind in ("", "goes on", "looks", "by batches"):
-            loader = loaders.StatefulDataLoader(_DATA, 2, num_workers=workers)
-            state = {"model": torch.nn.Linear(1, 1), "loader": loader}
-            local = node_store() / f"plain {workers}"
-            with localckpt.Checkpointer(state, local=local, max_attempts=None) as checkpointer:
-                first = checkpointer.resume()
-                if kind in ("looks", "by batches"):
-                    next(iter(loader))
-                if kind == "by batches":
-                    list(zip(checkpointer.epochs(1, first=0), (0,), strict=False))
-                    break
-                for _, step in zip(loader, range(first, first + 2), strict=False):
-                    checkpointer.step(step)
-    return [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
-
-
-def _use_stateful_loaders(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
-    return _lives_of_stateful(), _warnings_of_plain_loops()
+    for looks in (False, False, True):
+        loader = make(_DATA, 2)
+        state = {"model": torch.nn.Linear(1, 1), "loader": loader}
+        local = node_store() / "plain"
+        with localckpt.Checkpointer(state, local=local, max_attempts=None) as checkpointer:
+            first = checkpointer.resume()
+            if looks:
+                next(iter(loader))
+            for _, step in zip(loader, range(first, first + 2), strict=False):
+                checkpointer.step(step)
+    warned = [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
+    return outcomes, warned
 
 
 @needs("torchdata")
@@ -236,26 +183,8 @@ def test_a_stateful_loader_goes_on_by_its_own_state_and_a_look_before_a_plain_lo
     for expected, found, count in outcomes:
         assert found == expected
         assert count > 6
-    lost = [text for text in told if "has taken its place" in text]
-    assert len(lost) == 2
-    assert all(text.startswith("'loader' is a StatefulDataLoader") for text in lost)
-
-
-def test_batches_are_left_out_without_loading_them(tmp_path: Path) -> None:
-    loaded = []
-    for _ in range(2):
-        data = _Noisy()
-        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
-            checkpointer.resume()
-            for _ in checkpointer.epochs(1):
-                for _ in checkpointer.batches(DataLoader(data, 2, shuffle=True)):
-                    checkpointer.step()
-                    if checkpointer.batch == 2:
-                        break
-                break
-        loaded.append(data.loaded)
-
-    assert loaded == [6, 8]
+    (lost,) = [text for text in told if "has taken its place" in text]
+    assert lost.startswith("'loader' is a StatefulDataLoader")
 
 
 def _go(checkpointer: localckpt.Checkpointer, *loaders: Any, ends: bool = False) -> None:
@@ -267,29 +196,21 @@ def _go(checkpointer: localckpt.Checkpointer, *loaders: Any, ends: bool = False)
                 break
 
 
-def _twice(checkpointer: localckpt.Checkpointer) -> None:
+def _in_an_epoch(checkpointer: localckpt.Checkpointer, *calls: str) -> None:
     for _ in checkpointer.epochs(1):
-        for _ in range(2):
-            list(checkpointer.batches([1]))
-
-
-def _resumes(checkpointer: localckpt.Checkpointer) -> None:
-    for _ in checkpointer.epochs(1):
-        for _ in checkpointer.batches([1, 2]):
-            checkpointer.resume()
-
-
-def _steps_outside(checkpointer: localckpt.Checkpointer) -> None:
-    for _ in checkpointer.epochs(1):
-        checkpointer.step()
+        for call in calls:
+            list(checkpointer.batches([1])) if call == "batches" else getattr(checkpointer, call)()
 
 
 @pytest.mark.parametrize(
     ("use", "told"),
     [
-        (_twice, r"batches\(\) was called in an epoch, after its batches.* once in each epoch"),
-        (_resumes, r"resume\(\) was called in the loop over epochs"),
-        (_steps_outside, r"step\(\) was called in an epoch, before its batches"),
+        (
+            lambda c: _in_an_epoch(c, "batches", "batches"),
+            r"batches\(\) was called in an epoch, after its batches.* once in each epoch",
+        ),
+        (lambda c: _in_an_epoch(c, "resume"), r"resume\(\) was called in the loop over epochs"),
+        (lambda c: _in_an_epoch(c, "step"), r"step\(\) was called in an epoch, before its batches"),
         (lambda c: next(c.batches([1])), r"batches\(\) was called outside of epochs"),
         (lambda c: _go(c, iter([1, 2])), "was given a list_iterator, .* give it the loader itself"),
         (lambda c: _go(c, [1, 2], [1, 2], ends=True), r"epoch 0 was left by break after step\(\)"),
@@ -303,12 +224,6 @@ def test_a_loop_that_could_not_be_resumed_is_an_error(
 
         with pytest.raises(localckpt.CheckpointingException, match=told):
             use(checkpointer)
-
-
-def test_epochs_without_resume_is_an_error(tmp_path: Path) -> None:
-    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:  # noqa: SIM117
-        with pytest.raises(localckpt.CheckpointingException, match="call resume"):
-            next(checkpointer.epochs(1))
 
 
 def test_a_longer_run_goes_on_and_an_epoch_may_be_empty_or_left_before_a_step(
@@ -341,12 +256,11 @@ def test_the_epoch_of_a_checkpoint_that_does_not_tell_it_is_asked_for(tmp_path: 
 
 
 def _seen(
-    rank: int, world_size: int, size: int, shuffle: bool | None, steps: int, shared: Path | None
+    rank: int, world_size: int, size: int, shuffle: bool, steps: int, shared: Path | None
 ) -> Any:
     """Samples that a rank is given in so many steps of an epoch, or the error."""
     data = TensorDataset(torch.arange(24))
-    sampler = DistributedSampler(data, shuffle=shuffle) if shuffle is not None else None
-    loader = DataLoader(data, size, sampler=sampler)
+    loader = DataLoader(data, size, sampler=DistributedSampler(data, shuffle=shuffle))
     seen: list[int] = []
     with localckpt.Checkpointer(
         {"v": torch.nn.Linear(1, 1)}, local=node_store(), shared=shared, replication_factor=1
@@ -365,37 +279,21 @@ def _seen(
 
 
 @pytest.mark.parametrize(
-    ("tier", "saved", "loaded", "told"),
+    ("tier", "loaded", "told"),
     [
-        ("nodes", (2, 4, True), (4, 2, True), ""),
-        ("shared", (2, 4, True), (1, 4, True), ""),
-        (
-            "nodes",
-            (2, 4, True),
-            (3, 4, True),
-            "16 samples, which are no whole number of batches of 4",
-        ),
-        (
-            "nodes",
-            (2, 4, True),
-            (2, 4, False),
-            "24 samples in batches of 4, dealt by a Distributed",
-        ),
-        (
-            "shared",
-            (2, 4, None),
-            (1, 4, None),
-            "only those of a DistributedSampler are in one order",
-        ),
+        ("nodes", (4, 2, True), ""),
+        ("shared", (1, 4, True), ""),
+        ("nodes", (3, 4, True), "16 samples, which are no whole number of batches of 4"),
+        ("nodes", (2, 4, False), "24 samples in batches of 4, dealt by a Distributed"),
     ],
 )
 def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
-    tier: str, saved: tuple[int, int, Any], loaded: tuple[int, int, Any], told: str, tmp_path: Path
+    tier: str, loaded: tuple[int, int, bool], told: str, tmp_path: Path
 ) -> None:
     # The nodes are lost with all that they have, or there is nothing but them.
     nodes = [tmp_path / tier, tmp_path / "nodes"]
     shared = tmp_path / "common" if tier == "shared" else None
-    before = run_ranks(_seen, saved[0], *saved[1:], 2, shared, store_per_node=nodes[:1])
+    before = run_ranks(_seen, 2, 4, True, 2, shared, store_per_node=nodes[:1])
 
     after = run_ranks(_seen, loaded[0], *loaded[1:], 100, shared, store_per_node=nodes[1:])
 
@@ -403,9 +301,3 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
         assert all(told in text for text in after)
     else:
         assert sorted(chain(*before, *after)) == list(range(24))
-
-
-def test_ages_are_told_in_units_that_people_use() -> None:
-    found = [_ago(seconds) for seconds in (-5, 119, 121, 7199, 7201, 1e6)]
-
-    assert found == ["0 s ago", "119 s ago", "2 min ago", "120 min ago", "2 h ago", "12 days ago"]

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import localckpt
 from localckpt.checkpointer.parts import TrainingState
-from localckpt.checkpointer.stopping import Evidence, is_of_loader, judge_ends
+from localckpt.checkpointer.stopping import Evidence, judge_ends
 from tests.ranks import run_ranks, start_ranks
 
 
@@ -122,72 +122,6 @@ def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_h
     assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
     with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
         assert checkpointer.resume() == (20 if is_saved else 0)
-
-
-class _Stuck(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index:
-            time.sleep(600)
-        return index
-
-
-_ENDS_BY = """
-import os, signal, sys, torch
-from tests.checkpointer.test_loader_workers import _Stuck
-import localckpt
-loader = iter(torch.utils.data.DataLoader(
-    _Stuck(), num_workers=1, worker_init_fn=localckpt.worker_init_fn, prefetch_factor=2,
-    multiprocessing_context=sys.argv[2]))
-next(loader)
-print(loader._workers[0].pid, flush=True)
-os.kill(loader._workers[0].pid, signal.SIGTERM)
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    ("by", "started_by"),
-    [("exit", "fork"), ("killed", "fork"), ("exit", "spawn")],
-)
-def test_a_worker_that_is_stuck_outlives_a_signal_and_ends_with_its_trainer(
-    by: str, started_by: str, environment: dict[str, str]
-) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_BY, by, started_by],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment,
-    )
-
-    worker = int(ended.stdout)
-    until = time.monotonic() + 20
-    while psutil.pid_exists(worker) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(worker)
-
-
-def test_only_an_error_out_of_a_loader_counts_as_one() -> None:
-    class Fails(Dataset[int]):
-        def __getitem__(self, index: int) -> int:
-            raise RuntimeError("no such sample")
-
-        def __len__(self) -> int:
-            return 1
-
-    with pytest.raises(RuntimeError) as of_loader:
-        next(iter(DataLoader(Fails())))
-    with pytest.raises(RuntimeError) as other:
-        Fails()[0]
-
-    assert is_of_loader(of_loader.value)
-    assert not is_of_loader(other.value)
 
 
 @pytest.mark.parametrize("change", ["parameter", "buffer", "gradient", "random", "module", ""])

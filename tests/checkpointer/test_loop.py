@@ -1,36 +1,19 @@
-"""A loop over the front door that is killed, or stopped, goes on bit for bit where it was."""
+"""A loop over the front door that is killed goes on bit for bit where it was."""
 
 from __future__ import annotations
 
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
 import localckpt
-from tests.checkpointer.loops import Outcome, Sharding, stores, train
-from tests.ranks import run_ranks, start_ranks
+from examples import loops
+from tests.checkpointer.loops import Losses, Sharding, Tier, lives, stores, train
+from tests.ranks import node_store, run_ranks, start_ranks
 
 _STEPS = 40
-
-
-def _undisturbed(sharding: Sharding, world_size: int, tmp_path: Path) -> list[Outcome]:
-    options = {"every": localckpt.Every(steps=10**6)}
-    outcomes: list[Outcome] = run_ranks(
-        *(train, world_size, sharding, _STEPS, options),
-        store_per_node=stores(tmp_path / "undisturbed", 1),
-    )
-    assert all(outcome.first == 0 and len(outcome.losses) == _STEPS for outcome in outcomes)
-    return outcomes
-
-
-def _assert_goes_on(found: list[Outcome], expected: list[Outcome]) -> None:
-    for outcome, reference in zip(found, expected, strict=True):
-        assert outcome.losses == reference.losses[outcome.first :]
-        assert outcome.weights == reference.weights
-        assert outcome.buffers == reference.buffers
 
 
 @pytest.mark.rows(2)
@@ -41,7 +24,11 @@ def _assert_goes_on(found: list[Outcome], expected: list[Outcome]) -> None:
 def test_a_loop_that_is_killed_goes_on_bit_for_bit(
     sharding: Sharding, world_size: int, tmp_path: Path
 ) -> None:
-    expected = _undisturbed(sharding, world_size, tmp_path)
+    never = {"every": localckpt.Every(steps=10**6)}
+    expected = run_ranks(
+        *(train, world_size, sharding, _STEPS, never),
+        store_per_node=stores(tmp_path / "undisturbed", 1),
+    )
     nodes = stores(tmp_path, world_size)
     options = {"every": localckpt.Every(steps=3)}
     killed = (train, world_size, sharding, 10**6, options, 0.005)
@@ -55,28 +42,36 @@ def test_a_loop_that_is_killed_goes_on_bit_for_bit(
 
     found = run_ranks(*(train, world_size, sharding, _STEPS, options), store_per_node=nodes)
 
-    assert all(outcome.first > 0 for outcome in found)
-    _assert_goes_on(found, expected)
+    for outcome, reference in zip(found, expected, strict=True):
+        assert outcome.first > 0
+        assert outcome.losses == reference.losses[outcome.first :]
+        assert outcome.weights == reference.weights
 
 
-@pytest.mark.fault("interrupted")
-@pytest.mark.parametrize(("told", "by"), [(0, signal.SIGUSR1), (1, signal.SIGTERM)])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_its_state_is_safe(
-    told: int, by: signal.Signals, tmp_path: Path
+def _run_lives(
+    rank: int, world_size: int, folder: Path, tier: Tier
+) -> dict[str, tuple[Losses, Losses, int]]:
+    outcomes = {}
+    for name, program in loops.LOOPS.items():
+        outcomes[name] = lives(rank, program, node_store(), tier, folder / name)
+        shutil.rmtree(node_store())
+    return outcomes
+
+
+@pytest.mark.rows(1)
+@pytest.mark.fault("trainer-dies")
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_kind_of_loop_goes_on_bit_for_bit_after_each_step(
+    world_size: int, tier: Tier, tmp_path: Path
 ) -> None:
-    expected = _undisturbed("ddp", 2, tmp_path)
-    nodes = stores(tmp_path, 2)
-    # No cadence would save before the job is stopped.
-    options = {"every": localckpt.Every(steps=10**6)}
-    with start_ranks(*(train, 2, "ddp", 10**6, options, 0.005), store_per_node=nodes) as group:
-        group.await_announced(f"step {5 + 10 * told}", 60.0)
-        group.kill(told, by)
-        stopped = group.join(60.0)
+    outcomes = run_ranks(
+        *(_run_lives, world_size, tmp_path, tier),
+        store_per_node=[tmp_path / f"node {number}" for number in range(world_size)],
+        timeout_s=150,
+    )
 
-    (last,) = {outcome.last for outcome in stopped}
-    assert all(outcome.stopped.startswith(f"rank {told}: signal") for outcome in stopped)
-    steps = max(_STEPS, last + 4)
-    found = run_ranks(*(train, 2, "ddp", steps, options), store_per_node=nodes)
-    assert [outcome.first for outcome in found] == [last + 1] * 2
-    if steps == _STEPS:
-        _assert_goes_on(found, expected)
+    for of_rank in outcomes:
+        for name, (expected, found, count) in of_rank.items():
+            assert found == expected, name
+            assert count > 5, name

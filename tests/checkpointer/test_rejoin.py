@@ -1,26 +1,29 @@
-"""Survivors of a lost rank keep their processes, and go back to their newest checkpoint."""
+"""``abort()`` ends what waits, and survivors join again, back at their newest checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import random
 import signal
+import threading
 import time
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 import localckpt
-from localckpt.checkpointer.epochs import Epochs
 from localckpt.cli.account import account
 from localckpt.cli.starts import starts_of
+from localckpt.errors import AbortedError, PeerLostError
 from localckpt.events.jsonl import read_events
-from tests.checkpointer.loops import stores
+from localckpt.ranks.job_store import default_store
+from tests.checkpointer.loops import slow_down, stores
 from tests.checkpointer.survivors import (
     Survivor,
     begin,
@@ -41,10 +44,8 @@ from tests.ranks import (
 
 # For each life of the job its processes, by rank, and whether the model is sharded.
 _WORLDS = {
-    "a rank replaced": ([[0, 1], [0, 2]], True),
     "the first rank replaced": ([[0, 1, 2], [3, 1, 2]], False),
     "shrunk, without the first": ([[0, 1, 2], [2, 1]], True),
-    "grown": ([[0, 1], [0, 1, 2]], False),
     "shrunk and grown": ([[0, 1, 2], [1, 2], [1, 2, 3]], True),
     "twice in a row": ([[0, 1], [0, 2], [3, 2]], False),
 }
@@ -67,7 +68,7 @@ def _survive(
     return {n: seen for n, seen in enumerate(outcomes) if not isinstance(seen, DeadRank)}
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(5)
 @pytest.mark.fault("survivors")
 @pytest.mark.parametrize(
     "in_place",
@@ -119,12 +120,15 @@ def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -
     assert 0 < second.recovery_s < 60
 
 
-def _train_until_stopped(checkpointer: localckpt.Checkpointer, state: dict[str, Any]) -> None:
-    for step in range(10**6):
+def _train_steps(
+    checkpointer: localckpt.Checkpointer, state: dict[str, Any], first: int, count: int = 10**6
+) -> None:
+    for step in range(first, first + count):
         train_step(state, step)
         checkpointer.step(step)
         if step == 6:
             checkpointer.wait_until_finished()
+            announce(f"at of {dist.get_rank()}")
 
 
 def _be_stopped(home: int, world_size: int) -> str:
@@ -142,34 +146,22 @@ def _be_stopped(home: int, world_size: int) -> str:
         state, local=node_store(), every=2, on_resize="drop", replication_factor=2, timeout_s=5.0
     )
     first = checkpointer.resume()
-    if home == 1:
-        try:
-            for step in range(10**6):
-                train_step(state, step)
-                checkpointer.step(step)
-                if step == 6:
-                    checkpointer.wait_until_finished()
-                    announce("at", os.getpid())
-        except (RuntimeError, localckpt.PeerLostError) as error:
+    if life == 0:
+        with pytest.raises((RuntimeError, localckpt.PeerLostError)) as caught:
+            _train_steps(checkpointer, state, first)
+        if home == 1:
             with contextlib.suppress(RuntimeError):
                 checkpointer.step(10**7)
-            try:
+            with contextlib.suppress(localckpt.CheckpointingException):
                 checkpointer.close()
-            except localckpt.CheckpointingException as late:
-                return f"{error} {late}"
-            return str(error)
-    if home == 0:
-        with pytest.raises(RuntimeError):
-            _train_until_stopped(checkpointer, state)
+            return str(caught.value)
         checkpointer.abort()
         dist.destroy_process_group()
         begin(1, [0, 2], home)
         state = make_state(sharded=False)
         first = checkpointer.rejoin(state).step
     assert first > 4
-    for step in range(first, first + 4):
-        train_step(state, step)
-        checkpointer.step(step)
+    _train_steps(checkpointer, state, first, 4)
     checkpointer.wait_until_finished()
     if home == 0:
         announce("rejoined")
@@ -178,9 +170,7 @@ def _be_stopped(home: int, world_size: int) -> str:
     newest = checkpointer.newest
     rejoined = checkpointer.rejoin()
     assert rejoined.step - 1 == newest
-    for step in range(rejoined.step, rejoined.step + 4):
-        train_step(state, step)
-        checkpointer.step(step)
+    _train_steps(checkpointer, state, rejoined.step, 4)
     text = digest(state)
     checkpointer.close()
     dist.destroy_process_group()
@@ -190,7 +180,7 @@ def _be_stopped(home: int, world_size: int) -> str:
 @pytest.mark.fault("survivors")
 def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Path) -> None:
     with start_ranks(_be_stopped, 3, init_group=False, store_per_node=stores(tmp_path, 3)) as group:
-        group.await_announced("at", 60.0)
+        group.await_announced("at of 1", 60.0)
         group.kill(1, signal.SIGSTOP)
         group.await_announced("rejoined", 60.0)
         group.kill(1, signal.SIGCONT)
@@ -203,13 +193,18 @@ def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Pat
 
 def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
     state = make_state(sharded=False)
+    guard = [state["optimizer"]]
+    places: dict[str, Any] = {"local": node_store(), "shared": shared}
     checkpointer = localckpt.Checkpointer(
-        state, local=node_store(), shared=shared, every=2, replication_factor=2, timeout_s=2.0
+        state, **places, every=2, replication_factor=2, timeout_s=2.0, guard=guard
     )
     first = checkpointer.resume()
     for step in range(first, first + 3):
         train_step(state, step)
         checkpointer.step(step)
+    with pytest.raises(localckpt.CheckpointingException, match="guard="):
+        checkpointer.rejoin(make_state(sharded=False))
+    # Nothing was aborted.
     checkpointer.wait_until_finished()
     dist.barrier()
     if rank == 0:
@@ -220,7 +215,7 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
             with pytest.raises(localckpt.AbortedError):
                 checkpointer.step(step + 1)
     dist.barrier()
-    rejoined = checkpointer.rejoin()
+    rejoined = checkpointer.rejoin(state, guard=guard)
     assert (rejoined.step, rejoined.source) == (step, "own memory")
     checkpointer.abort()
     if rank == 0:
@@ -231,7 +226,7 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
     with pytest.raises(localckpt.CheckpointingException, match="closed"):
         checkpointer.rejoin()
     dist.barrier()
-    again = localckpt.Checkpointer(state, local=node_store(), shared=shared, timeout_s=20.0)
+    again = localckpt.Checkpointer(state, **places, timeout_s=20.0)
     assert again.resume() == step
     again.close()
 
@@ -271,57 +266,200 @@ def test_without_a_checkpoint_no_state_of_the_life_before_passes_for_a_new_one(
     run_ranks(_rejoin_before_a_save, 2, store_per_node=stores(tmp_path, 2))
 
 
-def _give_states_anew(rank: int, world_size: int) -> list[bool]:
-    state = make_state(sharded=False)
-    checkpointer = localckpt.Checkpointer(state, local=node_store(), every=1, timeout_s=20.0)
-    step, models = checkpointer.resume(), []
-    for _ in range(3):
-        train_step(state, step)
+# Aborts at any moment.
+
+_NUMEL = 1 << 18
+_TIMEOUT_S = 20.0
+
+
+class _Part:
+    """A tensor that is made of the number of the step."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(_NUMEL)
+
+    def set(self, step: int) -> None:
+        torch.arange(_NUMEL, out=self.tensor).mul_(step + 1).add_(dist.get_rank())
+
+    def is_of(self, step: int) -> bool:
+        expected = torch.arange(_NUMEL, dtype=torch.float32).mul_(step + 1).add_(dist.get_rank())
+        return bool(torch.equal(self.tensor, expected))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor.copy_(state["tensor"])
+
+
+def _resources() -> dict[str, int]:
+    process = psutil.Process()
+    # What a store in shared memory still has, it may map.
+    mapped = [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/")]
+    return {
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "removed shared memory": sum(not Path(path).exists() for path in mapped),
+        "keys": default_store().num_keys(),
+        "memory": process.memory_info().rss,
+    }
+
+
+def _settled(most: dict[str, int] | None = None) -> dict[str, int]:
+    """What is held once the copies that a rejoin makes again are over, or given up."""
+    until = time.monotonic() + 2 * _TIMEOUT_S
+    most = most or {"threads": 6, "descriptors": 18, "removed shared memory": 0}
+    least = _resources()
+    while time.monotonic() < until and any(least[name] > most[name] for name in most):
+        time.sleep(0.05)
+        # A cycle of an error and its frames may hold an image or a socket until it is collected.
+        gc.collect()
+        now = _resources()
+        least = {name: min(least[name], now[name]) for name in least}
+    return least
+
+
+def _train(checkpointer: localckpt.Checkpointer, part: _Part, step: int, moves: Any) -> None:
+    """Train until the end of the world."""
+    while True:
+        part.set(step)
         checkpointer.step(step)
-        checkpointer.wait_until_finished()
-        checkpointer.abort()
-        dist.barrier()
-        models.append(weakref.ref(state["model"]))
-        state = make_state(sharded=False)
-        step = checkpointer.rejoin(state).step
-    gc.collect()
-    checkpointer.close()
-    return [model() is not None for model in models]
+        if step % 5 == 3:
+            checkpointer.save(step, shared=step % 10 == 3)
+        if step % 7 == 6:
+            checkpointer.wait_until_finished()
+        time.sleep(moves.uniform(0.0, 0.004))
+        step += 1
 
 
-def test_a_state_that_was_given_anew_frees_the_one_before(tmp_path: Path) -> None:
-    outcomes = run_ranks(_give_states_anew, 2, store_per_node=stores(tmp_path, 2))
-
-    assert outcomes == [[False] * 3] * 2
-
-
-def _guard_anew(rank: int, world_size: int) -> None:
-    state = make_state(sharded=False)
+def _abort_and_rejoin(
+    rank: int, world_size: int, shared: Path, rounds: int, options: dict[str, Any]
+) -> tuple[list[dict[str, int]], set[str], float]:
+    moves, alike, before = random.Random(rank), random.Random(7), _resources()
+    part, said, longest_s, seen = _Part(), set[str](), 0.0, list[dict[str, int]]()
     checkpointer = localckpt.Checkpointer(
-        state, local=node_store(), every=1, guard=[state["optimizer"]], timeout_s=20.0
+        {"part": part},
+        local=node_store(),
+        shared=shared,
+        every=3,
+        timeout_s=_TIMEOUT_S,
+        quiet=True,
+        **options,
     )
-    train_step(state, checkpointer.resume())
-    checkpointer.step(0)
-    checkpointer.wait_until_finished()
-    state = make_state(sharded=False)
-    with pytest.raises(localckpt.CheckpointingException, match="guard="):
-        checkpointer.rejoin(state)
-    # Nothing was aborted.
-    train_step(state, 1)
-    checkpointer.step(1)
-    dist.barrier()
-    assert checkpointer.rejoin(state, guard=[state["optimizer"]]).step > 0
+    step = checkpointer.resume()
+    for number in range(rounds):
+        # One rank before the others, or each at a moment of its own; and now and then while they
+        # join again.
+        first, late = alike.randrange(world_size + 1), alike.random() < 0.2
+        after_s = 0.3 if first not in (rank, world_size) else 0.0
+        timer = threading.Timer(after_s + moves.uniform(0.0, 0.15), checkpointer.abort)
+        timer.start()
+        try:
+            _train(checkpointer, part, step, moves)
+        except PeerLostError as error:
+            said.add(type(error).__name__)
+        timer.join()
+        began = time.monotonic()
+        checkpointer.abort()
+        checkpointer.abort()
+        longest_s = max(longest_s, time.monotonic() - began)
+        with pytest.raises(AbortedError, match="rejoin"):
+            checkpointer.step(10**6)
+        dist.barrier()
+        if late:
+            late_timer = threading.Timer(moves.uniform(0.0, 0.05), checkpointer.abort)
+            late_timer.start()
+            with contextlib.suppress(PeerLostError):
+                checkpointer.rejoin({"part": part})
+            late_timer.join()
+            dist.barrier()
+        rejoined = checkpointer.rejoin({"part": part})
+        step = rejoined.step
+        assert step == 0 or part.is_of(step - 1), f"round {number}"
+        if number in (2, rounds - 1):
+            seen.append(_settled())
+            dist.barrier()
     checkpointer.close()
+    # A connection that gloo was making when it was given up ends by a deadline of gloo's own.
+    held = {"threads": before["threads"] + 2, "descriptors": before["descriptors"] + 4}
+    left = _settled(held | {"removed shared memory": before["removed shared memory"]})
+    assert all(left[name] <= held[name] for name in held), (held, left)
+    return seen, said, longest_s
 
 
-def test_optimizers_that_are_guarded_are_given_anew_with_the_state(tmp_path: Path) -> None:
-    run_ranks(_guard_anew, 2, store_per_node=stores(tmp_path, 2))
+@pytest.mark.rows(1)
+@pytest.mark.fault("aborted")
+@pytest.mark.parametrize("options", [{"replication_factor": 2}, {"memory": True}], ids=str)
+def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
+    options: dict[str, Any], tmp_path: Path, shm_roots: Any, long_form: bool
+) -> None:
+    rounds = 200 if long_form else 13
+    outcomes = run_ranks(
+        *(_abort_and_rejoin, 2, tmp_path / "shared", rounds, options),
+        store_per_node=shm_roots(2) if "memory" in options else stores(tmp_path, 2),
+        timeout_s=600.0 if long_form else 240.0,
+        group_timeout_s=4 * _TIMEOUT_S,
+    )
+
+    for seen, said, longest_s in outcomes:
+        assert longest_s < 2.5
+        assert "AbortedError" in said
+        # Connections of the last exchange are kept for the next: four descriptors. Of an abort a
+        # thread that is late may leave one key.
+        slacks = {"threads": 2, "descriptors": 6, "removed shared memory": 0, "keys": 40 + rounds}
+        for name, slack in slacks.items():
+            assert seen[-1][name] <= seen[0][name] + slack, name
+        assert seen[-1]["memory"] < seen[0]["memory"] + (96 << 20)
 
 
-def test_a_place_that_an_aborted_load_has_given_is_forgotten() -> None:
-    epochs = Epochs(lambda: None, lambda: False, 2)
-    epochs.load_state_dict(epochs.state_dict())
+def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str) -> float:
+    slow_down(node_store(), flag, 8.0, hangs=True)
+    part = _Part()
+    checkpointer = localckpt.Checkpointer(
+        {"part": part}, local=node_store(), every=10**6, timeout_s=60.0, replication_factor=2
+    )
+    step = checkpointer.resume()
+    part.set(step)
+    checkpointer.step(step)
+    checkpointer.save(step)
+    checkpointer.wait_until_finished()
+    dist.barrier()
+    calls = {
+        "save": lambda: checkpointer.save(step + 1),
+        "resume": checkpointer.resume,
+    }
+    part.set(step + 1)
+    checkpointer.step(step + 1)
+    dist.barrier()
+    if rank == 0:
+        flag.touch()
+    timer = threading.Timer(1.0, checkpointer.abort)
+    timer.start()
+    began = time.monotonic()
+    with contextlib.suppress(PeerLostError):
+        calls[call]()
+        # The other rank hangs, and this one has nothing to wait for.
+        checkpointer.wait_until_finished()
+    took_s = time.monotonic() - began
+    timer.join()
+    dist.barrier()
+    flag.unlink(missing_ok=True)
+    rejoined = checkpointer.rejoin()
+    assert part.is_of(rejoined.step - 1)
+    assert rejoined.step >= step + 1
+    part.set(rejoined.step)
+    checkpointer.step(rejoined.step)
+    checkpointer.save(rejoined.step)
+    checkpointer.close()
+    return took_s
 
-    epochs.rejoin(3)
 
-    assert epochs.saved_at is None
+@pytest.mark.parametrize("call", ["save", "resume"])
+def test_a_call_whose_storage_hangs_ends_when_it_is_aborted(call: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        *(_abort_while_storage_hangs, 2, tmp_path / "hangs", call),
+        store_per_node=stores(tmp_path, 2),
+        timeout_s=120.0,
+    )
+
+    assert max(outcomes) < 4.0

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_module
 
-from localckpt import Checkpointer, CheckpointingException, MismatchError, replicated
+from localckpt import (
+    Checkpointer,
+    CheckpointingException,
+    DivergenceError,
+    LocalCheckpointManager,
+    MismatchError,
+    replicated,
+)
+from localckpt.checkpointer import tiers
+from localckpt.global_tier.folders import find_shared_sessions
+from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.checkpointer.loops import save_once, stores
+from tests.managers.jobs import MAX_S
 from tests.ranks import node_store, run_ranks
 
 
@@ -35,69 +43,6 @@ def _values(state: dict[str, Any]) -> list[Any]:
 
 
 # What several ranks have under one name.
-
-
-def _digests(model: torch.nn.Module) -> list[str]:
-    values = model.state_dict().values()
-    return [hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in values]
-
-
-_DIFFERING = ("stages", "experts", "one element", "rates", "large buffer", "statistics")
-
-
-def _try_each(rank: int, world_size: int, shared: Path) -> dict[str, list[Any]]:
-    return {kind: _try(rank, shared / kind, node_store() / kind, kind) for kind in _DIFFERING}
-
-
-def _try(rank: int, shared: Path, node: Path, kind: str) -> list[Any]:
-    """Save and load what differs between ranks; return what was saved, and what was loaded."""
-    torch.manual_seed(rank)
-    state: dict[str, Any] = {}
-    if kind == "experts":
-        state["model"] = torch.nn.ModuleDict({"shared": torch.nn.Linear(2, 2)})
-        state["model"]["shared"].requires_grad_(False).weight.fill_(1).add_(0)
-        state["model"]["shared"].bias.fill_(0)
-        state["model"]["expert"] = torch.nn.Linear(2, 2)
-    elif kind == "one element":
-        weight = torch.zeros(5_000_000)
-        weight[4_321_000] = rank
-        state["model"] = torch.nn.Module()
-        state["model"].register_parameter("w", torch.nn.Parameter(weight))
-    elif kind == "rates":
-        torch.manual_seed(0)
-        state["model"] = torch.nn.Linear(2, 2)
-        state["opt"] = torch.optim.SGD(state["model"].parameters(), lr=1.0 + rank)
-    elif kind == "statistics":
-        state["model"] = torch.nn.BatchNorm1d(3)
-        state["model"](torch.randn(4, 3))
-    elif kind == "large buffer":
-        state["model"] = torch.nn.Module()
-        state["model"].register_buffer("cache", torch.full((70_000,), float(rank)))
-    else:
-        state["model"] = torch.nn.Linear(2, 2)
-    groups = state["opt"].param_groups if kind == "rates" else [{"lr": 0}]
-    saved = [*_digests(state["model"]), groups[0]["lr"]]
-    options: dict[str, Any] = {"shared": shared, "timeout_s": 20, "events": ()}
-    save_once(state, local=node / "a", **options)
-    for tensor in state["model"].state_dict().values():
-        tensor.zero_()
-    groups[0]["lr"] = 0
-    with Checkpointer(state, local=node / "b", **options) as checkpointer:
-        assert checkpointer.resume() == 1
-    dist.barrier()
-    groups = state["opt"].param_groups if kind == "rates" else groups
-    return [saved, [*_digests(state["model"]), groups[0]["lr"]]]
-
-
-@pytest.mark.fault("changed-program")
-def test_each_rank_gets_its_own_of_values_that_have_one_name(tmp_path: Path) -> None:
-    told = run_ranks(_try_each, 2, tmp_path / "shared", store_per_node=[tmp_path / "node"])
-
-    for kind in _DIFFERING:
-        assert told[0][kind][0] != told[1][kind][0], kind
-        for of_rank in told:
-            saved, loaded = of_rank[kind]
-            assert saved == loaded, kind
 
 
 def _save_by_halves(
@@ -127,7 +72,7 @@ def _save_by_halves(
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize(
     ("kind", "world_size", "is_equal"),
-    [("fsdp2", 2, False), ("fsdp2", 2, True), ("fsdp1", 4, False)],
+    [("fsdp2", 2, True), ("fsdp1", 4, False)],
 )
 def test_sharded_stages_of_one_name_are_refused_unless_they_are_equal(
     kind: str, world_size: int, is_equal: bool, tmp_path: Path
@@ -171,20 +116,6 @@ def test_weights_that_are_tied_or_apart_since_are_refused(was_tied: bool, tmp_pa
 
 
 @pytest.mark.fault("changed-program")
-def test_an_optimizer_of_weights_that_were_tied_is_refused_before_anything_is_changed(
-    tmp_path: Path,
-) -> None:
-    tied, apart = _tied(True), _tied(False, seed=2)
-    save_once({"model": tied, "opt": torch.optim.AdamW(tied.parameters())}, **_places(tmp_path))
-    before = _values({"model": apart})
-
-    with pytest.raises(MismatchError, match=r"given, not saved: model.head.weight"):
-        _resume(tmp_path, {"model": apart, "opt": torch.optim.AdamW(apart.parameters())})
-
-    assert _values({"model": apart}) == before
-
-
-@pytest.mark.fault("changed-program")
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -210,39 +141,158 @@ def test_another_dtype_is_an_error_unless_it_is_asked_for(
 # Another number of ranks.
 
 
-def _resume_drifted(
-    rank: int, world_size: int, shared: Path, kind: str, is_first: bool
-) -> tuple[int, str]:
-    model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.BatchNorm1d(400))
-    if kind == "Replicate":
-        mesh = init_device_mesh("cpu", (world_size,))
-        distribute_module(model, mesh)
-    with torch.no_grad():
-        for number, tensor in enumerate(model.state_dict().values()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.fill_(number + rank if is_first else -1)
-    state = {"model": replicated(model) if kind == "replicated()" else model}
-    with Checkpointer(state, local=node_store(), shared=shared, save_last=False) as checkpointer:
-        first = checkpointer.resume()
-        if is_first:
-            checkpointer.step(0)
-            checkpointer.save(0, shared=True)
-            checkpointer.wait_until_finished()
-        values = model.state_dict().values()
-        return first, str([(v.to_local() if isinstance(v, DTensor) else v).sum() for v in values])
+def _train(
+    rank: int, world_size: int, steps: int, spoiled: tuple[int, int] | None, options: dict[str, Any]
+) -> tuple[int, int | None, Any, str]:
+    """A start of a job under DDP: its first step, the newest save, the error, and its weights."""
+    torch.manual_seed(7)
+    inner = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6))
+    model = torch.nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {
+        "model": replicated(model),
+        "optimizer": replicated(optimizer),
+        "loss": replicated((lambda: torch.ones(2), lambda value: None)),
+        "seen": (lambda: torch.tensor(rank), lambda value: None),
+    }
+    error: Any = None
+    with Checkpointer(state, local=node_store(), every=1, timeout_s=MAX_S, **options) as made:
+        first = made.resume()
+        for step in range(first, first + steps):
+            torch.manual_seed(100 * step + rank)
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if spoiled == (rank, step):
+                # An exponent's bit of a moment, as a GPU might get it wrong.
+                moment = next(iter(optimizer.state.values()))["exp_avg_sq"]
+                moment.view(torch.int32)[2, 3] ^= 1 << 24
+            try:
+                made.step(step)
+                made.wait_until_finished()
+            except DivergenceError as raised:
+                error = raised.iteration, raised.keys, raised.ranks, raised.is_minority
+                break
+        newest = made.newest
+    weights = str([parameter.tolist() for parameter in model.parameters()])
+    return first, newest, error, weights
 
 
 @pytest.mark.fault("divergent-replica")
-@pytest.mark.parametrize("kind", ["replicated()", "Replicate"])
-def test_what_is_said_to_be_equal_and_has_drifted_apart_comes_back_as_each_rank_had_it(
-    kind: str, tmp_path: Path
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_replica_that_differs_under_ddp_ends_the_loop_or_is_not_resumed_from(
+    tmp_path: Path,
 ) -> None:
-    nodes, shared = stores(tmp_path, 2), tmp_path / "shared"
-    saved = run_ranks(*(_resume_drifted, 2, shared, kind, True), store_per_node=nodes)
-    for node in nodes:
-        shutil.rmtree(node)
+    nodes = stores(tmp_path, 3)
+    options = {"check_replicas": 1}
+    warns = {**options, "on_divergence": "warn"}
 
-    found = run_ranks(*(_resume_drifted, 2, shared, kind, False), store_per_node=nodes)
+    told = run_ranks(_train, 3, 6, (1, 3), options, store_per_node=nodes)
+    undisturbed = run_ranks(_train, 3, 6, None, {}, store_per_node=stores(tmp_path / "u", 3))
+    again = run_ranks(_train, 3, 3, None, options, store_per_node=nodes)
+    warned = run_ranks(_train, 3, 2, (2, 7), warns, store_per_node=nodes)
+    after = run_ranks(_train, 3, 0, None, {}, store_per_node=nodes)
 
-    assert saved[0] != saved[1]
-    assert found == [(1, values) for _, values in saved]
+    key = "optimizer.state.0.exp_avg_sq"
+    assert [t[:3] for t in told] == [(0, 2, (3, (key,), (1,), True))] * 3
+    # From the step before on, as if nothing had happened.
+    assert [t[:3] for t in again] == [(3, 5, None)] * 3
+    assert again[0][3] == undisturbed[0][3] == undisturbed[1][3]
+    # With a warning training goes on, and a restart takes what is sound.
+    assert [t[:3] for t in warned] == [(6, 7, None)] * 3
+    assert [t[0] for t in after] == [7] * 3
+
+
+@pytest.fixture(params=["directory", "memory"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory, and an object store as far as one process sees it."""
+    return f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "shared")
+
+
+def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
+    tmp_path: Path, shared: str
+) -> None:
+    model, saved = torch.nn.Linear(50, 50), []
+    with Checkpointer({"model": model}, local=tmp_path / "a", shared=shared) as checkpointer:
+        checkpointer.resume()
+        for step in range(2):
+            torch.nn.init.normal_(model.weight)
+            saved.append(model.weight.detach().clone())
+            checkpointer.step(step)
+            checkpointer.save(step, shared=True)
+            checkpointer.wait_until_finished()
+    newest = find_shared_sessions(shared)[0].whole()[0].folder.path
+    data = newest / next(name for name in newest.names() if name.endswith(".distcp"))
+    content = bytearray(data.read())
+    content[len(content) // 2] ^= 1
+    data.put(bytes(content))
+
+    with Checkpointer({"model": model}, local=tmp_path / "b", shared=shared) as checkpointer:
+        assert checkpointer.resume() == 1
+
+    assert torch.equal(model.weight, saved[0])
+
+
+def _leave_while_it_drains(model: torch.nn.Module, places: dict[str, str]) -> None:
+    with Checkpointer({"model": model}, **places) as checkpointer:
+        checkpointer.resume()
+        for step in (0, 1):
+            checkpointer.step(step)
+            checkpointer.save(step, shared=True)
+        while checkpointer.newest != 1:
+            time.sleep(0.01)
+            checkpointer.step()
+        raise RuntimeError("the job ends here")
+
+
+def test_a_drain_that_was_cut_off_and_the_one_behind_it_go_on_at_the_next_start(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"local": str(tmp_path / "local"), "shared": shared}
+    model = torch.nn.Linear(300, 300)
+    monkeypatch.setattr(tiers, "_RATE", 1e4)
+    with pytest.raises(RuntimeError, match="ends here"):
+        _leave_while_it_drains(model, places)
+    monkeypatch.undo()
+    (session,) = find_shared_sessions(shared)
+    assert not session.checkpoints()
+    assert session.leftovers()
+
+    with Checkpointer({"model": model}, **places, save_last=False) as checkpointer:
+        checkpointer.resume()
+        checkpointer.wait_until_finished()
+
+    assert [known.folder.iteration for known in session.checkpoints()] == [1, 0]
+    assert not session.leftovers()
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["found", "opened"])
+def test_what_a_job_prunes_while_another_reads_it_makes_way_for_the_newest(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shared = torch.nn.Linear(50, 50), tmp_path / "shared"
+    with Checkpointer(
+        {"model": model}, local=tmp_path / "a", shared=shared, shared_keep_last=1, save_last=False
+    ) as job:
+        job.resume()
+
+        def save(step: int) -> None:
+            job.step(step)
+            job.save(step, shared=True)
+            job.wait_until_finished()
+
+        save(0)
+        owner: Any = LocalCheckpointManager if is_open else GlobalCheckpointManager
+        call = "load_from" if is_open else "images"
+        looked = getattr(owner, call)
+
+        def look(*args: Any) -> Any:
+            monkeypatch.undo()
+            save(1)
+            return looked(*args)
+
+        monkeypatch.setattr(owner, call, look)
+        with Checkpointer(
+            {"model": torch.nn.Linear(50, 50)}, local=tmp_path / "b", shared=shared, read_only=True
+        ) as reader:
+            assert reader.resume() == 2

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
-from localckpt import Checkpointer, CheckpointingException, Every
+from localckpt import Checkpointer, CheckpointingException
+from tests.checkpointer.loops import save_once
+from tests.global_tier.states import DTYPES, tensor_of
 from tests.ranks import run_ranks
 
-Tier = Literal["nodes", "shared"]
 _S = 60.0
-
-_REFUSED = {"nested", "quantized"}
-_QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
-_DTYPES = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _QUANTIZED, key=str
-)
+_REFUSED = ("nested", "quantized")
 
 
 class Pair(torch.Tensor):
@@ -58,13 +53,6 @@ class Named(torch.Tensor):
     """A plain subclass."""
 
 
-def _bits(dtype: torch.dtype, seed: int, count: int = 6) -> torch.Tensor:
-    high = 2 if dtype is torch.bool else 256
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype)
-
-
 def _floats(seed: int) -> torch.Tensor:
     return torch.arange(6.0).reshape(2, 3) + 10 * seed
 
@@ -91,8 +79,8 @@ def _sparse(layout: Any) -> Callable[[int], torch.Tensor]:
 
 _KINDS: dict[str, Callable[[int], Any]] = {
     **{
-        str(d).removeprefix("torch."): (lambda seed, d=d: _bits(d, seed))  # type: ignore[misc]
-        for d in _DTYPES
+        str(d).removeprefix("torch."): (lambda seed, d=d: tensor_of(d, (6,), seed))  # type: ignore[misc]
+        for d in DTYPES
     },
     "no items": lambda _: torch.empty(0, 3),
     "one item": lambda seed: torch.tensor(seed + 0.5),
@@ -132,68 +120,51 @@ def _image(tensor: Any) -> Any:
     return about, values.reshape(-1).view(torch.uint8).tolist()
 
 
-class _Job:
+def _job(kinds: Iterable[str], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module with buffers of some kinds, filled in place, and values of them, made anew."""
-
-    def __init__(self, kinds: Iterable[str], seed: int, *, with_values: bool) -> None:
-        self.module = torch.nn.Module()
-        for kind in kinds:
-            self.module.register_buffer(f"held {kind}", _KINDS[kind](seed))
-        self.values = {kind: _KINDS[kind](seed) for kind in kinds} if with_values else None
-
-    def _set(self, values: Any) -> None:
-        self.values = values
-
-    def checkpointer(self, tier: Tier, root: Path) -> Checkpointer:
-        return Checkpointer(
-            {"module": self.module, "values": (lambda: self.values, self._set)},
-            local=root / "nodes",
-            shared=None if tier == "nodes" else root / "shared",
-            every=Every(steps=100),
-            on_resize="drop",
-            safe_globals=(Pair, Named),
-            timeout_s=_S,
-        )
+    module, values = torch.nn.Module(), {kind: _KINDS[kind](seed) for kind in kinds}
+    for kind in kinds:
+        module.register_buffer(f"held {kind}", _KINDS[kind](seed))
+    return {"module": module, "values": (lambda: values, values.update)}, values
 
 
-def _save(rank: int, world_size: int, tier: Tier, root: Path, kinds: Sequence[str]) -> None:
-    with _Job(kinds, 1, with_values=True).checkpointer(tier, root) as checkpointer:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=tier != "nodes")
+def _options(local: Path, shared: Path | None) -> dict[str, Any]:
+    safe = {"safe_globals": (Pair, Named), "timeout_s": _S}
+    return {"local": local, "shared": shared, "every": 100, "on_resize": "drop", **safe}
 
 
-def _load(rank: int, world_size: int, tier: Tier, root: Path, kinds: Sequence[str]) -> None:
-    job = _Job(kinds, 0, with_values=False)
-    held = dict(job.module.named_buffers())
-    with job.checkpointer(tier, root) as checkpointer:
+def _save(rank: int, world_size: int, local: Path, shared: Path, kinds: Iterable[str]) -> None:
+    save_once(_job(kinds, 1)[0], **_options(local, shared))
+
+
+def _load(
+    rank: int, world_size: int, local: Path, shared: Path | None, kinds: Iterable[str]
+) -> None:
+    state, values = _job(kinds, 0)
+    held = dict(state["module"].named_buffers())
+    with Checkpointer(state, **_options(local, shared)) as checkpointer:
         assert checkpointer.resume() == 1
 
     for kind in kinds:
         name = f"held {kind}"
-        assert job.module.get_buffer(name) is held[name], kind
-        assert job.values is not None
-        for found in (held[name], job.values[kind]):
+        assert state["module"].get_buffer(name) is held[name], kind
+        for found in (held[name], values[kind]):
             assert _image(found) == _image(_KINDS[kind](1)), kind
 
 
-@pytest.mark.parametrize("tier", ["nodes", "shared"])
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 1)])
-def test_every_kind_of_tensor_comes_back_equal(
-    tier: Tier, saved_by: int, loaded_by: int, tmp_path: Path
+@pytest.mark.parametrize("loaded_by", [2, 1])
+def test_every_kind_of_tensor_comes_back_equal_from_both_tiers(
+    loaded_by: int, tmp_path: Path
 ) -> None:
     kinds = [kind for kind in _KINDS if kind not in _REFUSED]
-    run_ranks(_save, saved_by, tier, tmp_path, kinds, timeout_s=_S)
-    if tier != "nodes":
-        shutil.rmtree(tmp_path / "nodes")
+    nodes, shared = tmp_path / "nodes", tmp_path / "shared"
+    run_ranks(_save, 2, nodes, shared, kinds, timeout_s=_S)
 
-    run_ranks(_load, loaded_by, tier, tmp_path, kinds, timeout_s=_S)
+    run_ranks(_load, loaded_by, nodes, None, kinds, timeout_s=_S)
+    run_ranks(_load, loaded_by, tmp_path / "none", shared, kinds, timeout_s=_S)
 
 
-@pytest.mark.parametrize("tier", ["nodes", "shared"])
-@pytest.mark.parametrize("kind", sorted(_REFUSED))
-def test_other_kinds_are_refused_by_name_at_the_first_save(
-    kind: str, tier: Tier, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_other_kinds_are_refused_by_name_at_the_first_save(kind: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=f"held {kind}"):
-        _save(0, 1, tier, tmp_path, [kind])
+        _save(0, 1, tmp_path / "nodes", tmp_path / "shared", [kind])

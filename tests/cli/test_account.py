@@ -62,26 +62,6 @@ def test_steps_and_seconds_that_restarts_have_lost_are_counted() -> None:
     assert told.goodput == pytest.approx(40 / 102)
 
 
-def test_a_start_that_never_resumed_is_recovery_and_loses_nothing_more() -> None:
-    job = PaperJob(ranks=2)
-    job.start()
-    job.train(2)
-    job.save()
-    job.train(2)
-    job.fail_to_start(30)
-    job.start(down_s=5)
-    job.train(1)
-    job.end()
-
-    told = account_of(job.events)
-
-    assert [r.start.resumed_step for r in told.restarts] == [-1, None, 1]
-    assert [r.start.last_step for r in told.restarts] == [3, None, 2]
-    assert [r.lost_steps for r in told.restarts] == [None, 0, 2]
-    assert told.restarts[1].start.silent_ranks == (0, 1)
-    assert told.seconds["recovery"] == 15 + 30 + 15
-
-
 def test_too_few_copies_end_with_a_save_that_has_all_or_when_copies_are_made() -> None:
     job = PaperJob(ranks=2)
     job.start()
@@ -128,26 +108,6 @@ def test_the_ends_of_ranks_are_one_end_of_the_start() -> None:
     assert (second.start.ending, second.start.world_size) == ("stopped", 3)
 
 
-def test_sessions_are_accounted_for_by_themselves() -> None:
-    one, other = PaperJob(), PaperJob(at=1_000_000.0, starts=10)
-    for job in (one, other):
-        job.start()
-        job.train(1)
-        job.end()
-    events = [
-        Event(e.name, e.start, e.rank, e.node, e.run, e.number, details={"session": "other"})
-        if e.name == "run_began"
-        else e
-        for e in other.events
-    ]
-
-    found = starts_of([*one.events, *events])
-
-    assert sorted(found) == ["other", "run"]
-    assert all(len(starts) == 1 for starts in found.values())
-    assert account(found["run"]).total_s == 15 + STEP_S
-
-
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("train"), st.integers(1, 5)),
@@ -190,3 +150,23 @@ def test_every_second_is_accounted_for_once_and_training_that_counts_is_what_was
     assert told.seconds["training"] == pytest.approx((job.done + 1) * STEP_S)
     assert told.seconds["repeated"] == pytest.approx(sum(lost) * STEP_S)
     assert told.seconds["repeated"] == pytest.approx(sum(r.repeated_s for r in told.restarts))
+
+
+def test_a_start_that_never_resumed_is_recovery_and_loses_nothing_more() -> None:
+    job = PaperJob(ranks=2)
+    job.start()
+    job.train(2)
+    job.save()
+    job.train(2)
+    job.fail_to_start(30)
+    job.start(down_s=5)
+    job.train(1)
+    job.end()
+
+    told = account_of(job.events)
+
+    assert [r.start.resumed_step for r in told.restarts] == [-1, None, 1]
+    assert [r.start.last_step for r in told.restarts] == [3, None, 2]
+    assert [r.lost_steps for r in told.restarts] == [None, 0, 2]
+    assert told.restarts[1].start.silent_ranks == (0, 1)
+    assert told.seconds["recovery"] == 15 + 30 + 15

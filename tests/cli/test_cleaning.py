@@ -17,7 +17,7 @@ from localckpt.errors import StorageError
 from localckpt.storage.catalog import Problem, quarantine
 from localckpt.storage.owner import Running, owner_of
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
-from tests.managers.jobs import damage, make_manager, resume, state_of
+from tests.managers.jobs import make_manager, resume, state_of
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
 
 Dirs = Callable[[int], list[Path]]
@@ -79,34 +79,6 @@ def test_what_a_live_process_is_using_is_left_alone(writer: str, root: Path) -> 
         assert not any(str(path) in answer.out for path in before for answer in answers)
 
 
-def test_a_dry_run_says_what_would_go_and_removes_nothing(root: Path) -> None:
-    dirty = root / "session-run" / "0" / "a.safetensors.dirty"
-    dirty.write_bytes(bytes(1000))
-
-    # Nobody who only looks has to wait for a job that is starting.
-    with FileLock(root / ".lock"):
-        answer = call("clean", root, "--dry-run")
-
-    assert dirty.exists()
-    assert answer.status == 0
-    assert f"would remove {dirty} (1.0 kB)\n" in answer.out
-
-
-def test_what_was_quarantined_goes_only_when_it_is_asked_for(root: Path) -> None:
-    corrupt = only_shards(root)[0]
-    damage(corrupt)
-    corrupt = corrupt.rename(f"{corrupt}.corrupt")
-
-    without = call("clean", root)
-    stayed = corrupt.exists()
-    asked = call("clean", root, "--corrupt")
-
-    assert stayed
-    assert not corrupt.exists()
-    assert (without.status, asked.status) == (0, 0)
-    assert f"removed {corrupt} (" in asked.out
-
-
 def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -> None:
     shard = only_shards(root)[0]
     quarantine(shard, Problem("damaged", "a class could not be loaded"))
@@ -143,18 +115,6 @@ def test_what_was_quarantined_takes_no_other_name_and_goes_where_it_is_not_neede
     assert back.name.endswith(".safetensors")
     assert older.read_bytes() == newer.read_bytes()
     assert {c["iteration"] for c in listed(store)["checkpoints"]} == {3, 4}
-
-
-def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
-    older, _ = only_shards(store)
-    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
-    aside = older.rename(f"{older}.corrupt")
-
-    answer = call("clean", store, "--corrupt", "--json").json()
-
-    assert aside.exists()
-    assert answer["removed"] == answer["put_back"] == []
-    assert [file["path"] for file in answer["left"]] == [str(aside)]
 
 
 def test_recycled_files_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:
@@ -234,3 +194,15 @@ def test_a_job_in_a_container_of_this_node_is_seen_to_live(
     assert leftovers["dirty_live"]["files"] == 1
     assert leftovers["dirty_dead"]["files"] == 0
     contained.communicate("", timeout=PATIENCE_S)
+
+
+def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
+    older, _ = only_shards(store)
+    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
+    aside = older.rename(f"{older}.corrupt")
+
+    answer = call("clean", store, "--corrupt", "--json").json()
+
+    assert aside.exists()
+    assert answer["removed"] == answer["put_back"] == []
+    assert [file["path"] for file in answer["left"]] == [str(aside)]

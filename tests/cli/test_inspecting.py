@@ -15,11 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.memory.copying import Copier
-from localckpt.memory.gpu_copies import SideStreams
-from localckpt.state_dict.global_view import Job
-from localckpt.state_dict.image import ImagePlanner
-from localckpt.state_dict.replicated import Replicated
 from tests.cli.commands import call, run
 from tests.state_dict.states import bits, image_of, with_pickle
 
@@ -30,22 +25,6 @@ def _shard(folder: Path, state: Any, name: str = "shard.safetensors") -> Path:
     path = folder / name
     path.write_bytes(image_of(state, _IDENTITY))
     return path
-
-
-def test_tensors_that_images_of_other_ranks_hold_are_shown_empty(tmp_path: Path) -> None:
-    identity = ShardIdentity("run", Generation(3, 7), 1200, 0, 2)
-    state = {"all": Replicated({name: torch.ones(100, 1000) for name in "ab"}, (0, 1))}
-    capture = ImagePlanner(job=Job(0, range(2))).capture(state, (0, 1))
-    image = memoryview(bytearray(capture.nbytes(identity)))
-    capture.write(image, identity, Copier(1), SideStreams())
-    path = tmp_path / "shard.safetensors"
-    path.write_bytes(image)
-
-    told = call("inspect", path, "--json").json()
-
-    assert not told["problems"]
-    seen = {(tensor["dtype"], *tensor["shape"], tensor["nbytes"]) for tensor in told["tensors"]}
-    assert seen == {("F32", 100, 1000, 400_000), ("F32", 0, 0)}
 
 
 def test_a_shard_tells_whose_it_is_and_where_each_tensor_lies(tmp_path: Path) -> None:
@@ -132,28 +111,6 @@ def test_no_command_unpickles_anything(store: Path, tmp_path: Path) -> None:
     assert marker.exists()
 
 
-@pytest.mark.fault("torn-file")
-def test_a_file_that_was_cut_is_shown_up_to_there(
-    tmp_path: Path, long_form: bool, record_property: pytest.RecordProperty
-) -> None:
-    state = {f"tensor {number}": torch.zeros(100) for number in range(20)}
-    path = _shard(tmp_path, state, "x.safetensors.dirty")
-    content = path.read_bytes()
-    lengths = [*range(0, len(content), 53 if long_form else 701), len(content) - 1]
-    seen = []
-    for length in lengths:
-        path.write_bytes(content[:length])
-
-        answer = call("inspect", path, "--json")
-
-        assert answer.status == 1, length
-        seen.append(len(answer.json()["tensors"]))
-    assert seen == sorted(seen)
-    assert seen[0] == 0
-    assert seen[-1] == 20
-    record_property("cases", len(lengths))
-
-
 @pytest.mark.parametrize("command", ["inspect", "ls"])
 @pytest.mark.parametrize(
     "content",
@@ -218,36 +175,3 @@ def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 
     assert all("\x1b" not in answer.out and "\x07" not in answer.out for answer in answers)
     assert "\\x1b]0;title" in answers[0].out
-
-
-def test_a_dirty_file_is_said_to_be_unfinished(tmp_path: Path) -> None:
-    path = _shard(tmp_path, {"a": torch.zeros(3)}, "x.safetensors.dirty")
-
-    assert "It is being written, or will be" in call("inspect", path).out
-
-
-def test_what_is_no_file_is_one_line_and_status_2(store: Path) -> None:
-    os.mkfifo(store / "fifo")
-    (store / "loop").symlink_to(store / "loop")
-
-    answers = {p: call("inspect", p) for p in (store, store / "fifo")}
-
-    for path, answer in answers.items():
-        assert (answer.status, answer.out) == (2, "")
-        assert answer.err == f"localckpt: {path} is no regular file\n"
-    loop = call("inspect", store / "loop")
-    assert (loop.status, loop.err.count("\n")) == (2, 1)
-
-
-def test_no_row_of_tensors_is_wider_than_120_columns(tmp_path: Path) -> None:
-    name = "module." + "layers." * 8 + "attention.projection.weight"
-    state = {"model": {name: torch.ones(3, 4), "b": torch.ones(2)}}
-    path = _shard(tmp_path, state)
-
-    lines = call("inspect", path).out.splitlines()
-
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("tensor")]
-    assert max(map(len, lines[first:])) <= 120
-    assert any(name in line for line in lines)
-    # The figures that are left stand below.
-    assert lines[first + 1].startswith("    ")

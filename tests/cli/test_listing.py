@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from localckpt.ids import Generation, ShardIdentity
-from localckpt.storage.owner import Owner
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, make_manager, state_of
-from tests.state_dict.states import image_of
-from tests.storage.shards import another_process, kill
 
 Dirs = Callable[[int], list[Path]]
 
@@ -48,18 +43,6 @@ def test_checkpoints_come_newest_first_with_all_that_is_known_of_them(
         assert row["complete_here"] is True
 
 
-def test_a_node_of_several_says_whose_shards_it_has_and_that_they_are_not_all(
-    nodes: list[Path],
-) -> None:
-    answer = run("ls", nodes[2])
-
-    assert answer.status == 0
-    assert answer.err == ""
-    row = r"^ +20 +1\.\d+ +2-3 of 4 +2 +\d+\.\d kB +\d+ \w+ +no$"
-    assert re.search(row, answer.out, re.MULTILINE)
-    assert [row["ranks"] for row in listed(nodes[2])["checkpoints"]] == [[2, 3]] * 2
-
-
 def test_sessions_are_told_apart_whatever_their_names(tmp_path: Path) -> None:
     names = ["", "run", "a/b [red]c[/red] \N{SNOWMAN}", "..", "\x1b[31m\n"]
     for name in names:
@@ -74,24 +57,6 @@ def test_sessions_are_told_apart_whatever_their_names(tmp_path: Path) -> None:
     assert answer.status == 0
     assert "\x1b" not in answer.out
     assert "[red]c[/red]" in answer.out
-
-
-def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: str) -> None:
-    writer = "memory" if kind == "memory" else "thread"
-    with another_process(writer, root) as process:
-        while_it_lives = listed(root)["leftovers"]
-        kill(process)
-        afterwards = listed(root)["leftovers"]
-    (root / "session-run" / "0" / "a.safetensors.corrupt").write_bytes(b"bad")
-
-    finally_ = listed(root)["leftovers"]
-
-    assert while_it_lives["dirty_live"]["files"] == 1
-    assert while_it_lives["dirty_live"]["nbytes"] > 0
-    assert while_it_lives["dirty_dead"] == {"files": 0, "nbytes": 0}
-    assert afterwards["dirty_dead"] == while_it_lives["dirty_live"]
-    assert afterwards["dirty_live"] == {"files": 0, "nbytes": 0}
-    assert finally_["corrupt"] == {"files": 1, "nbytes": 3}
 
 
 @pytest.mark.fault("flipped-bit")
@@ -110,47 +75,6 @@ def test_a_bad_header_is_told_and_the_file_left_where_it_is(store: Path) -> None
     assert _everything(store) == before
 
 
-@pytest.mark.fault("flipped-bit")
-@pytest.mark.parametrize("command", ["ls", "verify", "inspect"])
-def test_what_a_damaged_header_says_is_told_as_what_it_claims(command: str, store: Path) -> None:
-    bad = only_shards(store)[-1]
-    bad.write_bytes(bad.read_bytes().replace(b'"iteration": "4"', b'"iteration": "5"'))
-
-    answer = call(command, bad if command == "inspect" else store)
-
-    (line,) = [line for line in answer.out.splitlines() if "do not match their digest" in line]
-    assert ": it claims to be iteration 5 of rank 0 (session 'run', generation 1.4), and " in line
-    assert "is damaged" not in answer.out
-
-
-@pytest.mark.fault("wrong-place")
-def test_a_file_of_another_session_or_version_is_told_and_not_counted(store: Path) -> None:
-    with make_manager("disk", store, "other") as manager:
-        manager.save(state_of(0, 7), 7)
-    folder = store / "session-run" / "0"
-    shutil.copy(store / "session-other" / "0" / only_shards(store)[0].name, folder)
-    newer = only_shards(folder)[0]
-    newer.write_bytes(newer.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
-
-    told = listed(store)
-
-    assert sorted(file["fault"] for file in told["uncounted"]) == ["other session", "other version"]
-
-
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 10**18), (4, 4), (9, 3), (0, 0)])
-def test_a_header_with_an_impossible_number_of_ranks_is_not_believed(
-    store: Path, rank: int, world_size: int
-) -> None:
-    identity = ShardIdentity("run", Generation(9, 1), 9, rank, world_size)
-    (store / "session-run" / "0" / "x.safetensors").write_bytes(image_of({}, identity))
-
-    told = listed(store)
-
-    assert [row["iteration"] for row in told["checkpoints"]] == [4, 3]
-    assert [file["fault"] for file in told["uncounted"]] == ["damaged"]
-
-
 @pytest.mark.fault("hostile-file")
 def test_links_in_a_store_are_not_followed(store: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
@@ -162,23 +86,6 @@ def test_links_in_a_store_are_not_followed(store: Path, tmp_path: Path) -> None:
     told = call("ls", store, "--json").json()["sessions"]
 
     assert [(s["session"], s["checkpoints"], s["uncounted"]) for s in told] == [("other", [], [])]
-
-
-@pytest.mark.fault("hostile-file")
-def test_notes_that_are_links_are_taken_for_none(store: Path, tmp_path: Path) -> None:
-    token, owner = store / "node-token", store / "session-run" / "0" / ".owner"
-    (tmp_path / "token").write_text(token.read_text())
-    (tmp_path / "owner").write_text(str(Owner.me()))
-    for path, target in ((token, tmp_path / "token"), (owner, tmp_path / "owner")):
-        path.unlink(missing_ok=True)
-        path.symlink_to(target)
-    (owner.parent / "x.safetensors.dirty").touch()
-
-    told, answer = call("ls", store, "--json").json(), call("ls", store)
-
-    assert told["node"] is None
-    assert told["sessions"][0]["leftovers"]["dirty_dead"]["files"] == 1
-    assert answer.out.startswith(f"{store}: of a node that has no name\n")
 
 
 @pytest.mark.usefixtures("as_root")
@@ -232,15 +139,6 @@ def test_what_is_no_store_is_one_line_and_status_2(command: str, store: Path) ->
     assert f"give {store}\n" in answers[store / "session-run"].err
     assert f"give {store}\n" in answers[store / "session-run/0"].err
     assert list(empty.iterdir()) == []
-
-
-def test_a_store_that_no_session_has_used_is_empty_and_no_error(tmp_path: Path) -> None:
-    (tmp_path / "node-token").write_text("0" * 32)
-
-    answers = [call(command, tmp_path) for command in ("ls", "verify", "explain", "clean")]
-
-    # There is nothing that a restart could load.
-    assert [answer.status for answer in answers] == [0, 0, 1, 0]
 
 
 @pytest.mark.usefixtures("as_root")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,6 @@ from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines
 from tests.cli.commands import call
 from tests.cli.jobs import STEP_S, PaperJob
-from tests.events.sinks import make_event
 
 
 def write(events: list[Event], folder: Path) -> None:
@@ -93,14 +93,6 @@ def test_programs_get_the_same(store: Path) -> None:
     assert told["unsaved_steps"] == 4
 
 
-def test_one_session_is_reported_and_another_one_refused(store: Path) -> None:
-    one, none = call("report", store, "--session", "run"), call("report", store, "--session", "x")
-
-    assert one.out == call("report", store).out
-    assert (none.status, none.out) == (2, "")
-    assert "there is no record of session 'x'" in none.err
-
-
 def test_a_directory_without_a_record_is_refused(tmp_path: Path) -> None:
     empty, gone = call("report", tmp_path), call("report", tmp_path / "gone")
 
@@ -146,31 +138,6 @@ def test_all_ranks_and_starts_are_in_one_trace(store: Path, tmp_path: Path) -> N
     assert 9 not in {entry["pid"] for entry in json.loads(out.read_text())["traceEvents"]}
 
 
-def test_every_event_is_drawn_on_its_ranks_track(tmp_path: Path) -> None:
-    out = tmp_path / "job.json"
-    events = [
-        make_event(1, name="blocking", duration=0.5, step=9, is_lost=True),
-        make_event(2, name="background", duration=4.0, step=9, nbytes=5),
-        make_event(3, name="preempted", details={"reason": "SIGTERM"}),
-    ]
-    write(events, tmp_path / "events")
-
-    call("report", tmp_path / "events", "--trace", out)
-
-    entries = json.loads(out.read_text())["traceEvents"]
-    drawn = [entry for entry in entries if entry["ph"] != "M"]
-    assert [(e["ph"], e["name"], e["ts"]) for e in drawn] == [
-        ("X", "blocking 9", 1001e6),
-        ("b", "background 9", 1002e6),
-        ("e", "background 9", 1006e6),
-        ("i", "preempted", 1003e6),
-    ]
-    assert (drawn[0]["dur"], drawn[0]["cat"], drawn[0]["tid"]) == (0.5e6, "lost", 1)
-    assert drawn[1]["id"] == drawn[2]["id"]
-    assert drawn[1]["args"] == {"step": 9, "bytes": 5, "outcome": "ok"}
-    assert drawn[3]["args"]["reason"] == "SIGTERM"
-
-
 def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
     answer = call("report", store, "--trace", store / "gone" / "job.json")
 
@@ -178,7 +145,57 @@ def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
     assert f"there is no folder {store / 'gone'}. Make it" in answer.err
 
 
-def test_no_table_is_wider_than_a_terminal(store: Path) -> None:
-    tables = call("report", store).out.partition("Start 3")[0].splitlines()[:-3]
+def running_job() -> PaperJob:
+    """In its second start, just now."""
+    job = PaperJob(ranks=2, at=time.time() - 100)
+    job.start()
+    job.train(3)
+    job.save(0.5, tier="replicated")
+    job.start(split=(1, 1, 1, 1, 1))
+    job.train(4)
+    job.save(0.5, tier="replicated")
+    job.train(2)
+    job.save(0.25, outcome="failed", error_class="StorageError", error="it is full")
+    return job
 
-    assert max(map(len, tables)) <= 80
+
+@pytest.fixture
+def running(tmp_path: Path) -> Path:
+    write(running_job().events, tmp_path / "events")
+    return tmp_path
+
+
+def test_what_is_safe_where_is_shown_and_told_to_programs(running: Path) -> None:
+    answer = call("report", running)
+
+    assert (answer.status, answer.err) == (0, "")
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert "Start 2 is at step 8, " in answer.out
+    levels = [row for row in rows if row[:2] in (["the", "nodes"], ["other", "nodes"])]
+    assert [row[2] for row in levels] == ["6", "6"]
+    assert [row[-2:] for row in levels] == [["2", "steps"]] * 2
+    assert ["shared", "storage", "-", "-", "-"] in rows
+    assert [row[0] for row in rows if row[-1:] in (["failed"], ["replicated"])] == ["8", "6"]
+    assert "1 save failed, the last of step 8: StorageError: it is full" in answer.out
+    (told,) = call("report", running, "--json").json()["sessions"]
+    assert (told["session"], told["starts"][1]["last_step"]) == ("run", 8)
+    assert told["status"]["newest"]["other_nodes"]["step"] == 6
+    assert told["status"]["newest"]["shared"] is None
+    assert [save["outcome"] for save in told["status"]["saves"]] == ["ok", "failed"]
+
+
+def test_ranks_that_are_not_heard_of_and_ranks_without_a_record_are_named(tmp_path: Path) -> None:
+    job = running_job()
+    silent_since = job.at
+    job.train(30)
+    job.events = [e for e in job.events if e.rank == 0 or e.start <= silent_since]
+    write(job.events, tmp_path / "both")
+    write([e for e in job.events if e.rank == 0], tmp_path / "one")
+
+    both, one = (
+        call("report", tmp_path / "both"),
+        call("report", tmp_path / "one"),
+    )
+
+    assert "rank 1 not heard of for up to" in both.out
+    assert "Of start 1 the records of rank 1 are missing: give the stores of all nodes" in one.out

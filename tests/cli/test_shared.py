@@ -50,40 +50,6 @@ def _explained(*directories: Path) -> tuple[Answer, dict[str, Any]]:
     return answer, told
 
 
-def test_its_checkpoints_are_listed_with_sizes_and_ages(root: Path, session: str) -> None:
-    old = time.time() - 2 * 86_400 - 60
-    os.utime(_checkpoint(root, 100) / RECORD_NAME, (old, old))
-    (root / "session-x").mkdir()
-    (_checkpoint(root, 100).parent / ".iteration_00000102.0001.aa.partial").mkdir()
-
-    answer, told = call("ls", root), call("ls", root, "--json").json()
-
-    assert (answer.status, answer.err) == (0, "")
-    assert answer.out.startswith(f"{root}: shared storage\n\nsession {session!r}\n")
-    assert re.search(r"^ +101 +1 +1 +2 +1\.2 MB +\d+ (s|min)$", answer.out, re.MULTILINE)
-    assert re.search(r"^ +100 +1 +1 +2 +1\.2 MB +2 d$", answer.out, re.MULTILINE)
-    assert "1 unfinished save: under way, or cut off" in answer.out
-    assert told["shared"] is True
-    (only,) = told["sessions"]
-    assert only["session"] == session
-    assert [row["iteration"] for row in only["checkpoints"]] == [101, 100]
-    assert only["loads"] == only["checkpoints"][0]
-    assert only["checkpoints"][1]["saved_at"] == pytest.approx(old)
-    assert only["leftovers"] == 1
-
-
-def test_alone_it_is_what_a_restart_loads(root: Path) -> None:
-    answer, (status, told) = call("explain", root), _explained(root)
-
-    assert (answer.status, answer.err, status.status) == (0, "", 0)
-    assert "From shared storage a restart loads iteration 101 (epoch 1, saved by 1 rank" in (
-        answer.out
-    )
-    assert "finds nothing" not in answer.out
-    assert told["nodes"] == []
-    assert told["shared"][0]["loads"]["iteration"] == 101
-
-
 @pytest.mark.parametrize("session", ["run"], indirect=True)
 @pytest.mark.parametrize(
     ("iteration", "said"),
@@ -153,44 +119,6 @@ def test_verify_finds_every_damage_and_explain_what_a_header_tells(root: Path, d
     loads = 101 if is_hidden else 100
     assert explained["shared"][0]["loads"]["iteration"] == loads
     assert len(explained["shared"][0]["uncounted"]) == (not is_hidden)
-
-
-def test_explain_exits_with_1_when_nothing_can_be_loaded(root: Path, tmp_path: Path) -> None:
-    for iteration in (100, 101):
-        (_checkpoint(root, iteration) / "__0_0.distcp").unlink()
-
-    answer, (status, told) = call("explain", root), _explained(root)
-
-    assert (answer.status, status.status) == (1, 1)
-    assert "From shared storage a restart finds nothing to load." in answer.out
-    assert "__0_0.distcp is gone" in answer.out
-    assert told["shared"][0]["loads"] is None
-
-
-def test_explain_of_one_session_leaves_the_others_out(tmp_path: Path) -> None:
-    _write(tmp_path, "one", range(5, 6))
-    _write(tmp_path, "other", range(7, 8))
-    shutil.rmtree(_checkpoint(tmp_path, 7))
-
-    one = call("explain", tmp_path, "--session", "one")
-    other = call("explain", tmp_path, "--session", "other")
-    none = call("explain", tmp_path, "--session", "nobody's")
-
-    assert [one.status, other.status, none.status] == [0, 1, 1]
-    assert "'other'" not in one.out
-    assert "no checkpoint" in other.out
-    assert none.out == 'No session "nobody\'s".\n'
-
-
-def test_clean_refuses_it_and_a_single_checkpoint_names_its_root(root: Path) -> None:
-    cleaned = call("clean", root)
-    single = [call(command, _checkpoint(root, 100)) for command in ("ls", "verify", "explain")]
-
-    assert cleaned.status == 2
-    assert f"{root} is on shared storage" in cleaned.err
-    for answer in single:
-        assert answer.status == 2
-        assert "is one checkpoint of a root on shared storage: give" in answer.err
 
 
 # Why checkpoints are kept, and pins.
@@ -281,3 +209,51 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
     assert "2 sessions have iteration 7 ('one', 'other'): give --session" in of_two.err
     assert "__0_0.distcp is gone" in damaged.err
     assert good.status == 0
+
+
+def test_its_checkpoints_are_listed_with_sizes_and_ages(root: Path, session: str) -> None:
+    old = time.time() - 2 * 86_400 - 60
+    os.utime(_checkpoint(root, 100) / RECORD_NAME, (old, old))
+    (root / "session-x").mkdir()
+    (_checkpoint(root, 100).parent / ".iteration_00000102.0001.aa.partial").mkdir()
+
+    answer, told = call("ls", root), call("ls", root, "--json").json()
+
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith(f"{root}: shared storage\n\nsession {session!r}\n")
+    assert re.search(r"^ +101 +1 +1 +2 +1\.2 MB +\d+ (s|min)$", answer.out, re.MULTILINE)
+    assert re.search(r"^ +100 +1 +1 +2 +1\.2 MB +2 d$", answer.out, re.MULTILINE)
+    assert "1 unfinished save: under way, or cut off" in answer.out
+    assert told["shared"] is True
+    (only,) = told["sessions"]
+    assert only["session"] == session
+    assert [row["iteration"] for row in only["checkpoints"]] == [101, 100]
+    assert only["loads"] == only["checkpoints"][0]
+    assert only["checkpoints"][1]["saved_at"] == pytest.approx(old)
+    assert only["leftovers"] == 1
+
+
+def test_explain_of_one_session_leaves_the_others_out(tmp_path: Path) -> None:
+    _write(tmp_path, "one", range(5, 6))
+    _write(tmp_path, "other", range(7, 8))
+    shutil.rmtree(_checkpoint(tmp_path, 7))
+
+    one = call("explain", tmp_path, "--session", "one")
+    other = call("explain", tmp_path, "--session", "other")
+    none = call("explain", tmp_path, "--session", "nobody's")
+
+    assert [one.status, other.status, none.status] == [0, 1, 1]
+    assert "'other'" not in one.out
+    assert "no checkpoint" in other.out
+    assert none.out == 'No session "nobody\'s".\n'
+
+
+def test_clean_refuses_it_and_a_single_checkpoint_names_its_root(root: Path) -> None:
+    cleaned = call("clean", root)
+    single = [call(command, _checkpoint(root, 100)) for command in ("ls", "verify", "explain")]
+
+    assert cleaned.status == 2
+    assert f"{root} is on shared storage" in cleaned.err
+    for answer in single:
+        assert answer.status == 2
+        assert "is one checkpoint of a root on shared storage: give" in answer.err

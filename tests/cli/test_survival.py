@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
+import shlex
 from collections.abc import Callable, Collection, Sequence
-from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 from math import comb
-from typing import Any
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from localckpt.cli.survival import Scheme, Survival, survivability, usual_schemes
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.replication.groups import parse_group_sequence
+from tests.cli.commands import call
 
 _REPLICAS = st.integers(2, 6).map(lambda copies: Scheme("replicas", copies))
 _PARITY = st.integers(1, 2).flatmap(
@@ -68,34 +70,6 @@ def test_what_survives_any_loss_is_never_lost_and_one_more_may_be(survival: Surv
     assert survival.loss[-1] == 1
 
 
-@given(_jobs())
-def test_groups_are_as_many_as_there_can_be_and_differ_by_one(survival: Survival) -> None:
-    sizes = _group_sizes(survival)
-
-    assert sum(sizes) == survival.nodes
-    assert len(sizes) == survival.nodes // survival.scheme.group_size
-    assert sizes == sorted(sizes)
-    assert survival.scheme.group_size <= sizes[0] <= sizes[-1] <= sizes[0] + 1
-
-
-@given(_jobs())
-def test_costs_are_those_of_the_ranks_of_all_groups(survival: Survival) -> None:
-    scheme, sizes = survival.scheme, _group_sizes(survival)
-    kept, sent = {
-        "none": (lambda size: Fraction(0), lambda size: 0),
-        "replicas": (lambda size: Fraction(size - 1), lambda size: size - 1),
-        "parity": (
-            lambda size: Fraction(scheme.parity, size - scheme.parity),
-            lambda size: scheme.parity,
-        ),
-    }[scheme.kind]
-
-    for cost, of_group in ((survival.extra_memory, kept), (survival.bytes_sent, sent)):
-        of_nodes = [of_group(size) for size in sizes for _ in range(size)]
-        assert cost.mean == pytest.approx(float(sum(of_nodes)) / survival.nodes)
-        assert cost.largest == float(max(of_nodes))
-
-
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 12), st.integers(1, 4))
 def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
     factor: int, ranks_per_node: int, nodes: int, lost: int
@@ -111,44 +85,6 @@ def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
     assert made == told.loss[lost - 1]
     memory = [len(clique) - 1 for clique in cliques for _ in clique]
     assert told.extra_memory.mean == pytest.approx(sum(memory) / len(memory))
-
-
-def test_cliques_across_racks_survive_a_rack_and_any_node() -> None:
-    ranks, nodes_of_rack, racks = 2, 4, 6
-    cliques = parse_group_sequence(ranks * nodes_of_rack, 2, ranks * nodes_of_rack * racks)
-    on_nodes = [[rank // ranks for rank in clique] for clique in cliques]
-    on_racks = [[node // nodes_of_rack for node in members] for members in on_nodes]
-
-    limits = [1] * len(cliques)
-    assert _enumerated(on_racks, limits, 1) == 0
-    assert _enumerated(on_nodes, limits, 2) == survivability(24, 2, "replicas:2").loss[1]
-    assert _enumerated(on_racks, limits, 2) == survivability(6, 8, "replicas:2").loss[1]
-
-
-def test_a_job_of_very_many_nodes_is_counted_at_once() -> None:
-    nodes = 10**9
-
-    told = survivability(nodes, 8, "replicas:2")
-
-    assert told.loss[1] == 1 / (nodes - 1)
-
-
-def test_costs_in_bytes_are_rounded() -> None:
-    told = survivability(7, 8, "parity:1/3", 100)
-
-    # Groups of 3 and 4 nodes, which keep a half and a third of a shard.
-    assert told.extra_memory.in_bytes(100) == (40, 50)
-    assert told.to_json()["extra_memory"] == {
-        "mean": pytest.approx((3 / 2 + 4 / 3) / 7),
-        "largest": 0.5,
-        "mean_nbytes": 40,
-        "largest_nbytes": 50,
-    }
-
-
-@given(_SCHEMES)
-def test_a_scheme_is_read_from_its_own_text(scheme: Scheme) -> None:
-    assert Scheme.parse(str(scheme)) == scheme
 
 
 @pytest.mark.parametrize(
@@ -169,21 +105,6 @@ def test_a_scheme_is_read_from_its_own_text(scheme: Scheme) -> None:
 def test_texts_that_are_no_scheme_are_refused(text: str, told: str) -> None:
     with pytest.raises(CheckpointingException, match=told):
         Scheme.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("mirror", 2), "kind must be one of none, replicas, parity"),
-        (("none", 2), "in no groups"),
-        (("replicas", 2, 1), "no parity"),
-        (("replicas", 2.0), "group_size must be an integer"),
-        (("parity", 4, True), "parity must be an integer"),
-    ],
-)
-def test_schemes_that_make_no_sense_are_refused(arguments: tuple[Any, ...], told: str) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        Scheme(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +137,69 @@ def test_the_usual_schemes_are_those_that_fit(nodes: int) -> None:
     assert told == [scheme for scheme, least in needed.items() if nodes >= least]
 
 
-def test_chances_are_given_up_to_four_lost_nodes_or_all_of_them() -> None:
-    assert [len(survivability(nodes, 1, "none").loss) for nodes in (1, 3, 64)] == [1, 3, 4]
-    assert len(survivability(64, 1, "none", most_lost=9).loss) == 9
+_DOCS = Path(__file__).parents[2] / "docs"
+_JOB = ("survive", "--nodes", "64", "--ranks-per-node", "8")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("12GB", 12 * 10**9),
+        ("12 gb", 12 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.1T", 10**11),
+        ("700Mi", 700 * 2**20),
+        ("2.5kB", 2500),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
+    told = call(*_JOB, "--shard-size", text, "--json").json()
+
+    assert told["shard_nbytes"] == nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--scheme", "raid5"), "'raid5' is no redundancy scheme: give none, replicas:K"),
+        (("--scheme", "replicas:65"), "replicas:65 needs at least 65 nodes, and the job has 64"),
+        (("--scheme", "parity:1/\x1b[31m"), r"'parity:1/\x1b[31m' is no redundancy scheme"),
+        (("--shard-size", "-1GB"), "'-1GB' is no size: give a number of bytes"),
+        (("--shard-size", "1e9"), "'1e9' is no size"),
+        (("--shard-size", "1iB"), "'1iB' is no size"),
+        (("--shard-size", "0GB"), "'0GB' is no size of a shard: give one byte or more"),
+    ],
+)
+def test_what_cannot_be_told_is_one_line_and_nothing_else(
+    arguments: tuple[str, str], told: str
+) -> None:
+    answer = call(*_JOB, *arguments)
+
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"localckpt: {told}")
+    assert answer.err.count("\n") == 1
+
+
+def _shown(document: str) -> list[tuple[list[str], str]]:
+    """Each time a document calls ``survive``: how, and what it says is printed."""
+    blocks = (_DOCS / document).read_text().split("```")[1::2]
+    calls = [block.split("\n", 2)[1:] for block in blocks if "\n$ localckpt survive " in block]
+    return [(shlex.split(command)[2:], out) for command, out in calls]
+
+
+@pytest.mark.parametrize(("document", "times"), [("choosing.md", 2), ("cli.md", 1)])
+def test_documents_show_what_the_command_prints(document: str, times: int) -> None:
+    shown = _shown(document)
+
+    assert len(shown) == times
+    for arguments, out in shown:
+        assert call(*arguments).out == out
+
+
+def test_what_the_document_asks_python_is_answered_so() -> None:
+    failed, attempted = doctest.testfile(str(_DOCS / "choosing.md"), module_relative=False)
+
+    assert attempted > 3
+    assert failed == 0

@@ -32,15 +32,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        page: The document, from the root of the checkout.
-        line: Number of its first line of code.
-        language: First word of its info string; empty for none.
-        options: What follows that.
-        code: All of its lines.
-    """
+    """A fenced block of a document; ``options`` are what follows its language."""
 
     page: str
     line: int
@@ -158,19 +150,10 @@ def _given(page: str, shared: Path) -> dict[str, Any]:
     # Classes of a page are found by their module.
     module = sys.modules["document"] = ModuleType("document")
     names = module.__dict__
-    names |= {
-        "localckpt": localckpt,
-        "torch": torch,
-        "dist": dist,
-        "os": os,
-        "model": model,
-        "optimizer": optimizer,
-        "train_step": train_step,
-        **dict.fromkeys(("steps", "iterations", "step", "iteration"), 60),
-        "folder": shared / "of-dcp",
-        "loss": torch.tensor(0.5),
-        "val_loss": 0.5,
-    }
+    names |= {"localckpt": localckpt, "torch": torch, "dist": dist, "os": os}
+    names |= {"model": model, "optimizer": optimizer, "train_step": train_step}
+    names |= dict.fromkeys(("steps", "iterations", "step", "iteration"), 60)
+    names |= {"folder": shared / "of-dcp", "loss": torch.tensor(0.5), "val_loss": 0.5}
     if page in ("README.md", "docs/restarting.md"):
         names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         names["loader"] = _Batches(dist.get_rank())

@@ -62,22 +62,6 @@ def test_excerpts_are_in_the_file_that_they_name(block: Block) -> None:
     assert block.code.partition("\n")[2] in (ROOT / block.excerpt_of).read_text()
 
 
-def test_every_python_session_is_on_a_page_that_is_tested_as_one() -> None:
-    # By tests/cli/test_surviving.py.
-    assert {block.page for block in _PYTHON if block.is_session} == {"docs/choosing.md"}
-
-
-def test_included_files_are_there() -> None:
-    included = [
-        name
-        for block in _BLOCKS
-        for name in re.findall(r'^--8<-- "(.*)"$', block.code, re.MULTILINE)
-    ]
-
-    assert set(included) == {"deploy/slurm.sbatch", "deploy/kubernetes.yaml"}
-    assert all((ROOT / name).is_file() for name in included)
-
-
 @pytest.mark.parametrize(
     ("block", "script"), [pytest.param(*pair, id=str(pair[0])) for pair in _shell_commands()]
 )

@@ -1,12 +1,10 @@
-"""Sinks for tests: one that keeps what it gets, ones that hang or fail."""
+"""A sink that keeps what it gets, for tests."""
 
 from __future__ import annotations
 
-import threading
-
 from localckpt.events.event import Event
 
-__all__ = ["Failing", "Hanging", "Kept", "make_event"]
+__all__ = ["Kept", "make_event"]
 
 
 class Kept:
@@ -28,27 +26,6 @@ class Kept:
 
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
-
-
-class Hanging(Kept):
-    """Takes nothing until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def write(self, event: Event) -> None:
-        self.reached.set()
-        self.go_on.wait(60)
-        super().write(event)
-
-
-class Failing(Kept):
-    """Fails at the first event."""
-
-    def write(self, event: Event) -> None:
-        super().write(event)
-        raise OSError(28, "no space left")
 
 
 def make_event(number: int = 0, **fields: object) -> Event:

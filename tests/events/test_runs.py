@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, CheckpointingException, Every
-from localckpt.events.jsonl import read_events
 from tests.events.sinks import Kept
-from tests.managers.jobs import damage, take_away
+from tests.managers.jobs import take_away
 
 _NBYTES = 40_000
 
@@ -85,19 +84,6 @@ def test_a_run_begins_with_who_it_is_and_the_parts_of_its_restart(tmp_path: Path
     assert (pruned.step, pruned.details["kept"]) == (5, [3, 5])
 
 
-def test_the_record_is_beside_the_checkpoints_unless_none_is_wanted(tmp_path: Path) -> None:
-    for name, options in {"kept": {}, "none": {"events": ()}}.items():
-        with Checkpointer(_state(), local=tmp_path / name, **options) as checkpointer:  # type: ignore[arg-type]
-            checkpointer.resume()
-
-    names = [event.name for event in read_events([tmp_path / "kept" / "events"])]
-    assert {"run_began", "resume", "run_ended"} <= set(names)
-    assert not list((tmp_path / "none").rglob("*.jsonl"))
-    with pytest.raises(CheckpointingException):
-        Checkpointer(_state(), local=tmp_path / "refused", max_failures=0)
-    assert not (tmp_path / "refused").exists()
-
-
 def test_a_save_that_fails_and_a_run_that_does_are_recorded(tmp_path: Path) -> None:
     sink, local = Kept(), tmp_path / "local"
     options: dict[str, Any] = {"every": Every(steps=1), "on_error": "raise", "events": [sink]}
@@ -118,32 +104,3 @@ def test_a_save_that_fails_and_a_run_that_does_are_recorded(tmp_path: Path) -> N
     assert [(event.step, event.error_class) for event in failed] == [(1, "StorageError")]
     assert "could not make again" in failed[0].details["error"]
     assert (sink.events[-1].name, sink.events[-1].outcome) == ("run_ended", "failed")
-
-
-def test_a_job_that_is_stopped_says_why_and_how_long_it_waited(tmp_path: Path) -> None:
-    sink, stop = Kept(), tmp_path / "stop"
-    stop.touch()
-
-    stopped = _run(tmp_path / "local", sink, 100_000, stop_file=stop, every=Every(steps=10**6))
-
-    assert stopped.stopped is not None
-    (preempted,) = sink.named("preempted")
-    assert preempted.details["reason"] == stopped.stopped
-    (save,) = sink.named("save")
-    assert save.step == preempted.step
-    assert [event.is_lost for event in sink.named("wait")][:1] == [True]
-    assert sink.events[-1].outcome == "stopped"
-
-
-def test_a_damaged_file_is_recorded_when_it_is_put_aside(tmp_path: Path) -> None:
-    _run(tmp_path, Kept(), 4)
-    (newest,) = tmp_path.rglob("000000000003.*.safetensors")
-    damage(newest, 0.2)
-    sink = Kept()
-
-    _run(tmp_path, sink, 1)
-
-    (quarantined,) = sink.named("quarantined")
-    assert quarantined.details["path"] == str(newest)
-    assert quarantined.details["error"]
-    assert [event.step for event in sink.named("resume")] == [1]

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 
 import pytest
 
 from localckpt.errors import StorageError
+from localckpt.events.event import Event
 from localckpt.events.stream import EventStream
-from tests.events.sinks import Failing, Hanging, Kept
+from tests.events.sinks import Kept
+
+
+class _Hanging(Kept):
+    """Takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, event: Event) -> None:
+        self.reached.set()
+        self.go_on.wait(60)
+        super().write(event)
+
+
+class _Failing(Kept):
+    def write(self, event: Event) -> None:
+        super().write(event)
+        raise OSError(28, "no space left")
 
 
 def test_events_reach_all_sinks_in_order_with_their_fields() -> None:
@@ -38,7 +59,7 @@ def test_events_reach_all_sinks_in_order_with_their_fields() -> None:
 
 
 def test_a_sink_that_hangs_holds_up_nobody_and_what_is_dropped_is_a_gap() -> None:
-    hanging = Hanging()
+    hanging = _Hanging()
     stream = EventStream([hanging], capacity=4)
     stream.emit("run_began")
     assert hanging.reached.wait(60)
@@ -58,7 +79,7 @@ def test_a_sink_that_hangs_holds_up_nobody_and_what_is_dropped_is_a_gap() -> Non
 def test_a_sink_that_fails_is_warned_of_once_and_closed_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failing, kept = Failing(), Kept()
+    failing, kept = _Failing(), Kept()
     stream = EventStream([failing, kept])
 
     with caplog.at_level(logging.WARNING, "localckpt"):
@@ -69,7 +90,7 @@ def test_a_sink_that_fails_is_warned_of_once_and_closed_and_the_others_go_on(
     assert len(kept.events) == 3
     assert (len(failing.events), failing.closed) == (1, 1)
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "Failing failed, and gets no more events"
+        "_Failing failed, and gets no more events"
     ]
 
 

@@ -75,18 +75,6 @@ def test_the_parts_of_a_save_are_children_of_its_span() -> None:
     assert shared.attributes["error.type"] == "X"
 
 
-def test_parts_of_a_restart_are_children_and_one_that_did_not_end_stands_alone() -> None:
-    spans, _ = _written(_EVENTS)
-
-    (resume,) = spans["localckpt.resume"]
-    (read,) = spans["localckpt.read"]
-    (find,) = spans["localckpt.find"]
-    assert read.parent.span_id == resume.context.span_id
-    assert resume.attributes["localckpt.kept"] == "[1]"
-    assert find.parent is None
-    assert "localckpt.steps" not in spans
-
-
 def test_metrics_say_what_was_lost_saved_and_done() -> None:
     _, points = _written(_EVENTS)
 

@@ -1,8 +1,4 @@
-"""Pickles that somebody made up: of bombs, and of true ones whose instructions were changed.
-
-A pickle is taken apart into its instructions, and put together again with some of them changed,
-moved, repeated, or with others between them.
-"""
+"""Pickles that somebody made up: of bombs, and of true ones whose instructions were changed."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ import torch
 
 from localckpt.state_dict.safe_globals import _VALUES
 
-__all__ = ["ALLOWED_NAMES", "BOMBS", "Forger", "instructions", "whole"]
+__all__ = ["ALLOWED_NAMES", "BOMBS", "forged", "instructions", "whole"]
 
 ALLOWED_NAMES = [(module, name) for module, names in sorted(_VALUES.items()) for name in names]
 
@@ -147,86 +143,50 @@ _CONSTANTS = (
 )
 
 
-class Forger:
-    """Changes true pickles at random.
+def forged(bases: Sequence[Sequence[bytes]], seed: int) -> bytes:
+    """A true pickle, of its instructions, changed; mostly only a value of it is another."""
+    draw = random.Random(seed)
+    parts = list(draw.choice(bases))
+    for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
+        _change(parts, draw, bases)
+    data = bytearray(whole(parts))
+    if draw.random() < 0.1:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    if draw.random() < 0.05:
+        del data[draw.randrange(len(data)) :]
+    return bytes(data)
 
-    Args:
-        bases: The instructions of each.
-    """
 
-    def __init__(self, bases: Sequence[Sequence[bytes]]) -> None:
-        self._bases = bases
-        self._changes = [self._number, self._word, self._data, self._gone, self._swapped]
-        self._changes += [self._repeated, self._recalled, self._constant, self._name, self._bomb]
+def _change(parts: list[bytes], draw: random.Random, bases: Sequence[Sequence[bytes]]) -> None:
+    def one_of(opcodes: bytes) -> int:
+        return draw.choice([n for n, part in enumerate(parts) if part[0] in opcodes] or [0])
 
-    def forge(self, seed: int) -> bytes:
-        """A pickle, the same for each seed; mostly only a value of a true one is another."""
-        self._draw = draw = random.Random(seed)
-        parts = list(draw.choice(self._bases))
-        for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
-            changes = self._changes[:3] if draw.random() < 0.6 else self._changes
-            draw.choice(changes)(parts)
-        forged = bytearray(whole(parts))
-        if draw.random() < 0.1:
-            forged[draw.randrange(len(forged))] ^= 1 << draw.randrange(8)
-        if draw.random() < 0.05:
-            del forged[draw.randrange(len(forged)) :]
-        return bytes(forged)
-
-    def _one_of(self, parts: list[bytes], opcodes: bytes) -> int:
-        places = [place for place, part in enumerate(parts) if part[0] in opcodes]
-        return self._draw.choice(places or [0])
-
-    def _number(self, parts: list[bytes]) -> None:
-        number = self._draw.choice(_NUMBERS)
-        parts[self._one_of(parts, b"JKM\x8a")] = pickle.dumps(number, 2)[2:-1]
-
-    def _word(self, parts: list[bytes]) -> None:
-        place, other = (self._one_of(parts, b"X\x8c") for _ in range(2))
-        is_word = parts[other][0] in b"X\x8c"
-        new = _text(self._draw.choice(_WORDS))
-        parts[place] = parts[other] if is_word and self._draw.random() < 0.5 else new
-
-    def _data(self, parts: list[bytes]) -> None:
-        data = self._draw.randbytes(self._draw.choice((0, 1, 8, 24, 200)))
-        place = self._one_of(parts, b"BC")
-        if parts[place][0] in b"BC":
-            parts[place] = pickle.BINBYTES + len(data).to_bytes(4, "little") + data
-        else:
-            self._number(parts)
-
-    def _gone(self, parts: list[bytes]) -> None:
-        place = self._draw.randrange(len(parts))
-        del parts[place : place + self._draw.choice((1, 1, 2, 5))]
+    place = draw.randrange(len(parts))
+    is_value = draw.random() < 0.6
+    how = draw.choice(["number", "word", "data"] if is_value else ["gone", "again", "put", "name"])
+    if how == "number":
+        parts[one_of(b"JKM\x8a")] = pickle.dumps(draw.choice(_NUMBERS), 2)[2:-1]
+    elif how == "word":
+        # One that it has elsewhere, or another.
+        words = [part for part in parts if part[0] in b"X\x8c"]
+        parts[one_of(b"X\x8c")] = draw.choice([*words, *map(_text, _WORDS)])
+    elif how == "data":
+        data = draw.randbytes(draw.choice((0, 1, 8, 24, 200)))
+        parts[one_of(b"BC")] = pickle.BINBYTES + len(data).to_bytes(4, "little") + data
+    elif how == "gone":
+        del parts[place : place + draw.choice((1, 1, 2, 5))]
         parts.extend([] if parts else [b"N"])
-
-    def _swapped(self, parts: list[bytes]) -> None:
-        one, other = (self._draw.randrange(len(parts)) for _ in range(2))
-        parts[one], parts[other] = parts[other], parts[one]
-
-    def _repeated(self, parts: list[bytes]) -> None:
-        """Instructions of this or of another pickle, once more or often."""
-        source = self._draw.choice([parts, self._draw.choice(self._bases)])
-        start, count = self._draw.randrange(len(source)), self._draw.choice((1, 2, 5, 20, 100))
-        place = self._draw.randrange(len(parts))
-        parts[place:place] = [*source[start : start + count]] * self._draw.choice((1, 1, 2, 50))
-
-    def _recalled(self, parts: list[bytes]) -> None:
-        self._put(parts, pickle.BINGET + bytes([self._draw.randrange(256)]))
-
-    def _constant(self, parts: list[bytes]) -> None:
-        self._put(parts, self._draw.choice(_CONSTANTS))
-
-    def _name(self, parts: list[bytes]) -> None:
-        """Another class: what its predecessor was made of is dropped from the stack."""
-        name = _named(*self._draw.choice(ALLOWED_NAMES))
-        place = self._one_of(parts, b"\x93c")
-        parts[place] = parts[place] + b"0" + name
-
-    def _bomb(self, parts: list[bytes]) -> None:
-        self._put(parts, BOMBS[self._draw.choice(sorted(BOMBS))])
-
-    def _put(self, parts: list[bytes], part: bytes) -> None:
-        """In the place of an instruction, or before one."""
-        place = self._draw.randrange(len(parts))
-        parts[place : place + self._draw.randint(0, 1)] = [part]
+    elif how == "again":
+        # Instructions of this or of another pickle, once more or often.
+        source = draw.choice([parts, draw.choice(bases)])
+        start, count = draw.randrange(len(source)), draw.choice((1, 2, 5, 20, 100))
+        parts[place:place] = [*source[start : start + count]] * draw.choice((1, 1, 2, 50))
+    elif how == "put":
+        # In the place of an instruction, or before one.
+        recalled = pickle.BINGET + bytes([draw.randrange(256)])
+        new = draw.choice([recalled, draw.choice(_CONSTANTS), BOMBS[draw.choice(sorted(BOMBS))]])
+        parts[place : place + draw.randint(0, 1)] = [new]
+    else:
+        # Another class: what its predecessor was made of is dropped from the stack.
+        place = one_of(b"\x93c")
+        parts[place] += b"0" + _named(*draw.choice(ALLOWED_NAMES))

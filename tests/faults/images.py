@@ -13,7 +13,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.header import FORMAT_VERSION, NO_PARTS, Skeleton
 
-__all__ = ["Parts", "blocks_of", "identity_in", "regions", "sealed"]
+__all__ = ["Parts", "blocks_of", "flip", "identity_in", "regions", "sealed"]
 
 _DIGEST_NBYTES = 8
 _PAGE_NBYTES = 4096
@@ -103,6 +103,13 @@ def sealed(image: bytes, identity: ShardIdentity | None = None) -> bytes:
     copy = bytearray(image)
     BlockHasher(identity or identity_in(image)).fill(memoryview(copy), covered)
     return bytes(copy)
+
+
+def flip(content: bytes, position: int, bit: int) -> bytes:
+    """One bit turned over."""
+    changed = bytearray(content)
+    changed[position] ^= 1 << bit
+    return bytes(changed)
 
 
 def blocks_of(nbytes: int) -> int:

@@ -23,25 +23,17 @@ class Lives:
         base: Directory for the nodes of all lives, the same on all ranks.
         rank: This rank.
         params: Jump and factor of the replication, if there is any.
-        timeout_s: Of managers and replication.
         strategy: The replication, instead of ``params``.
     """
 
     def __init__(
-        self,
-        kind: str,
-        base: Path,
-        rank: int,
-        params: Sequence[int] | None,
-        timeout_s: float = 20.0,
-        strategy: Any = None,
+        self, kind: str, base: Path, rank: int, params: Sequence[int] | None, strategy: Any = None
     ) -> None:
         self.root = base / "lives" / f"node{rank}"
         self._kind = kind
         self._base = base
         self._rank = rank
-        self._timeout_s = timeout_s
-        self._repl = cliques(*params, timeout_s=timeout_s) if params else strategy
+        self._repl = cliques(*params) if params else strategy
 
     @contextmanager
     def life(
@@ -63,7 +55,6 @@ class Lives:
             change(self.root)
         # Nobody begins while another node is still what it was in the last life.
         dist.barrier()
-        options = {"timeout": self._timeout_s} | options
         with make_manager(self._kind, self.root, "job", self._repl, **options) as manager:
             yield manager
         dist.barrier()

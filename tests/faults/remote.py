@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import os
-import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NoReturn
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any
 
 from localckpt import CheckpointingException
 from tests.ranks import RankGroup, start_ranks
 
-__all__ = ["Answer", "PerRank", "Ranks"]
+__all__ = ["Answer", "Ranks"]
 
 _START_S = 60.0
-_GONE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +34,11 @@ class Answer:
     error: str | None = None
     """Type and text of an error that localckpt raises on purpose."""
     crash: str | None = None
-    """The traceback of any other."""
-    died: bool = False
+    """The traceback of any other, or that the rank died."""
 
     @property
     def succeeded(self) -> bool:
-        return self.error is None and self.crash is None and not self.died
-
-    def __str__(self) -> str:
-        if self.died:
-            return "died"
-        return "ok" if self.succeeded else (self.error or str(self.crash))
+        return self.error is None and self.crash is None
 
 
 class Ranks:
@@ -63,143 +52,74 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        make: Callable[..., Any],
-        *args: Any,
-        env: Mapping[str, str] | None = None,
+        self, world_size: int, make: Callable[..., Any], *args: Any, env: Mapping[str, str]
     ) -> None:
-        self.world_size = world_size
-        self.output = ""
-        self._stack = contextlib.ExitStack()
-        self._dead: set[int] = set()
-        self._killed: set[int] = set()
-        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="job-")))
-        try:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(str(directory / "s"))
-                server.listen(world_size)
-                server.settimeout(_START_S)
-                # Not to be shown at once: a campaign has hundreds of lives.
-                self._shown = io.StringIO()
-                self._group: RankGroup = self._stack.enter_context(
-                    start_ranks(
-                        *(_obey, world_size, str(directory / "s"), make, args),
-                        init_group=False,
-                        env=env,
-                    )
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="job-"))
+            address = f"{directory}/s"
+            with Listener(address, "AF_UNIX", world_size) as server:
+                server._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
+                self._group: RankGroup = stack.enter_context(
+                    start_ranks(_obey, world_size, address, make, args, init_group=False, env=env)
                 )
                 self.pids = list(self._group.pids)
-                self._connections = self._accept(server)
-        except BaseException:
-            self._stack.close()
-            raise
+                joined = [server.accept() for _ in range(world_size)]
+            by_rank = {connection.recv(): connection for connection in joined}
+            self._connections: list[Connection] = [by_rank[rank] for rank in range(world_size)]
+            self._stack = stack.pop_all()
 
-    @property
-    def living(self) -> list[int]:
-        gone = self._dead | self._killed
-        return [rank for rank in range(self.world_size) if rank not in gone]
-
-    def tell(self, command: str, *args: Any, ranks: Collection[int] | None = None) -> None:
-        """Send a command; a :class:`PerRank` among the arguments gives each rank its own."""
-        for rank in self.living if ranks is None else ranks:
-            own = [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
+    def tell(self, command: str, *args: Any, ranks: Collection[int]) -> None:
+        """Send a command."""
+        for rank in ranks:
             with contextlib.suppress(OSError):
-                self._connections[rank].send_bytes(pickle.dumps((command, own)))
+                self._connections[rank].send((command, args))
 
-    def answers(self, limit_s: float, ranks: Collection[int] | None = None) -> dict[int, Answer]:
+    def answers(self, limit_s: float, ranks: Collection[int]) -> dict[int, Answer]:
         """The answers to the last command, which must come within the limit."""
-        asked = {self._connections[r]: r for r in (self.living if ranks is None else ranks)}
+        asked = {self._connections[rank]: rank for rank in ranks}
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit_s
         while asked:
             ready = wait(list(asked), max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._complain(list(asked.values()), limit_s)
+                for rank in asked.values():
+                    self.kill(rank, signal.SIGUSR1)
+                # For their stacks, in what they print.
+                time.sleep(0.5)
+                raise AssertionError(f"{asked.values()} did not answer within {limit_s:g} s")
             for connection in [c for c in asked if c in ready]:
                 rank = asked.pop(connection)
-                answers[rank] = self._answer(rank, connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, OSError):
+                    answers[rank] = Answer(crash="died")
         return dict(sorted(answers.items()))
 
-    def ask(self, limit_s: float, command: str, *args: Any) -> dict[int, Answer]:
-        """Send a command to all living ranks and wait for their answers."""
-        self.tell(command, *args)
-        return self.answers(limit_s)
-
-    def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        if sig == signal.SIGKILL:
-            self._killed.add(rank)
+    def kill(self, rank: int, sig: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._group.kill(rank, sig)
 
-    def end(self, *, leave: bool = False) -> None:
-        """Kill the job, or let its ranks end by themselves, which they must do."""
-        try:
-            if leave:
-                self.tell("leave")
-                self._group.join(_GONE_S, expect_dead=self._dead | self._killed)
-        finally:
-            for connection in self._connections:
-                connection.close()
-            with contextlib.redirect_stdout(self._shown):
-                self._stack.close()
-            self.output = self._shown.getvalue()
-
-    def _accept(self, server: socket.socket) -> list[Connection]:
-        by_rank: dict[int, Connection] = {}
-        while len(by_rank) < self.world_size:
-            connection = Connection(server.accept()[0].detach())
-            by_rank[pickle.loads(connection.recv_bytes())] = connection
-        return [by_rank[rank] for rank in range(self.world_size)]
-
-    def _answer(self, rank: int, connection: Connection) -> Answer:
-        try:
-            answer = pickle.loads(connection.recv_bytes())
-            assert isinstance(answer, Answer)
-            return answer
-        except (EOFError, OSError):
-            self._dead.add(rank)
-            return Answer(died=True)
-
-    def _complain(self, ranks: Sequence[int], limit_s: float) -> NoReturn:
-        for rank in ranks:
-            self.kill(rank, signal.SIGUSR1)
-        # For their stacks, in what they print.
-        time.sleep(0.5)
-        raise AssertionError(f"ranks {ranks} did not answer within {limit_s:g} s")
-
-
-@dataclass(frozen=True, slots=True)
-class PerRank:
-    """An argument that is another one for each rank."""
-
-    values: Sequence[Any]
+    def end(self) -> None:
+        """Kill the job."""
+        for connection in self._connections:
+            connection.close()
+        self._stack.close()
 
 
 def _obey(rank: int, _: int, address: str, make: Callable[..., Any], args: Sequence[Any]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(address)
-        connection = Connection(client.detach())
-    connection.send_bytes(pickle.dumps(rank))
+    connection = Client(address, "AF_UNIX")
+    connection.send(rank)
     does = make(rank, *args)
     while True:
         try:
-            command, own = pickle.loads(connection.recv_bytes())
+            command, own = connection.recv()
         except EOFError:
             os._exit(1)
-        if command == "leave":
-            connection.close()
-            return
-        connection.send_bytes(pickle.dumps(_carry_out(getattr(does, command), own)))
-
-
-def _carry_out(method: Callable[..., Any], args: Sequence[Any]) -> Answer:
-    value = error = crash = None
-    try:
-        value = method(*args)
-    except CheckpointingException as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    except BaseException:  # noqa: BLE001 - the test wants to see all of them
-        crash = traceback.format_exc()
-    return Answer(value, error, crash)
+        try:
+            answer = Answer(getattr(does, command)(*own))
+        except CheckpointingException as raised:
+            answer = Answer(error=f"{type(raised).__name__}: {raised}")
+        except BaseException:  # noqa: BLE001 - the test wants to see all of them
+            answer = Answer(crash=traceback.format_exc())
+        connection.send(answer)

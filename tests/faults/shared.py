@@ -14,7 +14,7 @@ from localckpt.global_tier.places import FilePlace
 from tests.managers.jobs import MAX_S, assert_same
 from tests.ranks import node_store
 
-__all__ = ["NUMEL", "Drains", "assert_loads", "assert_nothing_else", "iterations_on", "state_of"]
+__all__ = ["NUMEL", "Drains", "assert_nothing_else", "iterations_on", "state_of"]
 
 NUMEL = 600_000
 _ADMINISTRATION = {".localckpt.lock", ".localckpt.owner"}
@@ -52,12 +52,6 @@ def assert_nothing_else(root: Path) -> None:
         assert record is not None, sorted(root.rglob("*"))
         names = {path.name for path in folder.iterdir()}
         assert names == {*record.files, ".metadata", "localckpt.json"}
-
-
-def assert_loads(manager: GlobalCheckpointManager, iteration: int, *shape: Any) -> None:
-    into = state_of(0, *shape)
-    assert manager.load(into=into, iteration=iteration)[1].iteration == iteration
-    assert_same(into, state_of(iteration, *shape))
 
 
 class Drains:

@@ -6,24 +6,134 @@ is loaded. Two ranks that keep each other's replicas play a selection.
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.damage import cut, exchanged, flip, flips, foreign, mixed_state, zeroed
-from tests.faults.images import regions
+from localckpt.ids import Generation
+from localckpt.memory.digests import BLOCK_NBYTES
+from tests.faults.images import Parts, blocks_of, flip, regions
 from tests.faults.lives import Lives
-from tests.managers.jobs import assert_same, make_manager
+from tests.managers.jobs import assert_same, make_manager, state_of
 from tests.ranks import run_ranks
 from tests.storage.test_files import make_cold
 
-Cases = Iterable[tuple[str, bytes]]
+Cases = Iterator[tuple[str, bytes]]
 
 _OLDER, _NEWEST = 7, 8
 _ATTEMPT = "of another attempt"
+_DIGEST_NBYTES = 8
+
+
+def _state(rank: int, iteration: int) -> dict[str, Any]:
+    """A state of four blocks, in files that are equally long at both iterations."""
+    return state_of(rank, iteration, 3_500_000)
+
+
+# Every way in which the file of a shard is damaged, of its bytes and of those of an older one.
+
+
+def _flipped(content: bytes, older: bytes, every: bool = False) -> Cases:
+    """Bits in all parts; of ``every`` byte of what describes the data."""
+    found = [("length", position, bit) for position in range(8) for bit in range(8)]
+    for name, (start, stop) in regions(content).items():
+        chosen = {start, (start + stop) // 2, stop - 1} if start < stop else set()
+        if name in ("header", "table", "pickle", "__digests__"):
+            chosen |= set(range(start, stop, 1 if every else 31))
+        found += [(name, position, (position * 5 + 3) % 8) for position in sorted(chosen)]
+    for block in range(1, blocks_of(len(content))):
+        found += [("border", block * BLOCK_NBYTES + side, 7) for side in (-1, 0)]
+    if every:
+        chance = random.Random(1)
+        found += [("any", chance.randrange(len(content)), chance.randrange(8)) for _ in range(500)]
+    for name, position, bit in found:
+        yield f"bit {bit} of byte {position}, in {name}", flip(content, position, bit)
+
+
+def _cut(content: bytes, older: bytes) -> Cases:
+    """Ends too early: at every border of a block and of a part, one byte before and after."""
+    borders = {block * BLOCK_NBYTES for block in range(blocks_of(len(content)))}
+    borders |= {border for region in regions(content).values() for border in region}
+    for length in sorted({border + side for border in borders for side in (-1, 0, 1)}):
+        if 0 <= length < len(content):
+            yield f"cut at {length}", content[:length]
+
+
+def _zeroed(content: bytes, older: bytes) -> Cases:
+    """The right length, but not all was written; or more was written than there should be."""
+    size = len(content)
+    for block in range(blocks_of(size)):
+        start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, size)
+        yield f"zeros from {start} on", content[:start] + bytes(size - start)
+        hole = content[:start] + bytes(stop - start) + content[stop:]
+        yield f"zeros from {start} to {stop}", hole
+        # A file that is used again, and was not written to its end.
+        if start:
+            yield f"an older file from {start} on", content[:start] + older[start:]
+    for count in (1, 8, 512, 4096):
+        yield f"{count} zeros at the end", content[:-count] + bytes(count)
+    for count in (1, 7, 8, 4096, BLOCK_NBYTES):
+        yield f"{count} zeros behind the end", content + bytes(count)
+    yield "an older file behind the end", content + older
+
+
+def _exchanged(content: bytes, older: bytes) -> Cases:
+    """Good blocks in the place of others, with and without their digests."""
+    for digests_too in (False, True):
+        how = "with their digests" if digests_too else "without their digests"
+        # The last block is shorter than the others.
+        for one, other in combinations(range(blocks_of(len(content)) - 1), 2):
+            swapped = _put(content, one, content, other, digests_too)
+            swapped = _put(swapped, other, content, one, digests_too)
+            yield f"blocks {one} and {other} swapped, {how}", swapped
+        for block in range(digests_too, blocks_of(len(content))):
+            mixed = _put(content, block, older, block, digests_too)
+            yield f"block {block} of an older file, {how}", mixed
+
+
+def _foreign(content: bytes, older: bytes) -> Cases:
+    """Files that are good, and are not the one that belongs there."""
+    # Its header makes it a copy of the older one, though a bad one.
+    yield "that begins as an older one does", _put(content, 0, older, 0, True)
+    parts = Parts.of(content)
+    who = parts.identity
+    epoch, sequence = who.generation
+    yield "of another iteration", older
+    for what, other in (
+        ("of another rank", replace(who, rank=who.rank + 1, world_size=who.world_size + 1)),
+        ("of another number of ranks", replace(who, world_size=who.world_size + 1)),
+        ("of another session", replace(who, session_id="another")),
+        (_ATTEMPT, replace(who, generation=Generation(epoch - 1, sequence))),
+    ):
+        yield what, parts.replace(identity=other).image()
+
+
+def _put(content: bytes, block: int, source: bytes, number: int, digest_too: bool) -> bytes:
+    """A file with one block, and perhaps its digest, out of another file of its length."""
+    result, size, count = bytearray(content), len(content), blocks_of(len(content))
+
+    def span(place: int) -> slice:
+        end = min((place + 1) * BLOCK_NBYTES, size - _DIGEST_NBYTES * count)
+        return slice(place * BLOCK_NBYTES, end)
+
+    def digest(place: int) -> slice:
+        start = size - _DIGEST_NBYTES * (count - place)
+        return slice(start, start + _DIGEST_NBYTES)
+
+    result[span(block)] = source[span(number)]
+    if digest_too:
+        result[digest(block)] = source[digest(number)]
+    assert len(result) == len(source) == size
+    return bytes(result)
+
+
+# One rank alone.
 
 
 class _Node:
@@ -34,13 +144,12 @@ class _Node:
         self._cases = 0
         with make_manager("disk", root, "job", keep_last=2) as manager:
             for iteration in (_OLDER, _NEWEST):
-                manager.save(mixed_state(0, iteration), iteration)
+                manager.save(_state(0, iteration), iteration)
         older, self._path = sorted(root.rglob("*.safetensors"))
         self.older, self.newest = older.read_bytes(), self._path.read_bytes()
-        self._expected = mixed_state(0, _OLDER)
-        self._into = mixed_state(0, 0)
+        self._into = _state(0, 0)
 
-    def falls_back(self, damaged: bytes, *, bad: bool = True, cold: bool = False) -> None:
+    def falls_back(self, damaged: bytes, bad: bool, cold: bool) -> None:
         """With this in the place of the newer file, the older one is loaded.
 
         Args:
@@ -64,7 +173,7 @@ class _Node:
                 into = self._into if self._cases % 2 else None
                 state, ckpt_id = manager.load(into=into)
             assert ckpt_id == (_OLDER, 0, "job")
-            assert_same(state, self._expected)
+            assert_same(state, _state(0, _OLDER))
             assert [aside.exists(), self._path.exists()] == [bad, not bad]
             assert (aside if bad else self._path).read_bytes() == damaged
         finally:
@@ -75,142 +184,81 @@ class _Node:
         self._path.write_bytes(content)
         with make_manager("disk", self._root, "job", keep_last=2) as manager:
             assert manager.find_latest() == _NEWEST
-            assert_same(manager.load()[0], mixed_state(0, _NEWEST))
+            assert_same(manager.load()[0], _state(0, _NEWEST))
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[_Node]:
-    made = _Node(tmp_path)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("damage", "cold", "every_nth"),
+    [
+        pytest.param(_flipped, False, 6, marks=pytest.mark.fault("flipped-bit")),
+        pytest.param(_flipped, True, 8, marks=pytest.mark.fault("flipped-bit")),
+        pytest.param(_cut, False, 3, marks=pytest.mark.fault("torn-file")),
+        pytest.param(_zeroed, False, 1, marks=pytest.mark.fault("torn-file")),
+        pytest.param(_exchanged, False, 1, marks=pytest.mark.fault("wrong-place")),
+        pytest.param(_foreign, False, 1, marks=pytest.mark.fault("wrong-place")),
+    ],
+)
+def test_what_is_damaged_is_seen_wherever_it_is_and_the_older_checkpoint_is_loaded(
+    damage: Any, cold: bool, every_nth: int, tmp_path: Path, long_form: bool, record_property: Any
+) -> None:
+    node = _Node(tmp_path)
+    options = {"every": long_form and not cold} if damage is _flipped else {}
+    cases = list(damage(node.newest, node.older, **options))[:: 1 if long_form else every_nth]
 
-    yield made
-
-    # It was the damage, and nothing else.
-    made.is_loaded(made.newest)
-
-
-def _play(node: _Node, cases: Cases, record_property: Any, **options: Any) -> None:
-    number = 0
     for what, damaged in cases:
         try:
-            node.falls_back(damaged, **options)
+            if what == _ATTEMPT:
+                # Nobody gave that one up: it counts by its iteration.
+                node.is_loaded(damaged)
+            else:
+                node.falls_back(damaged, damage is not _foreign, cold)
         except Exception as error:
             raise AssertionError(f"the newest file: {what}") from error
-        number += 1
-    record_property("cases", number)
-    assert number
+
+    record_property("cases", len(cases))
+    # It was the damage, and nothing else.
+    node.is_loaded(node.newest)
 
 
-def _flipped(node: _Node, chosen: list[tuple[str, int, int]]) -> Cases:
-    for part, position, bit in chosen:
-        yield f"bit {bit} of byte {position}, in {part}", flip(node.newest, position, bit)
-
-
-@pytest.mark.fault("flipped-bit")
-@pytest.mark.timeout(1800)
-def test_a_flipped_bit_is_seen_wherever_it_is(
-    node: _Node, long_form: bool, record_property: Any
-) -> None:
-    chosen = flips(node.newest, every=long_form)
-
-    _play(node, _flipped(node, chosen if long_form else chosen[::6]), record_property)
-
-
-@pytest.mark.fault("flipped-bit")
-def test_a_flipped_bit_is_seen_when_it_comes_from_the_disk(
-    node: _Node, long_form: bool, record_property: Any
-) -> None:
-    chosen = flips(node.newest, every=False)[:: 1 if long_form else 8]
-
-    _play(node, _flipped(node, chosen), record_property, cold=True)
-
-
-@pytest.mark.fault("torn-file")
-def test_a_file_that_ends_too_early_is_seen_wherever_it_ends(
-    node: _Node, long_form: bool, record_property: Any
-) -> None:
-    _play(node, list(cut(node.newest))[:: 1 if long_form else 3], record_property)
-
-
-@pytest.mark.fault("torn-file")
-def test_a_file_that_was_not_written_all_through_is_seen(node: _Node, record_property: Any) -> None:
-    _play(node, zeroed(node.newest, node.older), record_property)
-
-
-@pytest.mark.fault("wrong-place")
-def test_a_good_block_in_the_place_of_another_is_seen(node: _Node, record_property: Any) -> None:
-    _play(node, exchanged(node.newest, node.older), record_property)
-
-
-@pytest.mark.fault("wrong-place")
-def test_a_good_file_in_the_place_of_another_is_taken_for_what_it_is(
-    node: _Node, record_property: Any
-) -> None:
-    cases = [case for case in foreign(node.newest, node.older) if case[0] != _ATTEMPT]
-    _play(node, cases, record_property, bad=False)
-
-
-@pytest.mark.fault("wrong-place")
-def test_a_good_file_of_an_attempt_that_nobody_gave_up_counts_by_its_iteration(
-    node: _Node,
-) -> None:
-    other = dict(foreign(node.newest, node.older))[_ATTEMPT]
-
-    node.is_loaded(other)
-
-
-_PLACES = ("own", "replica", "both")
-
-
-def _ways(newest: bytes, older: bytes, others: bytes, every: bool) -> list[tuple[str, bytes]]:
-    """What may stand in the place of a rank's newest shard, in a selection."""
-    chosen = flips(newest, every=False)
-    ways = [
-        *(
-            (f"bit of {part}", flip(newest, at, bit))
-            for part, at, bit in chosen[:: len(chosen) // 20]
-        ),
-        *list(cut(newest))[::5],
-        *list(zeroed(newest, older))[::4],
-        *list(exchanged(newest, older))[::4],
-        *foreign(newest, older),
-        ("another rank's", others),
-    ]
-    return ways if every else ways[::7] + ways[-3:]
+# Two ranks.
 
 
 def _play_together(
-    rank: int, world_size: int, base: Path, every: bool
+    rank: int, world_size: int, base: Path, every_nth: int
 ) -> list[tuple[str, str, int, str]]:
     """Rank 1's newest shard is bad; what each case was, and what came of it on this rank."""
     lives = Lives("disk", base, rank, (1, 2))
     with lives.life(None, keep_last=2) as manager:
         for iteration in (_OLDER, _NEWEST):
-            manager.save(mixed_state(rank, iteration), iteration)
+            manager.save(_state(rank, iteration), iteration)
     lives.keep("whole")
-    (older,), (newest,), (others,) = (
-        [path.read_bytes() for path in _copies(lives.root, owner, iteration)]
+    older, newest, others = (
+        _copy(lives.root, owner, iteration).read_bytes()
         for owner, iteration in ((1, _OLDER), (1, _NEWEST), (0, _NEWEST))
     )
+    ways = [case for way in (_flipped, _cut, _zeroed, _exchanged) for case in way(newest, older)]
+    ways = [*ways[::every_nth], *_foreign(newest, older), ("another rank's", others)]
     told = []
-    for what, damaged in _ways(newest, older, others, every):
-        for place in _PLACES:
+    for what, damaged in ways:
+        for place in ("own", "replica", "both"):
             holds_a_bad_one = place == "both" or (place == "own") == (rank == 1)
 
             def spoil(root: Path, damaged: bytes = damaged) -> None:
-                (path,) = _copies(root, 1, _NEWEST)
-                path.write_bytes(damaged)
+                _copy(root, 1, _NEWEST).write_bytes(damaged)
 
             with lives.life("whole", spoil if holds_a_bad_one else None, keep_last=2) as manager:
                 assert manager.find_latest() in (_OLDER, _NEWEST)
                 state, ckpt_id = manager.load()
-                assert_same(state, mixed_state(rank, ckpt_id.iteration))
+                assert_same(state, _state(rank, ckpt_id.iteration))
                 told.append((what, place, ckpt_id.iteration, manager.last_load.source))
     lives.close()
     return told
 
 
-def _copies(root: Path, owner: int, iteration: int) -> list[Path]:
-    return [p for p in root.rglob(f"{iteration:012d}.{owner}.*") if p.suffix == ".safetensors"]
+def _copy(root: Path, owner: int, iteration: int) -> Path:
+    (path,) = root.rglob(f"{iteration:012d}.{owner}.*.safetensors")
+    return path
 
 
 @pytest.mark.fault("flipped-bit", "torn-file", "wrong-place", "bad-copies")
@@ -218,7 +266,8 @@ def _copies(root: Path, owner: int, iteration: int) -> list[Path]:
 def test_the_replica_is_taken_whatever_is_wrong_with_the_own_copy(
     tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
-    zero, one = run_ranks(_play_together, 2, tmp_path, long_form, timeout_s=1200.0)
+    args = (tmp_path, 4 if long_form else 60)
+    zero, one = run_ranks(_play_together, 2, *args, timeout_s=1200.0)
 
     for (what, place, *at_zero), (_, _, *at_one) in zip(zero, one, strict=True):
         loaded = _OLDER if place == "both" else _NEWEST

@@ -1,7 +1,7 @@
 """Headers, tables and skeletons of shards, and metadata of shared checkpoints, all made up.
 
-Each is read in a process of its own. It is an error of ours, or a state that can be used; nothing
-else of the process is changed, and it takes little memory.
+It is an error of ours, or a state that can be used; nothing else of the process is changed, and it
+takes little memory and time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import dataclasses
 import datetime
 import decimal
 import hashlib
+import json
 import pickle
-import shutil
 import sys
 import types
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +37,37 @@ from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import take_tensors
+from localckpt.state_dict.source import read_header, read_verified_record
 from localckpt.state_dict.targets import find_targets
-from tests.faults.forged import forged_header, forged_table
-from tests.faults.forged_pickles import ALLOWED_NAMES, BOMBS, Forger, instructions, whole
-from tests.faults.images import identity_in
-from tests.faults.small_store import OLDER, Growth, escapes, go_on, limit_memory, load, write_store
+from tests.faults.forged_pickles import ALLOWED_NAMES, BOMBS, forged, instructions, whole
+from tests.faults.images import Parts, identity_in, sealed
+from tests.faults.small_store import (
+    NEWEST,
+    OLDER,
+    Growth,
+    limit_memory,
+    small_state,
+    write_store,
+)
 from tests.global_tier.models import manager_on
-from tests.global_tier.states import assert_same, blank, tensor_of
+from tests.global_tier.states import blank, tensor_of
+from tests.managers.jobs import make_manager
 from tests.ranks import RanksFailedError, run_ranks
 from tests.state_dict.states import Point, source_of, written
+from tests.state_dict.states import assert_same as assert_same_state
 
+pytestmark = pytest.mark.fault("hostile-file")
+
+# What reading a small file may take beyond the file itself.
 _ALLOWED_NBYTES = 64 << 20
+_READ_S = 10.0
 # Errors of a program that uses what makes no sense, such as an object without its attributes.
 _OF_ODD_VALUES = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+
+
+# Pickles.
 
 
 class _Skeletons:
@@ -130,8 +145,6 @@ def _use(value: Any, depth: int = 0) -> None:
         value.rand(3)
     elif isinstance(value, numpy.random.BitGenerator):
         value.random_raw(700)
-    elif isinstance(value, numpy.random.SeedSequence):
-        value.generate_state(3)
     elif isinstance(value, torch.Tensor) and not value.is_meta:
         (value if value.layout is torch.strided else value.to_dense()).detach().sum()
     elif isinstance(value, torch.Generator):
@@ -163,21 +176,19 @@ class _Metadata:
         return whole([*parts[: place + 2], bomb, b"0", *parts[place + 2 :]])
 
     def read(self, told: bytes) -> str:
-        self.put(told)
-        try:
-            with manager_on(self._root) as manager:
-                manager.load(into=blank(_shared_state()), iteration=1)
-        except CheckpointingException as error:
-            return type(error).__name__
-        return "loaded"
-
-    def put(self, told: bytes) -> None:
         (self._folder / ".metadata").write_bytes(told)
         record = CommitRecord.read(FilePlace(self._folder, "localckpt.json"))
         assert record is not None
         digest = xxhash.xxh3_64_intdigest(told)
         record = dataclasses.replace(record, metadata_digest=digest)
         (self._folder / RECORD_NAME).write_bytes(record.to_bytes())
+        self.state = blank(_shared_state())
+        try:
+            with manager_on(self._root) as manager:
+                manager.load(into=self.state, iteration=1)
+        except CheckpointingException as error:
+            return type(error).__name__
+        return "loaded"
 
 
 def _shared_state() -> dict[str, Any]:
@@ -206,170 +217,216 @@ def _process() -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
-class _Stores:
-    """Reads images in the place of the newest of a store, in all ways, and as a job that starts."""
-
-    def __init__(self, base: Path, forge: Callable[[bytes, int], bytes]) -> None:
-        self._whole, self._root = base / "whole", base / "node"
-        path, self._image = write_store(self._whole)
-        self._path = self._root / path.relative_to(self._whole)
-        self._forge = forge
-
-    def forge(self, seed: int) -> bytes:
-        return self._forge(self._image, seed)
-
-    def read(self, image: bytes) -> str:
-        shutil.rmtree(self._root, ignore_errors=True)
-        shutil.copytree(self._whole, self._root)
-        self._path.write_bytes(image)
-        assert escapes(image, self._root.with_name("forged")) == []
-        outcome = load(self._root, self._claims_to_be_older(image))
-        if outcome in ("the older one", "the forged one", "nothing"):
-            go_on(self._root)
-        return outcome.partition(":")[0]
-
-    @staticmethod
-    def _claims_to_be_older(image: bytes) -> bool:
-        try:
-            return identity_in(image).iteration == OLDER
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            return False
-
-
 _READERS: dict[str, Callable[[Path], Any]] = {"skeleton": _Skeletons, "metadata": _Metadata}
-_FORGED = _READERS | {
-    "header": partial(_Stores, forge=forged_header),
-    "table": partial(_Stores, forge=forged_table),
-}
 
 
-def _read_forged(
-    rank: int, world_size: int, what: str, base: Path, seeds: range
-) -> collections.Counter[str]:
-    reader, outcomes = _FORGED[what](base), collections.Counter[str]()
-    forge = reader.forge if isinstance(reader, _Stores) else Forger(reader.bases()).forge
+def _read(rank: int, world_size: int, what: str, base: Path, seeds: range) -> dict[str, str]:
+    """What comes of each bomb, and of pickles forged at random."""
+    reader, outcomes = _READERS[what](base), {}
+    bases = reader.bases()
     limit_memory()
     before = _process()
-    for seed in seeds:
-        forged = forge(seed)
+    for case in (*BOMBS, *seeds):
+        is_bomb = isinstance(case, str)
+        told = reader.with_bomb(BOMBS[case]) if is_bomb else forged(bases, case)
         # One that ends this process is found here.
-        (base / "last").write_text(f"seed {seed}: {forged!r:.2000}")
+        (base / "last").write_text(f"{case}: {told!r:.2000}")
         growth = Growth()
-        outcomes[reader.read(forged)] += 1
-        assert growth() < _ALLOWED_NBYTES + len(forged), seed
-        assert seed % 25 or _process() == before, seed
+        outcomes[str(case)] = reader.read(told)
+        assert growth() < _ALLOWED_NBYTES + len(told), case
+        assert (not is_bomb and case % 25) or _process() == before, case
     assert _process() == before
     return outcomes
 
 
-def _read_bombs(rank: int, world_size: int, what: str, base: Path, bombs: list[str]) -> Any:
-    reader, outcomes = _READERS[what](base), {}
-    limit_memory()
-    before = _process()
-    for bomb in bombs:
-        (base / "last").write_text(bomb)
-        growth = Growth()
-        outcomes[bomb] = reader.read(reader.with_bomb(BOMBS[bomb]))
-        assert growth() < _ALLOWED_NBYTES, bomb
-        assert _process() == before, bomb
-    return outcomes
-
-
-def _run(read: Callable[..., Any], what: str, base: Path, cases: Any) -> Any:
-    try:
-        (outcomes,) = run_ranks(read, 1, what, base, cases, init_group=False, timeout_s=1700.0)
-    except RanksFailedError as error:
-        pytest.fail(f"{error}\nthe last case: {(base / 'last').read_text()}")
-    return outcomes
-
-
-@pytest.mark.fault("hostile-file")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", _FORGED)
-def test_what_is_forged_at_random_is_an_error_of_ours_or_does_no_harm(
+@pytest.mark.parametrize("what", _READERS)
+def test_a_bomb_and_what_is_forged_at_random_is_an_error_of_ours_or_does_no_harm(
     what: str, tmp_path: Path, long_form: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    seeds = range((10_000 if long_form else 200) // (1 if what in _READERS else 10))
+    seeds = range(10_000 if long_form else 200)
 
-    outcomes = _run(_read_forged, what, tmp_path, seeds)
+    try:
+        (told,) = run_ranks(_read, 1, what, tmp_path, seeds, init_group=False, timeout_s=1700.0)
+    except RanksFailedError as error:
+        pytest.fail(f"{error}\nthe last case: {(tmp_path / 'last').read_text()}")
 
-    record_property("cases", len(seeds))
+    record_property("cases", len(told))
+    of_bombs = {bomb: told.pop(bomb) for bomb in BOMBS}
+    assert of_bombs["a command"] == of_bombs["an attribute"] == "UnsafeGlobalError"
+    outcomes = collections.Counter(told.values())
     print(outcomes)
-    # Else the forger only writes what is no pickle or JSON at all, or changes nothing.
-    whole = outcomes["loaded"] + outcomes["the forged one"] + outcomes["the older one"]
-    assert len(seeds) // 40 < whole < len(seeds) + (what == "header")
+    # Else the forger only writes what is no pickle at all, or changes nothing.
+    assert len(seeds) // 40 < outcomes["loaded"] < len(seeds)
     if what == "metadata":
+        assert set(of_bombs.values()) == {"CorruptShardError", "UnsafeGlobalError"}, of_bombs
         assert outcomes["CorruptShardError"] > len(seeds) // 4
         assert outcomes["UnsafeGlobalError"] > 0
 
 
-@pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("what", _READERS)
-def test_a_bomb_is_refused_or_does_no_harm(what: str, tmp_path: Path) -> None:
-    outcomes = _run(_read_bombs, what, tmp_path, list(BOMBS))
-
-    assert outcomes["a command"] == outcomes["an attribute"] == "UnsafeGlobalError"
-    if what == "metadata":
-        assert set(outcomes.values()) == {"CorruptShardError", "UnsafeGlobalError"}, outcomes
-
-
-# Metadata that points where nothing lies.
-
-
-def _leads_out(info: Any) -> None:
-    info.relative_path = f"../{info.relative_path}"
-
-
-def _is_absolute(info: Any) -> None:
-    info.relative_path = "/etc/passwd"
-
-
-def _is_15_gb(info: Any) -> None:
-    info.length = 15_000_000_000
-
-
-def _is_in_the_trailer(info: Any) -> None:
-    info.offset += 300_000
-
-
-def _is_before_the_file(info: Any) -> None:
-    info.offset = -8
-
-
-@pytest.mark.fault("hostile-file")
 def test_metadata_that_points_where_nothing_lies_is_refused_before_memory_is_made(
     tmp_path: Path,
 ) -> None:
     reader = _Metadata(tmp_path)
-    changes = _leads_out, _is_absolute, _is_15_gb, _is_in_the_trailer, _is_before_the_file, None
-    for change in changes:
+    for change in (
+        lambda info: {"relative_path": f"../{info.relative_path}"},
+        lambda info: {"relative_path": "/etc/passwd"},
+        lambda info: {"length": 15_000_000_000},
+        # In the trailer of the file, and before its beginning.
+        lambda info: {"offset": info.offset + 300_000},
+        lambda info: {"offset": -8},
+        None,
+    ):
         described = pickle.loads(reader.true)
         if change is None:
             described.storage_data.clear()
         for info in described.storage_data.values():
-            change(info)
+            vars(info).update(change(info))  # type: ignore[misc]
         growth = Growth()
 
         outcome = reader.read(pickle.dumps(described, 4))
 
-        assert outcome == "CorruptShardError", change
+        assert outcome == "CorruptShardError"
         assert growth() < _ALLOWED_NBYTES
 
 
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_metadata_with_more_than_torch_puts_there_is_read(protocol: int, tmp_path: Path) -> None:
-    reader = _Metadata(tmp_path)
-    described = pickle.loads(reader.true)
-    more = [{4}, frozenset((5,))] if protocol > 3 else None
-    described.planner_data = {"a": ("b", 1), ("c", 2): {3: [None, 2.5, 10**30, more]}}
-    described.mcore_data = {"w": {"shape": (3, 4)}}
-    for info in described.storage_data.values():
-        # As a later release of torch may.
-        info.checksum = "none"
-    reader.put(pickle.dumps(described, protocol))
-    state = blank(_shared_state())
+# Tables of tensors.
 
-    with manager_on(tmp_path) as manager:
-        assert manager.load(into=state)[1].iteration == 1
+_ODD_ROWS: dict[str, Any] = {
+    "slot in a list": {0: ["weight"]},
+    "dtype a number": {1: 5},
+    "dtype of a dunder": {1: "__name__"},
+    "dtype that cannot be made": {1: "quint8"},
+    "shape a number": {2: 5},
+    "shape a text": {2: "20"},
+    "shape beyond 64 bits": {2: [1 << 70]},
+    "shape whose product overflows": {2: [1 << 40, 1 << 40], 6: [0, [0, 0]]},
+    "shape of many dimensions": {2: [1] * 5000, 6: [0, [0] * 5000]},
+    "empty, and beyond 64 bits": {2: [0, 1 << 70]},
+    "device a number": {3: 5},
+    "device a list": {3: []},
+    "device that is none": {3: "nowhere"},
+    "device with a huge number": {3: f"cuda:{1 << 70}"},
+    "device null": {3: None},
+    "kind a list": {4: []},
+    "gradients for integers": {1: "int32", 5: 1},
+    "view a number": {6: 5},
+    "view with a huge offset": {6: [1 << 70, [30, 1]]},
+    "view with huge strides": {2: [1, 1], 6: [0, [1 << 70, 1]]},
+    "view of nothing with a huge offset": {2: [0], 6: [4 << 60, [1]]},
+    "no data, beyond 64 bits": {0: None, 2: [1 << 70], 6: [0, [1]]},
+    "no data, and no view": {0: None, 6: None},
+}
+"""What a row of a table of tensors says instead, by column."""
 
-    assert_same(state, _shared_state())
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_a_row_of_the_table_that_makes_no_sense_is_an_error_of_ours(
+    tmp_path: Path, record_property: Any
+) -> None:
+    parts = Parts.of(write_store(tmp_path)[1])
+    images = {"nested deeply": parts.replace(table=b"[" * 100_000).image()}
+    for what, changes in _ODD_ROWS.items():
+        row = [changes.get(column, value) for column, value in enumerate(parts.rows[0])]
+        images[what] = parts.with_rows([row, *parts.rows[1:]]).image()
+
+    escaped = {what: errors for what, image in images.items() if (errors := _escapes(image))}
+
+    record_property("cases", len(images))
+    assert escaped == {}
+
+
+def _escapes(image: bytes) -> list[str]:
+    """Errors that are none of ours, from all the ways of reading a file."""
+    escaped = []
+    for read in (
+        read_header,
+        read_verified_record,
+        lambda source: ImageReader(source, SafeGlobals()).restore(None),
+        lambda source: ImageReader(source, SafeGlobals()).restore(find_targets(small_state(0))),
+    ):
+        try:
+            read(source_of(image))
+        except CheckpointingException:
+            pass
+        except Exception as error:  # noqa: BLE001 - it is what is looked for
+            escaped.append(f"{type(error).__name__}: {error}")
+    return escaped
+
+
+# What a header, or a note, may claim.
+
+
+def _claiming(image: bytes, **claims: str) -> bytes:
+    """The image with other things said in its metadata, whether they make sense or not."""
+    start = 8 + int.from_bytes(image[:8], "little")
+    entries = json.loads(image[8:start])
+    entries["__metadata__"] |= claims
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = -(-(len(text) + 8) // 4096) * 4096
+    changed = (length - 8).to_bytes(8, "little") + text.ljust(length - 8) + image[start:]
+    try:
+        return sealed(changed, identity_in(changed))
+    except Exception:  # noqa: BLE001 - then it is only a file that is refused
+        return sealed(changed, identity_in(image))
+
+
+def _load_alone(rank: int, world_size: int, root: Path) -> int:
+    limit_memory()
+    growth = Growth()
+    with make_manager("disk", root, "job", keep_last=3) as manager:
+        manager.find_latest()
+        state, ckpt_id = manager.load()
+    assert_same_state(state, small_state(OLDER))
+    assert growth() < _ALLOWED_NBYTES, growth() >> 20
+    return int(ckpt_id.iteration)
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        *({"world_size": str(count)} for count in (2, 3_000_000, 10**18)),
+        # What is no text keeps no other checkpoint from being found.
+        {"session": "\ud800"},
+    ],
+    ids=ascii,
+)
+def test_what_a_header_claims_costs_no_memory_and_hides_no_other_checkpoint(
+    claims: dict[str, str], tmp_path: Path
+) -> None:
+    path, image = write_store(tmp_path)
+    path.write_bytes(_claiming(image, **claims))
+
+    found = run_ranks(_load_alone, 1, tmp_path, init_group=False, timeout_s=_READ_S)
+
+    assert found == [OLDER]
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *((key, "9" * 19) for key in ("epoch", "sequence", "iteration")),
+        *((".notes", text) for text in ("9" * 19, "9" * 5000, "-1")),
+    ],
+    ids=lambda given: given[:9],
+)
+def test_what_follows_the_highest_number_that_can_be_read_is_found_or_not_saved(
+    key: str, text: str, tmp_path: Path
+) -> None:
+    path, image = write_store(tmp_path)
+    if key == ".notes":
+        (path.parent / key).write_text(f'{{"epoch": {text}}}')
+    else:
+        path.write_bytes(_claiming(image, **{key: text}))
+
+    with make_manager("disk", tmp_path, "job", keep_last=2) as manager:
+        iteration = NEWEST + 1
+        try:
+            if manager.find_latest() != -1:
+                iteration = max(iteration, manager.load()[1].iteration + 1)
+            manager.save(small_state(9), iteration)
+        except CheckpointingException:
+            return
+    with make_manager("disk", tmp_path, "job", keep_last=2) as manager:
+        assert manager.find_latest() == iteration
+        assert_same_state(manager.load()[0], small_state(9))

@@ -104,10 +104,6 @@ def _reshaped(value: bytes, number: int) -> bytes:
     return value[:start] + Message(record, message.data).to_bytes()
 
 
-def _instead(_: bytes, value: bytes) -> bytes:
-    return value
-
-
 class _Tampering:
     """A store, with a stranger who overwrites one of the values that this rank puts there."""
 
@@ -162,7 +158,7 @@ def _tamper() -> None:
     StorePart._publish = publish  # type: ignore[method-assign]
 
 
-def _decide(rank: int, number: int, timeout_s: float) -> None:
+def _decide(rank: int, number: int, root: Path, timeout_s: float) -> None:
     ranks = Ranks(f"hostile {number}", timeout_s=timeout_s)
     try:
         for what in ("one", "two"):
@@ -175,7 +171,7 @@ def _decide(rank: int, number: int, timeout_s: float) -> None:
         ranks.abandon()
 
 
-def _call_behind_training(rank: int, number: int, timeout_s: float) -> None:
+def _call_behind_training(rank: int, number: int, root: Path, timeout_s: float) -> None:
     queue = AsyncCallsQueue(timeout_s=timeout_s)
     # The first rank reports last, so it joins the reports: the other one waits in vain.
     time.sleep(0.2 * (rank == 0))
@@ -195,17 +191,6 @@ def _save_shared(rank: int, number: int, root: Path, timeout_s: float) -> None:
         _leave(manager)
 
 
-def _save_local(rank: int, number: int, root: Path, timeout_s: float) -> None:
-    manager = LocalCheckpointManager(node_store(), f"run-{number}", timeout=timeout_s)
-    try:
-        manager.save({"w": torch.full((8,), float(rank))}, 1)
-        assert manager.find_latest() == 1
-        state, _ = manager.load()
-        assert state["w"].tolist() == [float(rank)] * 8
-    finally:
-        _leave(manager)
-
-
 def _drain(rank: int, number: int, root: Path, timeout_s: float) -> None:
     shared = GlobalCheckpointManager(root, f"drained-{number}", timeout=timeout_s)
     manager = LocalCheckpointManager(node_store(), f"drained-{number}", timeout=timeout_s)
@@ -215,7 +200,8 @@ def _drain(rank: int, number: int, root: Path, timeout_s: float) -> None:
         manager.save({"w": torch.ones(8), f"of {rank}": torch.ones(2)}, 1)
         queue.schedule_async_request(manager.promote(1, to=shared))
         queue.maybe_finalize_async_calls(blocking=True)
-        assert shared.find_latest() == 1
+        assert shared.find_latest() == manager.find_latest() == 1
+        assert manager.load()[0]["w"].tolist() == [1.0] * 8
     finally:
         for part in (queue, manager, shared):
             _leave(part)
@@ -240,10 +226,14 @@ def _front_door(rank: int, number: int, root: Path, timeout_s: float) -> None:
             _leave(checkpointer)
 
 
+def _elastic_manager(timeout_s: float) -> LocalCheckpointManager:
+    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
+    return LocalCheckpointManager(node_store(), "elastic", timeout=timeout_s, **options)
+
+
 def _load_elastic(rank: int, number: int, root: Path, timeout_s: float) -> None:
     """Load what three ranks have saved; see :func:`_save_for_others`."""
-    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
-    manager = LocalCheckpointManager(node_store(), "elastic", timeout=timeout_s, **options)
+    manager = _elastic_manager(timeout_s)
     try:
         assert manager.find_latest() == 1
         wanted: Any = torch.zeros_like(_sharded())
@@ -276,16 +266,14 @@ def _leave(manager: Any) -> None:
 
 
 _PROTOCOLS: dict[str, Callable[..., None]] = {
-    "decide": lambda rank, number, root, timeout_s: _decide(rank, number, timeout_s),
-    "queue": lambda rank, number, root, timeout_s: _call_behind_training(rank, number, timeout_s),
+    "decide": _decide,
+    "queue": _call_behind_training,
     "shared": _save_shared,
-    "local": _save_local,
     "drain": _drain,
     "front door": _front_door,
     "elastic": _load_elastic,
 }
-_STRIDES = {"decide": 1, "queue": 2, "shared": 3, "local": 4, "drain": 5, "elastic": 6}
-_STRIDES |= {"front door": 12}
+_STRIDES = {"decide": 1, "queue": 2, "shared": 3, "drain": 6, "elastic": 6, "front door": 12}
 
 
 def _play(
@@ -314,9 +302,9 @@ def _play(
     for number in range(0, 10_000, stride):
         _Tampering.at, _Tampering.seen = number, 0
         turn = number // stride
-        _Tampering.make = partial(_reshaped, number=turn)
-        if kind == "bytes":
-            _Tampering.make = partial(_instead, value=hostile[turn % len(hostile)])
+        value = hostile[turn % len(hostile)]
+        is_json = kind == "json"
+        _Tampering.make = partial(_reshaped, number=turn) if is_json else lambda _, v=value: v  # type: ignore[misc]
         dist.barrier(group=patient)
         try:
             _PROTOCOLS[protocol](rank, number, root, _SHORT_S)
@@ -371,8 +359,7 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
 def _load_beside_a_rank_that_tells_nothing(rank: int, world_size: int) -> None:
     if rank == 1:
         ShardCopies.packs = lambda *_: []  # type: ignore[method-assign,assignment]
-    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
-    with LocalCheckpointManager(node_store(), "elastic", timeout=30.0, **options) as manager:
+    with _elastic_manager(30.0) as manager:
         wanted: Any = torch.zeros_like(_sharded())
         with pytest.raises(MismatchError, match="have not told all values of iteration 1"):
             manager.load(into={"w": wanted, "whole": torch.zeros(4), "own": -1})

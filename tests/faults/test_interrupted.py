@@ -11,11 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.async_save import work
@@ -26,8 +23,8 @@ pytestmark = pytest.mark.fault("interrupted")
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 40.0
+# A save is held up after the interruption: a trainer that does not wait is seen to.
 _HELD_S = 0.3
-"""How long a save is held up after the interruption: a trainer that does not wait is seen to."""
 _OLDER, _NEWER = 1, 2
 
 # Two checkpoints come first and one is kept, so that the save in flight overwrites a file.
@@ -84,55 +81,6 @@ _WITHOUT_BLOCKS = """
 train()
 {then}
 """
-
-
-class _Trainer:
-    """A rank that is alone, as a script that is run; ``here`` is where it tells how far it is."""
-
-    def __init__(self, here: Path, root: Path, script: str) -> None:
-        self.here = here
-        file = here / "train.py"
-        file.write_text(_TRAINER + script)
-        self.process = subprocess.Popen(
-            [sys.executable, str(file), str(here), str(root)],
-            cwd=here,
-            env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def await_in_flight(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not (self.here / "in-flight").exists():
-            assert time.monotonic() < deadline, "the save does not begin"
-            assert self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.01)
-
-    def let_saves_go_on(self) -> None:
-        time.sleep(_HELD_S)
-        work.write(self.here / "gate")
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end; how, and what it said."""
-        output, _ = self.process.communicate(timeout=_PATIENCE_S)
-        return self.process.returncode, output
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            for one in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                one.kill()
-        self.process.communicate(timeout=_PATIENCE_S)
-
-
-@contextmanager
-def _trainer(here: Path, root: Path, script: str) -> Iterator[_Trainer]:
-    started = _Trainer(here, root, script)
-    try:
-        started.await_in_flight()
-        yield started
-    finally:
-        started.kill()
 
 
 def _start_again(rank: int, world_size: int) -> int:
@@ -192,16 +140,29 @@ def test_a_trainer_with_a_save_in_flight_leaves_one_that_is_whole_and_nothing_el
     root.mkdir()
     lines = textwrap.indent(then, "    ").lstrip() if script == _IN_BLOCKS else then
 
-    with _trainer(tmp_path, root, script.format(then=lines)) as trainer:
-        # Time to begin to wait.
-        time.sleep(0.1)
-        for number in signals:
-            trainer.process.send_signal(number)
-            time.sleep(_HELD_S * (len(signals) > 1))
-        trainer.let_saves_go_on()
-        ended, output = trainer.end()
+    (tmp_path / "train.py").write_text(_TRAINER + script.format(then=lines))
+    with subprocess.Popen(
+        [sys.executable, "train.py", str(tmp_path), str(root)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as trainer:
+        try:
+            work.await_file(tmp_path / "in-flight", _PATIENCE_S)
+            # Time to begin to wait.
+            time.sleep(0.1)
+            for number in signals:
+                trainer.send_signal(number)
+                time.sleep(_HELD_S * (len(signals) > 1))
+            time.sleep(_HELD_S)
+            work.write(tmp_path / "gate")
+            output, _ = trainer.communicate(timeout=_PATIENCE_S)
+        finally:
+            trainer.kill()
 
-    assert ended == code, output
+    assert trainer.returncode == code, output
     if finishes and script == _IN_BLOCKS:
         # The one that forks finalizes, and lets the older one go.
         _assert_only_shards(root, {_NEWER} if then == _FORKING else {_OLDER, _NEWER})

@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import localckpt
-from localckpt import AsyncRequest, FileSystemWriterAsync, GlobalCheckpointManager
+from localckpt import AsyncCallsQueue, GlobalCheckpointManager
 from localckpt.storage.owner import Owner
 from tests.faults.shared import Drains, assert_nothing_else, iterations_on, state_of
 from tests.faults.traced import (
@@ -41,27 +37,20 @@ from tests.managers.jobs import MAX_S, assert_same, cliques, damage, make_manage
 from tests.managers.jobs import state_of as local_state_of
 from tests.ranks import RanksFailedError, await_announced, node_store, run_ranks, start_ranks
 
-# Several digest blocks, so that damage can lie where finding the shard does not look.
-_LARGE = 2 << 20
-
 
 @dataclass(frozen=True)
 class _Operation:
     """What a job does when one of its ranks is killed; all that it has lies below one directory.
 
     Attributes:
+        kind: Of the nodes' managers.
         ranks: How many there are, each on a node of its own.
         victim: The rank that is killed.
     """
 
+    kind: str = "disk"
     ranks: int = 1
     victim: int = 0
-    kind = "disk"
-
-    @property
-    def savers(self) -> int:
-        """Number of ranks that save what is there before."""
-        return self.ranks
 
     def nodes(self, base: Path) -> list[Path]:
         return [base / f"node{number}" for number in range(self.ranks)]
@@ -70,7 +59,11 @@ class _Operation:
         """Directories on which a call counts."""
         return self.nodes(base)
 
-    def fill(self, rank: int, base: Path) -> None:
+    def in_ranks(self, call: Callable[..., Any], base: Path) -> list[Any]:
+        nodes = self.nodes(base)
+        return run_ranks(call, self.ranks, base, init_group=self.ranks > 1, store_per_node=nodes)
+
+    def fill(self, rank: int, world_size: int, base: Path) -> None:
         """Save what is there before."""
         raise NotImplementedError
 
@@ -85,42 +78,19 @@ class _Operation:
         """Places of the calls before which a kill leaves something else, the first being 1."""
         return [n for n, call in enumerate(calls, 1) if call.changes]
 
-    def start_again(self, rank: int, base: Path) -> list[int]:
+    def start_again(self, rank: int, world_size: int, base: Path) -> list[int]:
         """Load all that can be loaded, the newest first, and go on, as a new job."""
         raise NotImplementedError
 
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
-        """Check what the job has left; ``template`` is what it found."""
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
+        """Check what the job has left of ``template``; a rank may have been told of success."""
         raise NotImplementedError
 
     def stood(self, base: Path) -> list[int]:
         """What all ranks of a new job find."""
-        args = (self, base)
-        stood, *others = _in_ranks(_start_again, self.ranks, *args, nodes=self.nodes(base))
+        stood, *others = self.in_ranks(self.start_again, base)
         assert all(other == stood for other in others)
         return list(stood)
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """How a run of a job ended: what its victim did, and whether a rank was told of success."""
-
-    section: Section
-    returned: bool
-
-
-def _in_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, nodes: Sequence[Path]
-) -> list[Any]:
-    return run_ranks(function, ranks, *args, init_group=ranks > 1, store_per_node=nodes)
-
-
-def _fill(rank: int, world_size: int, operation: _Operation, base: Path) -> None:
-    operation.fill(rank, base)
-
-
-def _start_again(rank: int, world_size: int, operation: _Operation, base: Path) -> list[int]:
-    return operation.start_again(rank, base)
 
 
 def _act(
@@ -133,16 +103,15 @@ def _act(
         await_announced("over", MAX_S)
 
 
-def _run_once(operation: _Operation, template: Path, fault: Fault | None) -> _Ended:
+def _run_once(operation: _Operation, template: Path, fault: Fault | None) -> Section:
     """Run the job on a copy of what it finds, and judge what it leaves."""
     base = template.with_name("case")
     shutil.copytree(template, base)
-    run = (_act, operation.ranks, operation, base)
     # Whatever the victim left running has ended when the watch has.
     with (
         watch(*operation.watched(base)) as watching,
         start_ranks(
-            *(*run, watching.address, fault),
+            *(_act, operation.ranks, operation, base, watching.address, fault),
             init_group=operation.ranks > 1,
             store_per_node=operation.nodes(base),
         ) as group,
@@ -160,10 +129,9 @@ def _run_once(operation: _Operation, template: Path, fault: Fault | None) -> _En
             # What the others made of it is not looked at here.
             if not killed or failed.failures.get(operation.victim) != "died: SIGKILL":
                 raise
-    ended = _Ended(watching.section, any(base.glob("returned.*")))
-    operation.judge(template, base, ended)
+    operation.judge(template, base, watching.section, any(base.glob("returned.*")))
     shutil.rmtree(base)
-    return ended
+    return watching.section
 
 
 # On the nodes.
@@ -173,10 +141,8 @@ def _run_once(operation: _Operation, template: Path, fault: Fault | None) -> _En
 class _OnNodes(_Operation):
     """Managers of nodes, which find iterations 1 and 2."""
 
-    kind: str = "disk"
     there = (1, 2)
     nbytes = 4000
-    replicates = True
 
     def state(self, rank: int, iteration: int) -> dict[str, Any]:
         return local_state_of(rank, iteration, self.nbytes)
@@ -188,19 +154,19 @@ class _OnNodes(_Operation):
         return int(iteration)
 
     def repl(self) -> Any:
-        return cliques(1, 2) if self.ranks > 1 and self.replicates else nullcontext()
+        return cliques(1, 2) if self.ranks > 1 else nullcontext()
 
     def manager(self, repl: Any, **options: Any) -> Any:
         return make_manager(self.kind, node_store(), "job", repl, **options)
 
-    def fill(self, rank: int, base: Path) -> None:
+    def fill(self, rank: int, world_size: int, base: Path) -> None:
         with self.repl() as repl, self.manager(repl, keep_last=9) as manager:
             for iteration in self.there:
                 manager.save(self.state(rank, iteration), iteration)
 
-    def start_again(self, rank: int, base: Path) -> list[int]:
+    def start_again(self, rank: int, world_size: int, base: Path) -> list[int]:
         root, stood = node_store(), []
-        with self.repl() as repl, self.manager(repl, keep_last=99, **self.options) as manager:
+        with self.repl() as repl, self.manager(repl, keep_last=99) as manager:
             assert list(root.rglob("*.dirty")) == []
             while look_again(manager) != -1:
                 stood.append(self.load(manager, rank))
@@ -213,14 +179,6 @@ class _OnNodes(_Operation):
             assert resume(manager, rank, 99) == "own node"
         assert left_behind(root, (".safetensors", ".seen", ".corrupt")) == []
         return stood
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {}
-
-    def __str__(self) -> str:
-        at = f"rank {self.victim} of {self.ranks}" * (self.ranks > 1)
-        return "-".join(filter(None, (type(self).__name__[1:].lower(), self.kind, at)))
 
 
 @dataclass(frozen=True)
@@ -242,7 +200,7 @@ class _Save(_OnNodes):
 
     def act(self, rank: int, base: Path, dangerous: Any) -> None:
         with (
-            localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+            AsyncCallsQueue(timeout_s=MAX_S) as queue,
             self.repl() as repl,
             self.manager(repl, keep_last=2) as manager,
         ):
@@ -257,26 +215,26 @@ class _Save(_OnNodes):
             with dangerous:
                 save(manager, local_state_of(rank, following), following, used)
 
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
         older, newer = self.newest, self.newest + 1
-        stood, section = self.stood(base), ended.section
-        hit = section.hit
+        stood, hit = self.stood(base), section.hit
         if hit is None:
             assert stood == [newer, older]
             return
         assert stood in ([older, older - 1], [newer, older, older - 1], [newer, older]), hit
-        commits = [call for call in section.calls[: section.hit_at] if call.commits(newer)]
-        if self.ranks > 1:
-            # What a rank did not come to keep, its peer may keep for it.
-            return
-        if any(call.thread == hit.thread for call in commits):
+        commits = [call for call in section.calls[: section.hit_at] if _names(call, newer)]
+        # What a rank of several did not come to keep, its peer may keep for it.
+        if self.ranks == 1 and any(call.thread == hit.thread for call in commits):
             assert stood[0] == newer
-        elif not commits:
+        elif self.ranks == 1 and not commits:
             assert stood[0] == older
 
-    def __str__(self) -> str:
-        how = ("queued" * self.queued, "recycled" * self.recycles)
-        return "-".join(filter(None, (super().__str__(), *how)))
+
+def _names(call: Call, iteration: int) -> bool:
+    """Whether a call gives the image of an iteration its name."""
+    path = Path(call.paths[-1])
+    is_shard = path.name.startswith(f"{iteration:012d}.") and path.suffix == ".safetensors"
+    return call.name.startswith("rename") and is_shard
 
 
 def _shards(base: Path) -> Counter[str]:
@@ -293,7 +251,8 @@ class _Start(_OnNodes):
     """A start, from making the manager to closing it; the newest shard is damaged."""
 
     there = (1, 2, 3)
-    nbytes = _LARGE
+    # Several digest blocks, so that damage can lie where finding the shard does not look.
+    nbytes = 2 << 20
 
     def prepare(self, base: Path) -> None:
         damage(next(base.rglob(f"{3:012d}.*.safetensors")))
@@ -308,7 +267,7 @@ class _Start(_OnNodes):
             assert manager.find_latest() >= 2
             self.load(manager, rank)
 
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
         assert _shards(base) == _shards(template)
         assert self.stood(base) == [2, 1]
         assert len(list(base.rglob("*.corrupt"))) == 1
@@ -318,7 +277,7 @@ class _Start(_OnNodes):
 class _Load(_OnNodes):
     """A load of which rank 1 gets its shard from rank 0, since its node was replaced."""
 
-    nbytes = _LARGE
+    nbytes = 2 << 20
 
     def prepare(self, base: Path) -> None:
         shutil.rmtree(base / "node1")
@@ -326,7 +285,7 @@ class _Load(_OnNodes):
 
     def act(self, rank: int, base: Path, dangerous: Any) -> None:
         with self.repl() as repl:
-            manager = self.manager(repl, keep_last=2, **self.options)
+            manager = self.manager(repl, keep_last=2)
             with dangerous, manager:
                 assert manager.find_latest() == 2
                 self.load(manager, rank)
@@ -340,44 +299,10 @@ class _Load(_OnNodes):
             seen.add((call.name, call.paths))
         return chosen
 
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
         # What the peer lacks is made again, so there may be more.
         assert _shards(template) - _shards(base) == Counter()
         assert self.stood(base) == [2, 1]
-
-
-@dataclass(frozen=True)
-class _ElasticLoad(_Load):
-    """A load on two ranks of what three have saved, each its part."""
-
-    nbytes = 4 * _LARGE
-    replicates = False
-    savers = 3
-    prepare = _Operation.prepare
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"elastic": True}
-
-    def state(self, rank: int, iteration: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        whole = torch.arange(self.nbytes // 4).reshape(-1, 64) * iteration
-        sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        return {"sharded": sharded, "iteration": iteration}
-
-    def load(self, manager: Any, rank: int) -> int:
-        state, (iteration, *_) = manager.load(into=self.state(rank, 0))
-        assert_same(_local(state), _local(self.state(rank, iteration)))
-        return int(iteration)
-
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
-        assert _shards(base) == _shards(template)
-        assert self.stood(base) == [2, 1]
-
-
-def _local(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with the parts of sharded tensors that this rank has."""
-    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
 # On shared storage.
@@ -387,17 +312,18 @@ _OLDEST, _OLDER, _NEWER, _NEXT = 1, 2, 3, 9
 
 @dataclass(frozen=True)
 class _SharedSave(_Operation):
-    """A save of iteration 3, in the place of 1 and 2."""
-
-    savers = 1
+    """A save of iteration 3, in the place of 1 and 2, which one rank has saved."""
 
     def watched(self, base: Path) -> list[Path]:
         return [base / "shared"]
 
+    def in_ranks(self, call: Callable[..., Any], base: Path) -> list[Any]:
+        return run_ranks(call, 1, base, init_group=False)
+
     def manager(self, base: Path, keep_last: int | None = None) -> GlobalCheckpointManager:
         return GlobalCheckpointManager(base / "shared", timeout=MAX_S, keep_last=keep_last)
 
-    def fill(self, rank: int, base: Path) -> None:
+    def fill(self, rank: int, world_size: int, base: Path) -> None:
         with self.manager(base) as manager:
             for iteration in (_OLDEST, _OLDER):
                 manager.save(state_of(iteration), iteration, is_async=True)
@@ -411,12 +337,8 @@ class _SharedSave(_Operation):
             manager.wait_until_finished()
             (base / f"returned.{rank}").touch()
 
-    def stood(self, base: Path) -> list[int]:
-        """What a job of one rank finds; all of it is whole, and nothing else stays."""
-        (stood,) = run_ranks(_start_again, 1, self, base, init_group=False)
-        return list(stood)
-
-    def start_again(self, rank: int, base: Path) -> list[int]:
+    def start_again(self, rank: int, world_size: int, base: Path) -> list[int]:
+        """All of what is found is whole, and nothing else stays."""
         state = state_of(0)
         with self.manager(base) as manager:
             found = manager.find_latest()
@@ -432,44 +354,32 @@ class _SharedSave(_Operation):
         assert_same(state, state_of(_NEXT))
         return [found, *others]
 
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
-        hit, stood = ended.section.hit, self.stood(base)
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
+        hit, stood = section.hit, self.stood(base)
         # Nobody but the first rank commits; the calls of another end before it says it has written.
-        is_newer = _committed(ended.section) if self.victim == 0 else hit is None
+        is_newer = hit is None
+        if self.victim == 0:
+            targets = [c.paths[-1] for c in section.calls[: section.hit_at] if c.name == "rename"]
+            folder = f"iteration_{_NEWER:08d}"
+            is_newer = any(path.startswith(folder) and "/" not in path for path in targets)
         if is_newer:
             assert stood[0] == _NEWER, hit
         else:
             assert stood == [_OLDER, _OLDEST], hit
-        assert not ended.returned or stood[0] == _NEWER, hit
-        assert ended.returned or hit is not None
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__[1:].lower()}-rank {self.victim} of {self.ranks}"
-
-
-def _committed(section: Section) -> bool:
-    """Whether a victim came to make a checkpoint of the save, by its calls."""
-    name = f"iteration_{_NEWER:08d}"
-    return any(
-        call.name == "rename"
-        and call.paths[-1].startswith(name)
-        and Path(call.paths[-1]).name.startswith(name)
-        for call in section.calls[: section.hit_at]
-    )
+        assert not returned or stood[0] == _NEWER, hit
+        assert returned or hit is not None
 
 
 @dataclass(frozen=True)
 class _Drain(_SharedSave):
     """A drain of iteration 3, where shared storage has 2."""
 
-    @property
-    def savers(self) -> int:
-        return self.ranks
+    in_ranks = _Operation.in_ranks
 
     def watched(self, base: Path) -> list[Path]:
         return [base / "shared", *self.nodes(base)]
 
-    def fill(self, rank: int, base: Path) -> None:
+    def fill(self, rank: int, world_size: int, base: Path) -> None:
         with Drains(base / "shared", rank) as job:
             for iteration in (_OLDER, _NEWER):
                 job.save(iteration)
@@ -482,7 +392,7 @@ class _Drain(_SharedSave):
             job.promote(_NEWER)
             (base / f"returned.{rank}").touch()
 
-    def start_again(self, rank: int, base: Path) -> list[int]:
+    def start_again(self, rank: int, world_size: int, base: Path) -> list[int]:
         """Find what is whole, and complete the drain."""
         with Drains(base / "shared", rank) as job:
             found = job.shared.find_latest()
@@ -495,80 +405,29 @@ class _Drain(_SharedSave):
             job.assert_drained(_NEWER)
         return [found]
 
-    stood = _Operation.stood
-
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
+    def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
         for metadata in base.glob("shared/iteration_*/.metadata"):
             # What torch takes for a checkpoint is one.
             blank = {"losses": [0.0, 0]}
             dcp.load(blank, checkpoint_id=metadata.parent, no_dist=True)
             assert blank["losses"][1] in (_OLDER, _NEWER)
-        assert self.stood(base) in ([[_NEWER]] if ended.returned else [[_OLDER], [_NEWER]])
+        assert self.stood(base) in ([[_NEWER]] if returned else [[_OLDER], [_NEWER]])
         assert_nothing_else(base / "shared")
         assert not list(base.rglob("*.corrupt"))
-
-
-@dataclass(frozen=True)
-class _SaveOver(_SharedSave):
-    """A save by the writer alone, over a checkpoint that is there."""
-
-    def fill(self, rank: int, base: Path) -> None:
-        _save_over(base / "shared", _OLDEST)
-
-    def act(self, rank: int, base: Path, dangerous: Any) -> None:
-        with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue, dangerous:
-            _save_over(base / "shared", _OLDER, queue)
-
-    def start_again(self, rank: int, base: Path) -> list[int]:
-        found = _loaded_by_torch(base / "shared")
-        _save_over(base / "shared", _NEXT)
-        assert _loaded_by_torch(base / "shared") == _NEXT
-        return [found]
-
-    def judge(self, template: Path, base: Path, ended: _Ended) -> None:
-        (found,) = self.stood(base)
-        assert found == _OLDER or (ended.section.hit is not None and found == _OLDEST)
-
-
-def _save_over(
-    folder: Path, iteration: int, queue: localckpt.AsyncCallsQueue | None = None
-) -> None:
-    writer = FileSystemWriterAsync(folder, overwrite=True, timeout_s=MAX_S)
-    plan = localckpt.save_state_dict_async_plan(state_of(iteration), writer, timeout_s=MAX_S)
-    write, stage, args = writer.get_save_function_and_args()
-    finish = [lambda: localckpt.save_state_dict_async_finalize(*plan)]
-    request = AsyncRequest(write, tuple(args), finish, preload_fn=stage)
-    if queue is None:
-        request.execute_sync()
-    else:
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-    writer.close()
-
-
-def _loaded_by_torch(folder: Path) -> int:
-    state = state_of(0)
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    iteration = int(state["optimizer"]["step"])
-    assert_same(state, state_of(iteration))
-    return iteration
 
 
 _OPERATIONS: list[_Operation] = [
     _Save(recycles=True),
     _Save(queued=True),
-    _Save(kind="memory"),
-    _Save(kind="memory", queued=True, recycles=True),
+    _Save("memory"),
+    _Save("memory", queued=True, recycles=True),
     # Receiving a replica.
     _Save(ranks=2, victim=1, queued=True, recycles=True),
-    _Save(ranks=2, victim=1, kind="memory", recycles=True),
-    *(_Start(kind=kind) for kind in ("disk", "memory")),
-    _Load(ranks=2, victim=0),
-    _Load(ranks=2, victim=1, kind="memory"),
-    *(_ElasticLoad(ranks=2, victim=victim) for victim in (0, 1)),
-    *(_SharedSave(*at) for at in ((1, 0), (2, 0), (2, 1))),
-    *(_Drain(*at) for at in ((1, 0), (2, 0), (2, 1))),
-    _SaveOver(),
+    _Save("memory", 2, 1, recycles=True),
+    *(_Start(kind) for kind in ("disk", "memory")),
+    _Load("disk", 2, 0),
+    _Load("memory", 2, 1),
+    *(made("disk", *at) for made in (_SharedSave, _Drain) for at in ((1, 0), (2, 0), (2, 1))),
 ]
 
 
@@ -586,21 +445,18 @@ def test_a_job_that_is_killed_anywhere_finds_what_was_complete_and_goes_on(
 ) -> None:
     home = shm_roots(1)[0] if operation.kind == "memory" else tmp_path
     template = home / "template"
-    nodes = operation.nodes(template)
-    for node in nodes:
+    for node in operation.nodes(template):
         node.mkdir(parents=True)
-    fillers = operation.savers
-    _in_ranks(_fill, fillers, operation, template, nodes=nodes[:fillers])
+    operation.in_ranks(operation.fill, template)
     operation.prepare(template)
-    undisturbed = _run_once(operation, template, None)
-    chosen = operation.apart(undisturbed.section.calls)
+    chosen = operation.apart(_run_once(operation, template, None).calls)
     assert len(chosen) > 3
     if not long_form:
         chosen = random.Random(str(operation)).sample(chosen, 2)
 
     ended = [_run_once(operation, template, Fault(nth, "kill")) for nth in chosen]
 
-    killed = sum(one.section.hit is not None for one in ended)
+    killed = sum(section.hit is not None for section in ended)
     record_property("cases", killed)
     # Threads may come in another order the next time, and make a call less.
     assert killed >= 0.9 * len(chosen) - 1

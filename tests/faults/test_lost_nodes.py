@@ -1,13 +1,12 @@
 """Every set of nodes is lost.
 
-tests/managers/test_redundancy.py has what becomes of a job on other nodes and in other shapes.
+tests/managers/test_elastic.py has what becomes of a job in other shapes.
 """
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,11 @@ from typing import Any
 import pytest
 
 from localckpt import NoReplicasAvailableError, parse_group_sequence
-from localckpt.availability.coverage import complete_checkpoints, describe_incomplete
-from localckpt.availability.inventory import Inventory
-from localckpt.ids import Checkpoint, Generation, ShardRecord
 from tests.faults.lives import Lives
-from tests.managers.jobs import (
-    error_of,
-    resume,
-    state_of,
-)
+from tests.managers.jobs import error_of, resume, state_of
 from tests.ranks import run_ranks
-from tests.replication.plans import plan_exchange
 
 _OLDER, _NEWEST = 6, 7
-
-
-def subsets(count: int) -> Iterator[tuple[int, ...]]:
-    """All sets of numbers below ``count``, the smallest first."""
-    for size in range(count + 1):
-        yield from combinations(range(count), size)
 
 
 def gone_with(lost: Collection[int], groups: Sequence[Sequence[int]]) -> list[int]:
@@ -96,7 +81,8 @@ def test_every_set_of_lost_nodes_is_survived_that_leaves_each_clique_a_member(
     record_property: Any,
 ) -> None:
     groups = parse_group_sequence(*params, world_size)
-    sets = list(subsets(world_size))
+    counts = range(world_size + 1)
+    sets = [lost for count in counts for lost in combinations(range(world_size), count)]
     # Some of all sizes, with that of all nodes.
     sets = sets[:: -1 if long_form else -(len(sets) // 8)]
 
@@ -120,57 +106,3 @@ def test_every_set_of_lost_nodes_is_survived_that_leaves_each_clique_a_member(
             # Up to one less than the factor, any nodes may go.
             assert not gone or len(lost) >= min(map(len, groups))
     record_property("cases", 2 * len(sets))
-
-
-def _check_coverage(lost: Collection[int], groups: Sequence[Sequence[int]]) -> None:
-    world_size = sum(map(len, groups))
-    newest, older = (Checkpoint(Generation(1, i), i, world_size) for i in (_NEWEST, _OLDER))
-    held = {
-        str(rank): [
-            # Who was lost comes back with the older one.
-            ShardRecord(checkpoint.shard(owner, "job"), 4096)
-            for checkpoint in ([older] if rank in lost else [newest, older])
-            for owner in clique
-        ]
-        for clique in groups
-        for rank in clique
-    }
-    without_older = {r: [x for x in held[r] if x.identity.iteration == _NEWEST] for r in held}
-
-    gone = gone_with(lost, groups)
-    newest_only = Inventory.found(without_older)
-    assert complete_checkpoints(Inventory.found(held)) == ([older] if gone else [newest, older])
-    assert complete_checkpoints(newest_only) == ([] if gone else [newest])
-    if gone and len(gone) < world_size:
-        assert named_as_gone(describe_incomplete(newest_only)) == {(_NEWEST, tuple(gone))}
-    if gone:
-        return
-    available = {int(r): [x.identity.rank for x in without_older[r]] for r in held}
-    plan = plan_exchange(available, {rank: [rank] for rank in range(world_size)})
-    assert {entry.receiver for entry in plan.transfers} == set(lost)
-    for entry in plan.transfers:
-        assert entry.sender not in lost
-        assert any({entry.sender, entry.receiver} <= set(clique) for clique in groups)
-
-
-@pytest.mark.fault("lost-nodes")
-@pytest.mark.parametrize(
-    "shape", [(8, 1, 2), (9, 3, 3), (10, 1, 4), (12, 2, 3), (96, 8, 3), (256, 1, 2)], ids=str
-)
-def test_what_is_complete_is_decided_right_for_every_set_of_lost_nodes_or_some_of_many(
-    shape: tuple[int, int, int], long_form: bool, record_property: Any
-) -> None:
-    world_size, jump, factor = shape
-    groups = parse_group_sequence(jump, factor, world_size)
-    sets: list[Sequence[int]]
-    if world_size <= 12:
-        sets = list(subsets(world_size))[:: 1 if long_form or world_size < 10 else 7]
-    else:
-        chance, counts = random.Random(world_size), [1, factor, factor + 1, world_size // 8]
-        # One past the limit, where it hurts: a whole clique.
-        sets = [chance.sample(range(world_size), count) for count in counts * 5] + groups[::4]
-
-    for lost in sets:
-        _check_coverage(lost, groups)
-
-    record_property("cases", len(sets))

@@ -9,26 +9,28 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import localckpt
 from tests.faults.netns import CONTROL, DATA, STORE_ADDRESS, Network, enter
-from tests.faults.remote import Answer, PerRank, Ranks
-from tests.faults.trainer import SESSION, Setup, Trainer
-from tests.managers.jobs import assert_same
+from tests.faults.remote import Answer, Ranks
+from tests.managers.jobs import assert_same, cliques, make_manager
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.fault("cut-network", "silent-peer"), pytest.mark.rows(1)]
 
 Dirs = Callable[[int], list[Path]]
 
-_WORLD_SIZE = 3
+_WORLD_SIZE, _SESSION = 3, "job"
 # So long may a rank that nothing happens to be late, on a machine that is busy.
 _TIMEOUT_S = 4.0
 # A call waits up to seven times for bytes that do not move, and three times for the others.
@@ -58,30 +60,70 @@ _WAYS = ((CONTROL, DATA), (CONTROL,), (DATA,), _STOPPED, _KILLED)
 _CUTS = [_Cut(*way) for way in product((1, 0), _WAYS)]
 
 
-class _Node(Trainer):
-    def __init__(self, rank: int, setup: Setup, namespaces: Sequence[str]) -> None:
-        enter(namespaces[rank])
-        super().__init__(rank, setup)
+class _Node:
+    """One rank; its methods are the commands."""
 
-    @staticmethod
-    def state(rank: int, iteration: int, attempt: int) -> dict[str, Any]:
-        large = torch.arange(_NBYTES // 4, dtype=torch.int32) * (1 + rank) + 1000 * attempt
-        return {"large": large, "iteration": iteration}
+    def __init__(
+        self,
+        rank: int,
+        namespaces: Sequence[str],
+        stores: Sequence[Path],
+        timeout_s: float,
+        options: dict[str, bool],
+    ) -> None:
+        enter(namespaces[rank])
+        self._rank, self._root, self._timeout_s = rank, stores[rank], timeout_s
+        self._options = options
+
+    def open(self) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        repl = cliques(1, 2, self._timeout_s)
+        self._queue = localckpt.AsyncCallsQueue(timeout_s=self._timeout_s)
+        options = {"timeout": self._timeout_s, "keep_last": 2, **self._options}
+        self._manager = make_manager("disk", self._root, _SESSION, repl, **options)
+
+    def find(self) -> int:
+        self._manager.latest_iteration = -1
+        return int(self._manager.find_latest())
+
+    def load(self) -> Any:
+        """ID and state of what is loaded."""
+        state, ckpt_id = self._manager.load()
+        return tuple(ckpt_id), pickle.dumps(state)
+
+    def status(self) -> str:
+        return str(self._manager.status()[0])
+
+    def save(self, iteration: int) -> None:
+        self._manager.save(_state(self._rank, iteration), iteration)
+
+    def begin(self, iteration: int) -> None:
+        state = _state(self._rank, iteration)
+        self._queue.schedule_async_request(self._manager.save(state, iteration, is_async=True))
+
+    def finalize(self) -> None:
+        self._queue.maybe_finalize_async_calls(blocking=True)
 
     def save_rows(self, iteration: int) -> None:
         """Save this rank's rows of a tensor that all ranks share."""
-        self._manager.save({"shared": self._shared(Shard(0))}, iteration)
+        self._manager.save({"shared": _shared(Shard(0))}, iteration)
 
     def load_columns(self) -> None:
         """Load this rank's columns of it, most of which come from the other ranks."""
-        into = {"shared": torch.zeros_like(self._shared(Shard(1)))}
+        into = {"shared": torch.zeros_like(_shared(Shard(1)))}
         self._manager.load(into=into)
-        assert torch.equal(into["shared"].to_local(), self._shared(Shard(1)).to_local())
+        assert torch.equal(into["shared"].to_local(), _shared(Shard(1)).to_local())
 
-    def _shared(self, placement: Shard) -> DTensor:
-        mesh = init_device_mesh("cpu", (_WORLD_SIZE,))
-        rows = torch.arange(_WORLD_SIZE * _NBYTES // 4, dtype=torch.int32).view(-1, 1 << 10)
-        return distribute_tensor(rows, mesh, [placement], src_data_rank=None)
+
+def _state(rank: int, iteration: int) -> dict[str, Any]:
+    large = torch.arange(_NBYTES // 4, dtype=torch.int32) * (1 + rank) + 1000 * iteration
+    return {"large": large, "iteration": iteration}
+
+
+def _shared(placement: Shard) -> DTensor:
+    mesh = init_device_mesh("cpu", (_WORLD_SIZE,))
+    rows = torch.arange(_WORLD_SIZE * _NBYTES // 4, dtype=torch.int32).view(-1, 1 << 10)
+    return distribute_tensor(rows, mesh, [placement], src_data_rank=None)
 
 
 class _Job:
@@ -90,7 +132,7 @@ class _Job:
     def __init__(self, network: Network, stores: Sequence[Path]) -> None:
         self.network = network
         self.stores = list(stores)
-        self.strict = self.elastic = False
+        self.options: dict[str, bool] = {}
         self._ranks: Ranks | None = None
 
     @property
@@ -101,32 +143,31 @@ class _Job:
     def has_saved(self) -> int:
         """The job has saved this iteration, and is over."""
         self.start(_PATIENT_S)
-        self.all_do("save", 1, 1)
+        self.all_do("save", 1)
         self.end()
         return 1
 
     def start(self, timeout_s: float = _TIMEOUT_S) -> None:
         assert self._ranks is None
-        options = self.strict, self.elastic
-        setup = Setup("disk", _WORLD_SIZE, 2, timeout_s, *options)
+        args = (self.network.namespaces, self.stores, timeout_s, self.options)
         env = {"MASTER_ADDR": STORE_ADDRESS, "GLOO_SOCKET_IFNAME": DATA}
         # What ranks are forked from must not be started in the hub.
         run_ranks(_do_nothing, 1, init_group=False)
         with self.network.inside_hub():
-            self._ranks = Ranks(_WORLD_SIZE, _Node, setup, self.network.namespaces, env=env)
-        self.all_do("open", PerRank(self.stores))
+            self._ranks = Ranks(_WORLD_SIZE, _Node, *args, env=env)
+        self.all_do("open")
 
     def all_do(self, command: str, *args: Any) -> list[Any]:
         """What each rank gives back; all must succeed."""
-        answers = self.ranks.ask(_START_S, command, *args)
-        assert all(answer.succeeded for answer in answers.values()), _told(answers)
+        self.ranks.tell(command, *args, ranks=range(_WORLD_SIZE))
+        answers = self.ranks.answers(_START_S, range(_WORLD_SIZE))
+        assert all(answer.succeeded for answer in answers.values()), answers
         return [answer.value for answer in answers.values()]
 
     def end(self) -> None:
         if self._ranks is not None:
-            ranks, self._ranks = self._ranks, None
-            ranks.end()
-            print(ranks.output)
+            self._ranks.end()
+            self._ranks = None
 
     def cut_in(
         self, cut: _Cut, command: str, *args: Any, moves: bool, to: int | None = None
@@ -144,7 +185,7 @@ class _Job:
         before = _received(receiver)
         if moves:
             self.network.slow(to, DATA, _NBYTES_PER_S)
-        self.ranks.tell(command, *args, ranks=None if moves else others)
+        self.ranks.tell(command, *args, ranks=range(_WORLD_SIZE) if moves else others)
         if moves:
             _await(lambda: _received(receiver) > before + _CUT_AFTER_NBYTES)
         else:
@@ -175,9 +216,9 @@ class _Job:
         assert len(set(found)) == 1, found
         assert found[0] in iterations
         for rank, (ckpt_id, state) in enumerate(loaded):
-            assert ckpt_id == (found[0], rank, SESSION)
-            assert_same(pickle.loads(state), _Node.state(rank, found[0], found[0]))
-        self.all_do("save", found[0] + 5, found[0] + 5)
+            assert ckpt_id == (found[0], rank, _SESSION)
+            assert_same(pickle.loads(state), _state(rank, found[0]))
+        self.all_do("save", found[0] + 5)
         self.end()
         return int(found[0])
 
@@ -202,10 +243,6 @@ def _await(is_so: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-def _told(answers: dict[int, Answer]) -> str:
-    return "\n".join(f"rank {rank}: {answer}" for rank, answer in answers.items())
-
-
 def _ranks_in(text: str) -> set[int]:
     """The ranks that a message names: "rank 1", "ranks 0 and 2", "ranks 0 to 2"."""
     named = set()
@@ -216,7 +253,7 @@ def _ranks_in(text: str) -> set[int]:
 
 
 def _assert_all_failed(answers: dict[int, Answer], cut: _Cut) -> None:
-    assert not any(answer.succeeded for answer in answers.values()), _told(answers)
+    assert not any(answer.succeeded for answer in answers.values()), answers
     _assert_named({rank: str(answer.error) for rank, answer in answers.items()}, cut)
 
 
@@ -242,47 +279,24 @@ def job(node_dirs: Dirs) -> Iterator[_Job]:
     network.close()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_node_that_cannot_be_reached_costs_the_copies_or_if_strict_the_save(
-    strict: bool, job: _Job
-) -> None:
-    job.strict = strict
-    job.start()
-    job.network.cut(1, [DATA])
-    # Nobody has connections yet, which the first save makes.
-    answers = job.ranks.ask(_LIMIT_S, "save", 0, 0)
-    job.network.mend(1, [DATA])
-
-    errors = {str(answer.error) for answer in answers.values()}
-    assert len(errors) == 1, _told(answers)
-    if strict:
-        assert "could not connect" in errors.pop()
-    else:
-        assert all(answer.succeeded for answer in answers.values()), _told(answers)
-        lacking = "iteration 0 is local, 1 of 3: 3 shards lack copies"
-        assert [told[0] for told in job.all_do("status")] == [lacking] * _WORLD_SIZE
-    job.all_do("save", 1, 1)
-    whole = "iteration 1 is replicated, 3 of 3"
-    assert [told[0] for told in job.all_do("status")] == [whole] * _WORLD_SIZE
-    assert job.all_do("find") == [1] * _WORLD_SIZE
-
-
 @pytest.mark.parametrize(
     ("cut", "strict"), [*((cut, False) for cut in _CUTS), (_Cut(1, (DATA,)), True)], ids=str
 )
 def test_replicas_that_stop_half_way_cost_the_copies_or_are_an_error_that_names_the_node(
     cut: _Cut, strict: bool, job: _Job
 ) -> None:
-    job.strict = strict
+    job.options = {"strict": strict}
     at = job.has_saved()
     job.start()
 
-    answers = job.cut_in(cut, "save", at + 1, at + 1, moves=True)
+    answers = job.cut_in(cut, "save", at + 1, moves=True)
 
     if cut.lines == (DATA,) and not strict:
         # All ranks can still agree that each has its own shard.
-        assert all(answer.succeeded for answer in answers.values()), _told(answers)
+        assert all(answer.succeeded for answer in answers.values()), answers
         at += 1
+        lacking = f"iteration {at} is local, "
+        assert all(told.startswith(lacking) for told in job.all_do("status"))
     else:
         _assert_all_failed(answers, cut)
     assert job.resumes_from(at) == at
@@ -310,16 +324,15 @@ def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_c
 ) -> None:
     at = job.has_saved()
     job.start()
-    job.all_do("begin", at + 1, at + 1)
+    job.all_do("begin", at + 1)
 
-    answers = job.cut_in(cut, "finalize", True, moves=False)
+    answers = job.cut_in(cut, "finalize", moves=False)
 
-    assert all(answer.succeeded for answer in answers.values()), _told(answers)
-    ends = {rank: dict(answer.value)[at + 1] for rank, answer in answers.items()}
-    errors = {rank: text for rank, text in ends.items() if text is not None}
+    assert not any(answer.crash for answer in answers.values()), answers
+    errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
     _assert_named(errors, cut)
-    all_failed = len(errors) == len(ends)
-    assert cut.lines not in (_STOPPED, _KILLED) or all_failed, ends
+    all_failed = len(errors) == len(answers)
+    assert cut.lines not in (_STOPPED, _KILLED) or all_failed, answers
     # What one rank has called complete is there, whatever the others were told.
     job.resumes_from(*([at, at + 1] if all_failed else [at + 1]))
 
@@ -346,7 +359,7 @@ def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
 def test_a_load_into_another_sharding_that_is_cut_off_ends_in_time_and_can_be_done_again(
     cut: _Cut, job: _Job
 ) -> None:
-    job.elastic = True
+    job.options = {"elastic": True}
     job.start(_PATIENT_S)
     job.all_do("save_rows", 1)
     job.end()

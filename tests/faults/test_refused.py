@@ -7,6 +7,7 @@ on until the work makes no n-th call.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import os
@@ -15,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from localckpt import (
-    AsyncCallsQueue,
-    CheckpointingException,
-    GlobalCheckpointManager,
-    StorageError,
-)
+from localckpt import AsyncCallsQueue, CheckpointingException, GlobalCheckpointManager, StorageError
 from tests.faults import shared
-from tests.faults.shared import Drains, assert_loads, assert_nothing_else
+from tests.faults.shared import Drains, assert_nothing_else
 from tests.faults.traced import (
     CHANGES,
     Call,
@@ -43,6 +39,7 @@ from tests.faults.traced import (
     watch,
 )
 from tests.managers.jobs import (
+    KINDS,
     MAX_S,
     assert_same,
     cliques,
@@ -61,9 +58,10 @@ Roots = Callable[[int], list[Path]]
 
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _LOOKS = {"stat", "lstat", "newfstatat", "statx", "fstat", "access", "faccessat"}
-_WRITES = {"fallocate", "pwrite64", "ftruncate", "fsync", "close"}
+_WRITES = {"write", "fallocate", "pwrite64", "ftruncate", "fsync", "close"}
 # Calls that Python, or the product, makes again when a signal interrupts them.
 _MADE_AGAIN = {"read", "preadv", "preadv2", "write", "pwrite64", "fsync", "fallocate", "ftruncate"}
+_READS = ("pread64", "preadv", "preadv2")
 # Several blocks, so that not all of a shard is read to find it.
 _LARGE = 2 << 20
 _NUMEL = 40_000
@@ -99,22 +97,15 @@ class _Job:
     lasts: bool = False
     cold: bool = False
     serves: bool = False
-    codes: tuple[int, ...] = _REFUSALS
-    only: tuple[str, ...] = ()
+    codes: tuple[int, ...] = field(default=_REFUSALS, repr=False)
+    only: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "victim", self.victim % self.ranks)
 
-    def manager(self, repl: Any) -> Any:
-        return make_manager(self.kind, node_store(), "job", repl, keep_last=2)
-
-    def shared_manager(self, root: Path) -> GlobalCheckpointManager:
-        return GlobalCheckpointManager(root, keep_last=2, timeout=10.0)
-
-    def __str__(self) -> str:
-        flags = ("queued", "fresh", "again", "lasts", "cold", "serves")
-        at = f"rank {self.victim} of {self.ranks}"
-        return "-".join([self.does, self.kind, at, *(f for f in flags if getattr(self, f))])
+    @property
+    def is_shared(self) -> bool:
+        return self.kind == "shared"
 
 
 @dataclass
@@ -137,18 +128,18 @@ class _Case:
 
     def check(self, job: _Job, code: int, root: Path) -> None:
         """The error is the same on all ranks, of the right type, and says what happened where."""
-        is_shared, kinds = job.kind == "shared", ("StorageError:", "SaveFailedError:")
-        may_be_another = _LOOKS if is_shared else {*_LOOKS, "close"}
+        may_be_another = _LOOKS if job.is_shared else {*_LOOKS, "close"}
         for rank, text in enumerate(self.errors if self.failed else []):
             assert text is not None, self
             assert os.strerror(code) in text, self
-            if is_shared:
+            if job.is_shared:
                 assert text == self.errors[0], self
                 assert str(root) in text, self
-            if is_shared or rank < job.victim:
+            if job.is_shared or rank < job.victim:
                 assert f"rank {job.victim}" in text, self
             if self.hit is not None and self.hit.name not in may_be_another:
-                assert text.startswith(kinds[: 2 - is_shared]), self
+                kinds = ("StorageError:", "SaveFailedError:")
+                assert text.startswith(kinds[: 2 - job.is_shared]), self
 
 
 class _Refusals:
@@ -163,12 +154,49 @@ class _Refusals:
     """
 
     def __init__(self, job: _Job, rank: int, root: Path, address: str, cases: int | None) -> None:
-        self.job, self.rank, self.root = job, rank, root
+        self.job, self.rank, self.root = job, rank, root if job.is_shared else node_store()
         self.refused: list[_Case] = []
         self.is_over = False
+        self.repl: Any = None
+        self.queue: AsyncCallsQueue | None = None
         self._cases = cases
         self._watched = Watched(address) if rank == job.victim else None
         self._faults: Iterator[Fault] | None = None
+
+    def manager(self) -> Any:
+        if self.job.is_shared:
+            return GlobalCheckpointManager(self.root, keep_last=2, timeout=10.0)
+        return make_manager(self.job.kind, self.root, "job", self.repl, keep_last=2)
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        if self.job.is_shared:
+            part = self.rank if self.job.ranks > 1 else None
+            return shared.state_of(iteration, _NUMEL, part)
+        return state_of(self.rank, iteration, 4000 if self.job.does == "save" else _LARGE)
+
+    def save(self, manager: Any, iteration: int) -> None:
+        save(manager, self.state(iteration), iteration, self.queue)
+
+    def load(self, manager: Any) -> int:
+        """Load bit for bit what was saved; the iteration."""
+        into = self.state(0) if self.job.is_shared else None
+        state, (iteration, *_) = manager.load(into=into)
+        assert_same(state, self.state(iteration))
+        return int(iteration)
+
+    def find_and_load(self, manager: Any, iteration: int) -> None:
+        assert look_again(manager) == iteration
+        assert self.load(manager) == iteration
+
+    def digests(self) -> dict[str, str]:
+        """Contents of the shards, or of the files of all checkpoints, by their names."""
+        paths = self.root.glob("iteration_*/*")
+        if not self.job.is_shared:
+            paths = (p for p in self.root.rglob("*") if p.suffix in (".safetensors", ".corrupt"))
+        return {
+            str(path.relative_to(self.root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in paths
+        }
 
     def attempt(self, call: Callable[[], Any]) -> _Case:
         """Make a call of the product, of which one system call is refused."""
@@ -217,44 +245,29 @@ class _Refusals:
                 yield Fault(first + turn * step, "error", code, lasts=job.lasts, only=only)
 
 
-def _repl(job: _Job) -> Any:
-    return cliques(1, 2) if job.ranks > 1 else nullcontext()
-
-
-def _find_and_load(manager: Any, rank: int, iteration: int, nbytes: int = 4000) -> None:
-    assert look_again(manager) == iteration
-    assert_same(manager.load()[0], state_of(rank, iteration, nbytes))
-
-
-# Saves on the nodes.
+# Saves.
 
 
 def _save_again_and_again(refusals: _Refusals) -> None:
-    job, rank, newest = refusals.job, refusals.rank, 2
-    with AsyncCallsQueue(timeout_s=MAX_S) as queues, _repl(job) as repl:
-        queue = queues if job.queued else None
-        with job.manager(repl) as kept:
-            for iteration in (1, 2):
-                save(kept, state_of(rank, iteration), iteration, queue)
-            if job.fresh:
-                kept.close()
-            while not refusals.is_over:
-                with job.manager(repl) if job.fresh else nullcontext(kept) as manager:
-                    if job.fresh:
-                        _find_and_load(manager, rank, newest)
-                    newest = _save_once(refusals, manager, queue, newest)
-                # What is not retired in its turn, or not recycled, stays until the end.
-                if not job.lasts:
-                    surplus = sum(not case.failed for case in refusals.refused)
-                    _assert_space_is_used_again(job, surplus)
+    job, newest = refusals.job, 2
+    save_once = _save_shared_once if job.is_shared else _save_once
+    with refusals.manager() as kept:
+        for iteration in (1, 2):
+            refusals.save(kept, iteration)
+        if job.fresh:
+            kept.close()
+        while not refusals.is_over:
+            with refusals.manager() if job.fresh else nullcontext(kept) as manager:
+                if job.fresh:
+                    refusals.find_and_load(manager, newest)
+                newest = save_once(refusals, manager, newest)
 
 
-def _save_once(refusals: _Refusals, manager: Any, queue: Any, newest: int) -> int:
-    job, rank, root = refusals.job, refusals.rank, node_store()
+def _save_once(refusals: _Refusals, manager: Any, newest: int) -> int:
+    job, root = refusals.job, refusals.root
     await_memory_ahead()
-    before, recycled = _kept(root), _recycled(root)
-    state = state_of(rank, newest + 1)
-    case = refusals.attempt(lambda: save(manager, state, newest + 1, queue))
+    before, recycled = _kept(root), len(list(root.rglob("*.recycled")))
+    case = refusals.attempt(lambda: refusals.save(manager, newest + 1))
     if case.failed and not job.lasts:
         # What was there before is there, and nothing else.
         assert _kept(root) == before, case
@@ -263,191 +276,71 @@ def _save_once(refusals: _Refusals, manager: Any, queue: Any, newest: int) -> in
         assert not case.failed or case.hit.name not in _MADE_AGAIN, case
     elif case.hit is not None and _must_be_told(job, case.hit):
         assert case.failed, case
-        is_own = rank == job.victim and case.hit.paths[0].endswith(".dirty")
-        if is_own and case.hit.name in _WRITES:
+        is_own = refusals.rank == job.victim and case.hit.paths[0].endswith(".dirty")
+        if is_own and case.hit.name in _WRITES and recycled and job.kind != "memory":
             # The file is dead, and no later save may overwrite it.
-            assert _recycled(root) < recycled or not recycled or job.kind == "memory", case
-    save(manager, state_of(rank, newest + 2), newest + 2, queue)
-    _find_and_load(manager, rank, newest + 2)
-    # What could not be let go of then is gone now.
-    last = newest if case.failed else newest + 1
+            assert len(list(root.rglob("*.recycled"))) < recycled, case
+    refusals.save(manager, newest + 2)
+    refusals.find_and_load(manager, newest + 2)
     if not job.lasts:
+        # What could not be let go of then is gone now.
+        last = newest if case.failed else newest + 1
         assert iterations_on(root) == {last, newest + 2}, case
+        images = [p for p in root.rglob("*") if p.suffix in (".safetensors", ".recycled", ".dirty")]
+        # Two that are kept, two for the next saves; what is not retired in its turn stays.
+        surplus = sum(not case.failed for case in refusals.refused)
+        assert len(images) <= 4 * job.ranks + surplus
     return newest + 2
-
-
-def _assert_space_is_used_again(job: _Job, surplus: int) -> None:
-    endings = (".safetensors", ".recycled", ".dirty")
-    images = [path for path in node_store().rglob("*") if path.suffix in endings]
-    # Two that are kept, and two for the next saves.
-    assert len(images) <= 4 * job.ranks + surplus
 
 
 def _must_be_told(job: _Job, hit: Call) -> bool:
     """Whether a save cannot be complete without this call."""
+    if job.is_shared:
+        is_written = any(path.endswith((".distcp", ".new")) for path in hit.paths)
+        return hit.name in _WRITES - {"fallocate"} and is_written
     # Memory is not written through what is closed: that may be the descriptor of an old mapping.
     if hit.name in _LOOKS or (hit.name == "close" and job.kind == "memory"):
         return False
     return hit.name == "fsync" or any(p.endswith(".safetensors.dirty") for p in hit.paths)
 
 
-def _recycled(root: Path) -> int:
-    return len(list(root.rglob("*.recycled")))
-
-
 def _kept(root: Path) -> list[str]:
     return [name for name in files(root) if not name.endswith(".recycled")]
 
 
-# Starts on the nodes: making the manager, finding, loading.
-
-
-def _start_again_and_again(refusals: _Refusals) -> None:
-    job, rank, root = refusals.job, refusals.rank, node_store()
-    is_emptied = job.serves and rank != job.victim
-    with _repl(job) as repl:
-        with job.manager(repl) as manager:
-            for iteration in (1, 2):
-                manager.save(state_of(rank, iteration, _LARGE), iteration)
-        before = _digests(root)
-        while not refusals.is_over:
-            for path in _shards(root):
-                if is_emptied:
-                    path.unlink()
-                elif job.cold:
-                    make_cold(path)
-            case = _start_once(refusals, repl)
-            # Nothing was removed, and nothing set aside.
-            assert is_emptied or _digests(root) == before, case
-            if case.failed or case.source != "own node":
-                with job.manager(repl) as manager:
-                    _find_and_load(manager, rank, 2, _LARGE)
-
-
-def _start_once(refusals: _Refusals, repl: Any) -> _Case:
-    made: list[Any] = []
-    loaded: list[Any] = []
-
-    def start() -> None:
-        made.append(refusals.job.manager(repl))
-        made[0].find_latest()
-        loaded.append(made[0].load())
-
-    case = refusals.attempt(start)
-    for manager in made:
-        manager.close()
-    if loaded:
-        state, (iteration, *_) = loaded[0]
-        assert_same(state, state_of(refusals.rank, iteration, _LARGE))
-        assert refusals.gather(iteration) == [iteration] * refusals.job.ranks
-        if iteration != 2:
-            # The only copy of the newest could not be read.
-            assert refusals.job.serves or refusals.job.ranks == 1, case
-            assert case.hit is not None
-            assert any(f"{2:012d}." in path for path in case.hit.paths), case
-        case.source = refusals.gather(made[0].last_load.source)[refusals.job.victim]
-    return case
-
-
-def _shards(root: Path) -> list[Path]:
-    return sorted(p for p in root.rglob("*") if p.suffix in (".safetensors", ".corrupt"))
-
-
-def _digests(root: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in _shards(root)}
-
-
-# Leaving a node.
-
-
-def _close_again_and_again(refusals: _Refusals) -> None:
-    job, rank, number = refusals.job, refusals.rank, 0
-    while not refusals.is_over:
-        manager, number = job.manager(None), number + 3
-        for iteration in (number, number + 1):
-            manager.save(state_of(rank, iteration), iteration)
-        # One that nobody carries out.
-        manager.save(state_of(rank, number + 2), number + 2, is_async=True)
-        await_memory_ahead()
-        case = refusals.attempt(manager.close)
-        with job.manager(None) as manager:
-            _find_and_load(manager, rank, number + 1)
-        if job.lasts and case.hit is not None and case.hit.name == "unlink":
-            assert case.failed
-
-
-# Saves to shared storage.
-
-
-def _save_shared_again_and_again(refusals: _Refusals) -> None:
-    job, root, newest = refusals.job, refusals.root, 2
-    with job.shared_manager(root) as kept:
-        for iteration in (1, 2):
-            _save_shared(kept, refusals, iteration)
-        if job.fresh:
-            kept.close()
-        while not refusals.is_over:
-            with job.shared_manager(root) if job.fresh else nullcontext(kept) as manager:
-                newest = _save_shared_once(refusals, manager, newest)
-
-
-def _save_shared(manager: GlobalCheckpointManager, refusals: _Refusals, iteration: int) -> None:
-    state = shared.state_of(iteration, _NUMEL, _part(refusals))
-    manager.save(state, iteration, is_async=False)
-
-
-def _part(refusals: _Refusals) -> int | None:
-    return refusals.rank if refusals.job.ranks > 1 else None
-
-
-def _load_shared(refusals: _Refusals, iteration: int) -> None:
-    """With a manager of its own, since what is saved after a load is a new attempt."""
-    with refusals.job.shared_manager(refusals.root) as manager:
-        assert manager.find_latest() == iteration
-        assert_loads(manager, iteration, _NUMEL, _part(refusals))
-
-
-def _save_shared_once(refusals: _Refusals, manager: GlobalCheckpointManager, newest: int) -> int:
-    job, root = refusals.job, refusals.root
-    before = _shared_digests(root)
-    case = refusals.attempt(lambda: _save_shared(manager, refusals, newest + 1))
-    if case.hit is not None and _must_be_told_of_shared(case.hit):
+def _save_shared_once(refusals: _Refusals, manager: Any, newest: int) -> int:
+    job, before = refusals.job, refusals.digests()
+    case = refusals.attempt(lambda: refusals.save(manager, newest + 1))
+    if case.hit is not None and _must_be_told(job, case.hit):
         assert case.failed, case
     found = manager.find_latest()
     if case.failed:
         # What was there before is there; and nothing newer, unless that is whole.
-        assert before.items() <= _shared_digests(root).items(), case
+        assert before.items() <= refusals.digests().items(), case
         assert found == newest or (found == newest + 1 and _follows_commit(case.hit)), case
         if found != newest:
-            _load_shared(refusals, found)
+            _load_anew(refusals, found)
     else:
         assert found == newest + 1, case
     following = newest + 1 if case.failed and job.again else newest + 2
     try:
-        _save_shared(manager, refusals, following)
+        refusals.save(manager, following)
     except Exception as failed:
         raise AssertionError(case) from failed
     assert manager.find_latest() == following, case
-    _load_shared(refusals, following)
+    _load_anew(refusals, following)
     if refusals.rank == 0:
         # What could not be let go of then is gone now.
-        assert_nothing_else(root)
+        assert_nothing_else(refusals.root)
         last = newest if case.failed and found == newest else newest + 1
-        assert set(shared.iterations_on(root)) - {following} <= {last, newest}, case
+        assert set(shared.iterations_on(refusals.root)) - {following} <= {last, newest}, case
     return following
 
 
-def _shared_digests(root: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in root.glob("iteration_*/*")
-    }
-
-
-def _must_be_told_of_shared(hit: Call) -> bool:
-    """Whether a save cannot be complete without this call."""
-    written = hit.name in {"write", "pwrite64", "ftruncate", "fsync", "close"}
-    return written and any(path.endswith((".distcp", ".new")) for path in hit.paths)
+def _load_anew(refusals: _Refusals, iteration: int) -> None:
+    """With a manager of its own, since what is saved after a load is a new attempt."""
+    with refusals.manager() as manager:
+        refusals.find_and_load(manager, iteration)
 
 
 def _follows_commit(hit: Call | None) -> bool:
@@ -458,40 +351,51 @@ def _follows_commit(hit: Call | None) -> bool:
     return hit.paths[-1] == "" or re.fullmatch(r"iteration_[\d.]+", hit.paths[-1]) is not None
 
 
-# Starts from shared storage.
+# Starts: making the manager, finding, loading.
 
 
-def _start_shared_again_and_again(refusals: _Refusals) -> None:
-    job, root = refusals.job, refusals.root
-    with job.shared_manager(root) as manager:
+def _start_again_and_again(refusals: _Refusals) -> None:
+    job, rank, root = refusals.job, refusals.rank, refusals.root
+    is_emptied = job.serves and rank != job.victim
+    with refusals.manager() as manager:
         for iteration in (1, 2):
-            _save_shared(manager, refusals, iteration)
-    before = _shared_digests(root)
+            refusals.save(manager, iteration)
+    refusals.gather(None)
+    before = refusals.digests()
     while not refusals.is_over:
-        if job.cold and refusals.rank == 0:
-            for path in root.rglob("*.distcp"):
-                make_cold(path)
-        case = _start_shared_once(refusals)
-        assert _shared_digests(root) == before, case
-        if case.failed:
-            _load_shared(refusals, 2)
+        for name in refusals.digests() if not job.is_shared or rank == 0 else ():
+            if is_emptied:
+                (root / name).unlink()
+            elif job.cold:
+                make_cold(root / name)
+        case = _start_once(refusals)
+        # Nothing was removed, and nothing set aside.
+        assert is_emptied or refusals.digests() == before, case
+        if case.failed or case.source != "own node":
+            _load_anew(refusals, 2)
 
 
-def _start_shared_once(refusals: _Refusals) -> _Case:
-    state = shared.state_of(0, _NUMEL, _part(refusals))
-    loaded: list[int] = []
-    with refusals.job.shared_manager(refusals.root) as manager:
+def _start_once(refusals: _Refusals) -> _Case:
+    job, made, loaded = refusals.job, list[Any](), list[int]()
 
-        def start() -> None:
-            assert manager.find_latest() in (1, 2)
-            loaded.append(manager.load(into=state)[1].iteration)
+    def start() -> None:
+        made.append(refusals.manager())
+        assert made[0].find_latest() in (1, 2)
+        loaded.append(refusals.load(made[0]))
 
-        case = refusals.attempt(start)
+    case = refusals.attempt(start)
+    for manager in made:
+        manager.close()
     if loaded:
-        assert refusals.gather(loaded) == [loaded] * refusals.job.ranks, case
-        assert_same(state, shared.state_of(loaded[0], _NUMEL, _part(refusals)))
-        # An older one only if a file of the newest could not be read.
-        assert loaded[0] == 2 or any("00000002." in path for path in case.hit.paths), case
+        assert refusals.gather(loaded) == [loaded] * job.ranks
+        if loaded != [2]:
+            # The only copy of the newest could not be read.
+            assert job.is_shared or job.serves or job.ranks == 1, case
+            newest = "00000002."
+            assert case.hit is not None
+            assert any(newest in path for path in case.hit.paths), case
+        if not job.is_shared:
+            case.source = refusals.gather(made[0].last_load.source)[job.victim]
     return case
 
 
@@ -520,13 +424,10 @@ def _drain_again_and_again(refusals: _Refusals) -> None:
 
 # What is done again and again, and the jobs that are refused a call of it.
 
-_DOES: dict[tuple[str, bool], Callable[[_Refusals], None]] = {
-    ("save", False): _save_again_and_again,
-    ("start", False): _start_again_and_again,
-    ("close", False): _close_again_and_again,
-    ("save", True): _save_shared_again_and_again,
-    ("start", True): _start_shared_again_and_again,
-    ("drain", True): _drain_again_and_again,
+_DOES: dict[str, Callable[[_Refusals], None]] = {
+    "save": _save_again_and_again,
+    "start": _start_again_and_again,
+    "drain": _drain_again_and_again,
 }
 _JOBS = [
     *(_Job("save", kind) for kind in ("disk", "memory")),
@@ -537,12 +438,11 @@ _JOBS = [
     *(_Job("start", kind, cold=kind == "disk") for kind in ("disk", "memory")),
     *(_Job("start", serves=serves, ranks=2, cold=True) for serves in (False, True)),
     *(_Job("start", "memory", serves=serves, ranks=2) for serves in (False, True)),
-    *(_Job("close", kind, lasts=lasts) for kind, lasts in (("disk", True), ("memory", False))),
     *(_Job("save", "shared", 2, victim) for victim in (0, 1)),
     *(_Job("save", "shared", fresh=fresh, again=not fresh) for fresh in (False, True)),
     *(_Job("save", "shared", ranks, lasts=True) for ranks in (1, 2)),
     *(_Job("start", "shared", 2, victim, cold=victim == 1) for victim in (0, 1)),
-    _Job("drain", "shared", only=tuple(CHANGES)),
+    _Job("drain", "shared", only=tuple(sorted(CHANGES))),
 ]
 
 
@@ -550,8 +450,12 @@ def _again_and_again(
     rank: int, world_size: int, job: _Job, root: Path, address: str, cases: int | None
 ) -> list[_Case]:
     refusals = _Refusals(job, rank, root, address, cases)
-    _DOES[job.does, job.kind == "shared"](refusals)
-    if job.kind == "shared":
+    with (
+        AsyncCallsQueue(timeout_s=MAX_S) if job.queued else nullcontext() as refusals.queue,
+        cliques(1, 2) if job.ranks > 1 and not job.is_shared else nullcontext() as refusals.repl,
+    ):
+        _DOES[job.does](refusals)
+    if job.is_shared:
         assert_nothing_else(root)
     else:
         assert (left := left_behind(node_store())) == [], left
@@ -565,7 +469,7 @@ def refuse(node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool) 
     def run(job: _Job, cases: int | None = None if long_form else _CASES_IN_SHORT) -> list[_Case]:
         nodes = (shm_roots if job.kind == "memory" else node_dirs)(job.ranks)
         root = tmp_path / "shared"
-        with watch(root if job.kind == "shared" else nodes[job.victim]) as watching:
+        with watch(root if job.is_shared else nodes[job.victim]) as watching:
             refused, *_ = run_ranks(
                 *(_again_and_again, job.ranks, job, root, watching.address, cases),
                 init_group=job.ranks > 1,
@@ -597,10 +501,8 @@ def test_a_call_that_is_refused_loses_nothing_and_is_told_on_all_ranks_if_it_mat
 def test_a_rank_that_cannot_read_its_copy_takes_its_peers(
     refuse: Any, record_property: Record
 ) -> None:
-    reads = ("pread64", "preadv", "preadv2")
-
     # Every one: of a sample none may be a read of the own copy.
-    refused = refuse(_Job("start", ranks=2, codes=(errno.EIO,), cold=True, only=reads), None)
+    refused = refuse(_Job("start", ranks=2, codes=(errno.EIO,), cold=True, only=_READS), None)
 
     assert not any(case.failed for case in refused)
     assert {case.source for case in refused} == {"own node", "peer rank 0"}
@@ -628,60 +530,50 @@ def test_a_call_that_is_interrupted_or_would_wait_is_made_again_or_is_an_error(
 # Calls that move less than they were asked to.
 
 
-def _move_in_parts(
-    rank: int, world_size: int, job: _Job, address: str, faults: list[Fault]
-) -> list[str]:
-    watched = Watched(address)
-    short: list[str] = []
-    with job.manager(None) as manager:
-        for iteration, fault in enumerate(faults):
-            with watched.section(fault) as section:
-                manager.save(state_of(0, iteration, _LARGE), iteration)
-                for path in _shards(node_store()) if job.cold else ():
-                    make_cold(path)
-                _find_and_load(manager, 0, iteration, _LARGE)
-            short += [section.hit.name] if section.hit else []
-    return short
-
-
-@pytest.mark.rows(1)
 @pytest.mark.fault("partial-io")
-@pytest.mark.parametrize("job", [_Job("move"), _Job("move", cold=True), _Job("move", "memory")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
-    job: _Job, node_dirs: Roots, shm_roots: Roots, long_form: bool, record_property: Record
+    kind: str,
+    node_dirs: Roots,
+    shm_roots: Roots,
+    long_form: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Record,
 ) -> None:
-    nodes = (shm_roots if job.kind == "memory" else node_dirs)(1)
-    sizes = (1, 4095, 4096, 4097, 1_000_000) if long_form else (1, 4097)
-    faults = [Fault(nth, "short", nbytes=size) for size in sizes for nth in range(1, 12)]
-    faults += [Fault(1, "short", nbytes=size, lasts=True) for size in (70_001, 4096 * 25)]
-    with watch(*nodes) as watching:
-        args = (job, watching.address, faults)
-        (short,) = run_ranks(_move_in_parts, 1, *args, init_group=False, store_per_node=nodes)
+    (root,) = (node_dirs if kind == "disk" else shm_roots)(1)
+    draw, moved = random.Random(1), dict.fromkeys(["pwrite", "preadv"], 0)
+    pwrite, preadv = os.pwrite, os.preadv
 
-    # In memory, only the notes are written.
-    assert {name[:5] for name in short} == {"pread", "pwrit"}
-    record_property("cases", len(short))
+    def part_of(call: str, fd: int, buffer: Any) -> memoryview:
+        moved[call] += 1
+        nbytes = draw.choice((4096, 70_001, 1 << 20) if draw.random() < 0.9 else (1, 4095, 4097))
+        # Past the page cache, a call ends at a whole block.
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            nbytes = max(4096, nbytes // 4096 * 4096)
+        return memoryview(buffer)[:nbytes]
+
+    def read_some(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        if flags:
+            return preadv(fd, buffers, offset, *flags)
+        return preadv(fd, [part_of("preadv", fd, buffers[0])], offset)
+
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: pwrite(fd, part_of("pwrite", fd, data), at)
+    )
+    monkeypatch.setattr(os, "preadv", read_some)
+    with make_manager(kind, root, "job", keep_last=2) as manager:
+        for iteration in range(50 if long_form else 5):
+            manager.save(state_of(0, iteration, _LARGE), iteration)
+            for path in root.rglob("*.safetensors") if iteration % 2 else ():
+                make_cold(path)
+            assert look_again(manager) == iteration
+            assert_same(manager.load()[0], state_of(0, iteration, _LARGE))
+
+    assert min(moved.values()) > 0
+    record_property("cases", sum(moved.values()))
 
 
-# What is told at once, and again.
-
-
-@pytest.mark.fault("refused-io")
-def test_a_root_whose_owner_cannot_be_noted_can_be_saved_to_at_once_when_it_can(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = tmp_path / ".localckpt.owner"
-    owner.mkdir()
-
-    with GlobalCheckpointManager(tmp_path) as manager:
-        # The error is kept, and with it all that its frames hold.
-        with pytest.raises(StorageError, match="Is a directory") as raised:
-            manager.save(shared.state_of(1, _NUMEL), 1, is_async=False)
-        owner.rmdir()
-        manager.save(shared.state_of(1, _NUMEL), 1, is_async=False)
-
-    assert str(tmp_path) in str(raised.value)
-    assert "is locked" not in caplog.text
+# What is told at once.
 
 
 def _full_on_one(rank: int, world_size: int, root: Path, address: str) -> tuple[str, float]:

@@ -1,9 +1,8 @@
-"""System calls on a store's files: counted, and one of them refused, cut short, or the last.
+"""System calls on a store's files: counted, and one of them refused, or the last.
 
 A watched process hands every call that may touch a file to the test before it is carried out, by
 the kernel's seccomp notifications. Against strace this counts calls in their order over all threads
-and the worker process, knows files whose names are drawn at random, and really moves a part of the
-bytes when a call falls short. Nothing is injected outside of sections.
+and knows files whose names are drawn at random. Nothing is injected outside of sections.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ import ctypes
 import errno
 import fcntl
 import functools
-import json
 import os
+import pickle
 import platform
 import select
 import signal
 import socket
 import struct
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,41 +46,22 @@ __all__ = [
 ]
 
 _ANSWER_NBYTES = 1 << 20
-_ADMINISTRATION = {"node-token", ".lock", ".notes"}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A system call on files of the store.
-
-    Attributes:
-        name: Of the system call.
-        paths: What it works on, relative to the store.
-        thread: Who makes it.
-        makes: It opens a file to make it.
-    """
+    """A system call on files of the store, with their paths relative to the store."""
 
     name: str
     paths: tuple[str, ...]
     thread: int
     makes: bool
+    """It opens a file to make it."""
 
     @property
     def changes(self) -> bool:
         """Whether it may change what is in the store."""
         return self.makes or self.name in CHANGES
-
-    def commits(self, iteration: int) -> bool:
-        """Whether it gives the image of an iteration its name."""
-        name = self.paths[-1].rpartition("/")[2]
-        return (
-            self.name.startswith("rename")
-            and name.startswith(f"{iteration:012d}.")
-            and name.endswith(".safetensors")
-        )
-
-    def __str__(self) -> str:
-        return f"{self.name}({', '.join(self.paths)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,46 +70,35 @@ class Fault:
 
     Attributes:
         nth: Which one, from 1; only calls that it can happen to are counted.
-        how: It fails with an ``"error"``, is carried out in ``"short"``, or not at all, and said to
-            be (``"skip"``); or the watched process and its children are killed before it.
+        how: It fails with an ``"error"``, or moves nothing (``"skip"``); or the watched process and
+            its children are killed before it.
         code: The error.
-        nbytes: How much a short call moves at most.
         lasts: All counted calls after it share its fate.
         only: Names of the calls that are counted; all by default.
     """
 
     nth: int
-    how: Literal["error", "short", "skip", "kill"]
+    how: Literal["error", "skip", "kill"]
     code: int = 0
-    nbytes: int = 0
     lasts: bool = False
     only: tuple[str, ...] = ()
 
 
 @dataclass
 class Section:
-    """What a watched process did between two points.
-
-    Attributes:
-        calls: In their order.
-        hit_at: Place of the first one that the fault happened to.
-    """
+    """The calls of a watched process between two points, in their order."""
 
     calls: list[Call] = field(default_factory=list)
     hit_at: int | None = None
+    """Place of the first call that the fault happened to."""
 
     @property
     def hit(self) -> Call | None:
-        """The first call that the fault happened to."""
         return None if self.hit_at is None else self.calls[self.hit_at]
 
 
 class Watched:
-    """In a process: lets the test see and change its system calls, from now on and for ever.
-
-    Args:
-        address: Of the :class:`Watch`.
-    """
+    """In a process: lets the :class:`Watch` of an address see and change its system calls."""
 
     def __init__(self, address: str) -> None:
         self._watch = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -143,18 +111,17 @@ class Watched:
     @contextmanager
     def section(self, fault: Fault | None = None) -> Iterator[Section]:
         """What is done inside is counted; the fault happens there, and nowhere else."""
-        self._ask(None if fault is None else asdict(fault))
+        self._ask(fault)
         section = Section()
         try:
             yield section
         finally:
             told = self._ask("end")
-            section.calls = [_call_of(fields) for fields in told["calls"]]
-            section.hit_at = told["hit_at"]
+            section.calls, section.hit_at = told.calls, told.hit_at
 
     def _ask(self, message: Any) -> Any:
-        self._watch.send(json.dumps(message).encode())
-        return json.loads(self._watch.recv(_ANSWER_NBYTES))
+        self._watch.send(pickle.dumps(message))
+        return pickle.loads(self._watch.recv(_ANSWER_NBYTES))
 
 
 @contextmanager
@@ -190,7 +157,6 @@ class Watch:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(f"\0{self.address}")
         self._server.listen()
-        self._wake, self._awake = os.pipe()
         self.over = threading.Event()
         """Set when somebody was killed, or the process has ended."""
         self._error: BaseException | None = None
@@ -198,31 +164,29 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        os.write(self._awake, b"!")
+        # In the place of a process that never came.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
+            nobody.connect(f"\0{self.address}")
         self._thread.join(2 * MAX_S)
         if self._thread.is_alive():
-            raise TimeoutError("the watch does not end")
-        for fd in (self._wake, self._awake):
-            os.close(fd)
+            raise TimeoutError(f"process {self._trainer} or a child of it does not end")
         self._server.close()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            ready, _, _ = select.select([self._server, self._wake], [], [])
-            if self._server not in ready:
-                return
             connection, _ = self._server.accept()
             with connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ANSWER_NBYTES)
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 self._trainer = struct.unpack("3i", credentials)[0]
-                _, (listener,), _, _ = socket.recv_fds(connection, 64, 1)
-                try:
-                    self._serve(connection, listener)
-                finally:
-                    os.close(listener)
+                _, listeners, _, _ = socket.recv_fds(connection, 64, 1)
+                for listener in listeners:
+                    try:
+                        self._serve(connection, listener)
+                    finally:
+                        os.close(listener)
         except BaseException as error:  # noqa: BLE001 - raised by end()
             self._error = error
         finally:
@@ -230,38 +194,31 @@ class Watch:
 
     def _serve(self, connection: socket.socket, listener: int) -> None:
         poll = select.poll()
-        for fd in (connection.fileno(), listener, self._wake):
-            poll.register(fd, select.POLLIN)
-        deadline: float | None = None
-        while deadline is None or time.monotonic() < deadline:
-            for fd, event in poll.poll(1000):
-                if fd == listener and event & select.POLLIN:
+        poll.register(connection.fileno(), select.POLLIN)
+        poll.register(listener, select.POLLIN)
+        while True:
+            for fd, event in poll.poll():
+                if fd != listener:
+                    if not self._talk(connection):
+                        poll.unregister(fd)
+                        self.over.set()
+                elif event & select.POLLIN:
                     self._decide(listener)
-                elif fd == listener:
+                else:
+                    # The last process has ended.
                     return
-                elif fd == self._wake:
-                    poll.unregister(fd)
-                    deadline = time.monotonic() + MAX_S
-                elif not self._talk(connection):
-                    poll.unregister(fd)
-                    self.over.set()
-        raise TimeoutError(f"process {self._trainer} or a child of it does not end")
 
     def _talk(self, connection: socket.socket) -> bool:
         """Answer the process; whether it is there."""
         with contextlib.suppress(ConnectionError):
             if message := connection.recv(1 << 16):
-                connection.send(self._answer(json.loads(message)))
+                told = pickle.loads(message)
+                self._inside = told != "end"
+                if self._inside:
+                    self.section, self._counted, self._fault = Section(), 0, told
+                connection.send(pickle.dumps(self.section))
                 return True
         return False
-
-    def _answer(self, message: Any) -> bytes:
-        if message == "end":
-            self._inside = False
-            return json.dumps(asdict(self.section)).encode()
-        self.section, self._counted, self._inside = Section(), 0, True
-        self._fault = None if message is None else Fault(**message)
-        return b"{}"
 
     def _decide(self, listener: int) -> None:
         notice = bytearray(_NOTICE.size)
@@ -273,7 +230,7 @@ class Watch:
                 return
             raise
         number, pid, _, nr, _, _, *args = _NOTICE.unpack(notice)
-        value, code, flags = 0, 0, _CONTINUE
+        code, flags = 0, _CONTINUE
         call = self._look_at(pid, nr, args) if self._inside else None
         if call is not None and call.changes and self._before is not None:
             try:
@@ -281,42 +238,33 @@ class Watch:
             except BaseException:
                 self._kill()
                 raise
-        if call is not None and self._is_hit(call, pid, args):
+        if call is not None and self._is_hit(call):
             assert self._fault is not None
-            if self._fault.how == "error":
-                code, flags = -self._fault.code, 0
-            elif self._fault.how == "short":
-                value, flags = _carry_out_in_part(call.name, pid, args, self._fault.nbytes), 0
-            elif self._fault.how == "skip":
-                flags = 0
-            else:
+            if self._fault.how == "kill":
                 # No answer: with one, the call might still be made.
                 self._kill()
                 return
+            code, flags = -self._fault.code, 0
         with contextlib.suppress(FileNotFoundError):
-            fcntl.ioctl(listener, _SEND, _ANSWER.pack(number, value, code, flags))
+            fcntl.ioctl(listener, _SEND, _ANSWER.pack(number, 0, code, flags))
 
     def _look_at(self, pid: int, nr: int, args: list[int]) -> Call | None:
-        name, spec = _BY_NUMBER[nr]
+        name, kind = _BY_NUMBER[nr]
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            paths = [self._relative(path) for path in _paths_of(spec, pid, args)]
-            ours = tuple(path for path in paths if path is not None)
+            ours = tuple(
+                path.removeprefix(root).lstrip("/")
+                for path in _paths_of(kind, pid, args)
+                for root in self._roots
+                if f"{path}/".startswith(f"{root}/")
+            )
             if ours:
                 return Call(name, ours, pid, name == "openat" and bool(args[2] & os.O_CREAT))
         return None
 
-    def _relative(self, path: str) -> str | None:
-        for root in self._roots:
-            if path == root or path.startswith(f"{root}/"):
-                return path[len(root) + 1 :]
-        return None
-
-    def _is_hit(self, call: Call, pid: int, args: list[int]) -> bool:
+    def _is_hit(self, call: Call) -> bool:
         self.section.calls.append(call)
         fault = self._fault
         if fault is None or (fault.only and call.name not in fault.only):
-            return False
-        if fault.how == "short" and not _can_be_short(call.name, pid, args, fault.nbytes):
             return False
         self._counted += 1
         if self._counted == fault.nth:
@@ -349,98 +297,76 @@ def await_memory_ahead() -> None:
 
 
 def left_behind(root: Path, but: tuple[str, ...] = (".safetensors",)) -> list[str]:
-    """What lies in a store though nothing uses it.
-
-    Args:
-        but: Endings of what may stay.
-    """
-    names = {path.name for path in root.rglob("*") if path.is_file()} - _ADMINISTRATION
+    """Files in a store that nothing uses, but those with an ending that may stay."""
+    names = {path.name for path in root.rglob("*") if path.is_file()}
+    names -= {"node-token", ".lock", ".notes"}
     return sorted(name for name in names if not name.endswith(but))
 
 
-def _call_of(fields: dict[str, Any]) -> Call:
-    return Call(**{**fields, "paths": tuple(fields["paths"])})
+# The calls: their numbers on x86-64 and on 64-bit ARM, and which arguments tell the file: a
+# descriptor, paths, or paths that each have a directory's descriptor before them.
 
-
-# The calls: their numbers on x86-64 and on 64-bit ARM, and which arguments tell the file.
-
-
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    x86_64: int | None
-    aarch64: int | None
-    paths: tuple[int, ...] = ()
-    """A path; where ``at``, a directory's descriptor is the argument before it."""
-    at: bool = False
-    fd: int | None = None
-
-
-_SPECS = {
-    "read": _Spec(0, 63, fd=0),
-    "write": _Spec(1, 64, fd=0),
-    "close": _Spec(3, 57, fd=0),
-    "stat": _Spec(4, None, (0,)),
-    "fstat": _Spec(5, 80, fd=0),
-    "lstat": _Spec(6, None, (0,)),
-    "mmap": _Spec(9, 222, fd=4),
-    "pread64": _Spec(17, 67, fd=0),
-    "pwrite64": _Spec(18, 68, fd=0),
-    "access": _Spec(21, None, (0,)),
-    "flock": _Spec(73, 32, fd=0),
-    "fsync": _Spec(74, 82, fd=0),
-    "fdatasync": _Spec(75, 83, fd=0),
-    "truncate": _Spec(76, 45, (0,)),
-    "ftruncate": _Spec(77, 46, fd=0),
-    "rename": _Spec(82, None, (0, 1)),
-    "mkdir": _Spec(83, None, (0,)),
-    "rmdir": _Spec(84, None, (0,)),
-    "unlink": _Spec(87, None, (0,)),
-    "chmod": _Spec(90, None, (0,)),
-    "fchmod": _Spec(91, 52, fd=0),
-    "statfs": _Spec(137, 43, (0,)),
-    "fstatfs": _Spec(138, 44, fd=0),
-    "setxattr": _Spec(188, 5, (0,)),
-    "lsetxattr": _Spec(189, 6, (0,)),
-    "getxattr": _Spec(191, 8, (0,)),
-    "lgetxattr": _Spec(192, 9, (0,)),
-    "getdents64": _Spec(217, 61, fd=0),
-    "openat": _Spec(257, 56, (1,), at=True),
-    "mkdirat": _Spec(258, 34, (1,), at=True),
-    "newfstatat": _Spec(262, 79, (1,), at=True),
-    "unlinkat": _Spec(263, 35, (1,), at=True),
-    "renameat": _Spec(264, 38, (1, 3), at=True),
-    "faccessat": _Spec(269, 48, (1,), at=True),
-    "fallocate": _Spec(285, 47, fd=0),
-    "preadv": _Spec(295, 69, fd=0),
-    "pwritev": _Spec(296, 70, fd=0),
-    "renameat2": _Spec(316, 276, (1, 3), at=True),
-    "preadv2": _Spec(327, 286, fd=0),
-    "pwritev2": _Spec(328, 287, fd=0),
-    "statx": _Spec(332, 291, (1,), at=True),
+_CALLS: dict[str, tuple[int | None, int | None, str]] = {
+    "read": (0, 63, "fd 0"),
+    "write": (1, 64, "fd 0"),
+    "close": (3, 57, "fd 0"),
+    "stat": (4, None, "path 0"),
+    "fstat": (5, 80, "fd 0"),
+    "lstat": (6, None, "path 0"),
+    "mmap": (9, 222, "fd 4"),
+    "pread64": (17, 67, "fd 0"),
+    "pwrite64": (18, 68, "fd 0"),
+    "access": (21, None, "path 0"),
+    "flock": (73, 32, "fd 0"),
+    "fsync": (74, 82, "fd 0"),
+    "fdatasync": (75, 83, "fd 0"),
+    "ftruncate": (77, 46, "fd 0"),
+    "rename": (82, None, "path 0 1"),
+    "mkdir": (83, None, "path 0"),
+    "rmdir": (84, None, "path 0"),
+    "unlink": (87, None, "path 0"),
+    "chmod": (90, None, "path 0"),
+    "fchmod": (91, 52, "fd 0"),
+    "statfs": (137, 43, "path 0"),
+    "fstatfs": (138, 44, "fd 0"),
+    "getdents64": (217, 61, "fd 0"),
+    "openat": (257, 56, "at 1"),
+    "mkdirat": (258, 34, "at 1"),
+    "newfstatat": (262, 79, "at 1"),
+    "unlinkat": (263, 35, "at 1"),
+    "renameat": (264, 38, "at 1 3"),
+    "faccessat": (269, 48, "at 1"),
+    "fallocate": (285, 47, "fd 0"),
+    "preadv": (295, 69, "fd 0"),
+    "pwritev": (296, 70, "fd 0"),
+    "renameat2": (316, 276, "at 1 3"),
+    "preadv2": (327, 286, "fd 0"),
+    "pwritev2": (328, 287, "fd 0"),
+    "statx": (332, 291, "at 1"),
 }
 CHANGES = {
-    *("write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "fallocate"),
-    *("truncate", "ftruncate", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat"),
-    *("rename", "renameat", "renameat2", "setxattr", "lsetxattr"),
+    *("write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "fallocate", "ftruncate"),
+    *("mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "rename", "renameat", "renameat2"),
 }
 _MACHINE = platform.machine()
-_NUMBERS = {
-    name: number
-    for name, spec in _SPECS.items()
-    if (number := getattr(spec, _MACHINE, None)) is not None
+_BY_NUMBER = {
+    number: (name, kind)
+    for name, (x86_64, aarch64, kind) in _CALLS.items()
+    if (number := {"x86_64": x86_64, "aarch64": aarch64}.get(_MACHINE)) is not None
 }
-_BY_NUMBER = {number: (name, _SPECS[name]) for name, number in _NUMBERS.items()}
 
 
-def _paths_of(spec: _Spec, pid: int, args: list[int]) -> Iterator[str]:
-    if spec.fd is not None:
-        fd = ctypes.c_int(args[spec.fd]).value
-        if fd >= 0:
-            yield os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)")
-    for index in spec.paths:
-        path = _memory(pid, args[index], 4096).partition(b"\0")[0].decode(errors="replace")
+def _paths_of(kind: str, pid: int, args: list[int]) -> Iterator[str]:
+    what, *places = kind.split()
+    for place in map(int, places):
+        if what == "fd":
+            fd = ctypes.c_int(args[place]).value
+            if fd >= 0:
+                yield os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)")
+            continue
+        path = _memory(pid, args[place], 4096).partition(b"\0")[0].decode(errors="replace")
         if not path.startswith("/"):
-            fd = ctypes.c_int(args[index - 1]).value if spec.at else -1
+            fd = ctypes.c_int(args[place - 1]).value if what == "at" else -1
             folder = os.readlink(f"/proc/{pid}/fd/{fd}" if fd >= 0 else f"/proc/{pid}/cwd")
             path = f"{folder}/{path}" if path else folder
         yield path
@@ -449,46 +375,6 @@ def _paths_of(spec: _Spec, pid: int, args: list[int]) -> Iterator[str]:
 def _memory(pid: int, address: int, nbytes: int) -> bytes:
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         return os.pread(memory.fileno(), nbytes, address)
-
-
-# Calls that move only some of their bytes.
-
-
-def _can_be_short(name: str, pid: int, args: list[int], nbytes: int) -> bool:
-    if name == "pwrite64":
-        return args[2] > nbytes
-    return name in ("preadv", "preadv2") and _readable(pid, args, nbytes) > 0
-
-
-def _carry_out_in_part(name: str, pid: int, args: list[int], nbytes: int) -> int:
-    """Do a part of the call here, with another descriptor of the same file."""
-    writes = name == "pwrite64"
-    fd = os.open(f"/proc/{pid}/fd/{args[0]}", os.O_WRONLY if writes else os.O_RDONLY)
-    try:
-        if writes:
-            return os.pwrite(fd, _memory(pid, args[1], nbytes), args[3])
-        data = os.pread(fd, _readable(pid, args, nbytes), args[3])
-    finally:
-        os.close(fd)
-    moved = 0
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        for address, size in _parts(pid, args):
-            part = data[moved : moved + size]
-            moved += os.pwrite(memory.fileno(), part, address) if part else 0
-    return moved
-
-
-def _readable(pid: int, args: list[int], nbytes: int) -> int:
-    """How much of a read is a short one; 0 where the kernel would not cut it."""
-    flags = int(Path(f"/proc/{pid}/fdinfo/{args[0]}").read_text().split()[3], 8)
-    # Past the page cache, reads end at whole blocks.
-    part = nbytes // 4096 * 4096 if flags & os.O_DIRECT else nbytes
-    return part if sum(size for _, size in _parts(pid, args)) > part else 0
-
-
-def _parts(pid: int, args: list[int]) -> list[tuple[int, int]]:
-    raw = _memory(pid, args[1], 16 * args[2])
-    return list(struct.iter_unpack("QQ", raw))
 
 
 # The kernel's interface: seccomp(2), seccomp_unotify(2), linux/seccomp.h.

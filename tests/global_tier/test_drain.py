@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
 
 import localckpt
 from localckpt import (
@@ -35,9 +30,6 @@ from localckpt import (
 )
 from localckpt.events.stream import EventStream
 from localckpt.global_tier import drain as drain_module
-from localckpt.global_tier import places as places_module
-from localckpt.global_tier import staging
-from localckpt.global_tier.drain_items import ImageItems
 from localckpt.global_tier.folders import CommitRecord
 from localckpt.global_tier.places import FilePlace
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
@@ -56,17 +48,11 @@ from tests.global_tier.models import (
     step,
 )
 from tests.global_tier.states import blank as blank_of
-from tests.global_tier.states import load_with_ours, load_with_torch
-from tests.global_tier.states import state_of as state_of_all_kinds
 from tests.managers.jobs import assert_same, damage, error_of, make_manager
-from tests.ranks import announce, await_announced, run_ranks, start_ranks
-from tests.state_dict.states import assert_same as assert_same_values
+from tests.ranks import await_announced, run_ranks, start_ranks
 from tests.upstream.environment import import_upstream, needs
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-# So long may a rank be silent that is to be found lost, while a drain begins on a busy machine.
-_SILENT_S = 5.0
 
 
 def _folder(root: Path) -> Path:
@@ -88,29 +74,6 @@ def _loaded(root: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 # Equal to a save of the same state.
-
-
-def _drain_and_save(state: Callable[[], dict[str, Any]], root: Path) -> None:
-    """Drain a state, and save it to shared storage by itself."""
-    with Job(root) as job, manager_on(root / "direct") as direct:
-        job.nodes.save(state(), 5)
-        direct.save(state(), 5)
-        job.promote(5)
-        assert job.shared.find_latest() == 5
-
-
-def test_all_kinds_of_values_are_drained_as_they_are_saved(tmp_path: Path) -> None:
-    state = state_of_all_kinds(3)
-    state["numbers"] = {7: {"tensor": torch.ones(2)}}
-
-    _drain_and_save(lambda: state, tmp_path)
-
-    drained, saved = _metadata(tmp_path / "shared"), _metadata(tmp_path / "direct")
-    assert drained.state_dict_metadata == saved.state_dict_metadata
-    assert drained.planner_data == saved.planner_data
-    # What is read by torch is the state itself, bit for bit.
-    for load in (load_with_torch, load_with_ours):
-        assert_same_values(load(_folder(tmp_path / "shared"), state), state)
 
 
 def _save_models(rank: int, world_size: int, root: Path, counts: tuple[int, ...]) -> int:
@@ -171,62 +134,6 @@ def test_models_sharded_by_fsdp_are_loaded_by_dcp_and_by_us_on_any_number_of_ran
     done = run_sharded(_save_models, 3, tmp_path, (1, 3))
 
     assert done[0] == 2**2
-
-
-def _drain_placements(rank: int, world_size: int, root: Path) -> None:
-    line = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    wholes: dict[str, tuple[torch.Tensor, DeviceMesh, list[Any]]] = {
-        # First of all, so that every rank may still be the one that writes a part.
-        "twice": (torch.arange(6.0).reshape(2, 3), square, [Shard(0), Shard(0)]),
-        "even": (torch.arange(32.0).reshape(8, 4), line, [Shard(0)]),
-        "uneven": (torch.arange(30.0).reshape(3, 10), line, [Shard(1)]),
-        "empty": (torch.arange(6.0).reshape(2, 3), line, [Shard(0)]),
-        "replicated": (torch.arange(5.0), line, [Replicate()]),
-        "hybrid": (torch.arange(21.0).reshape(7, 3), square, [Replicate(), Shard(0)]),
-        "both": (torch.arange(35.0).reshape(5, 7), square, [Shard(0), Shard(1)]),
-        "scalar": (torch.tensor(3.0), square, [Replicate(), Replicate()]),
-        # As layers that tensor parallelism leaves out.
-        "one dimension": (torch.arange(33.0).reshape(11, 3), square["data"], [Shard(0)]),
-    }
-    state: dict[str, Any] = {
-        key: distribute_tensor(whole, mesh, places, src_data_rank=None)
-        for key, (whole, mesh, places) in wholes.items()
-    }
-    # FSDP2 over tensor parallelism shards by strides; FSDP1 makes ShardedTensors.
-    torch.manual_seed(5)
-    strided = parallelize_module(nn.Linear(6, 9), square["tensor"], ColwiseParallel())
-    fully_shard(strided, mesh=square["data"])
-    state["strided"] = strided.state_dict()
-    torch.manual_seed(5)
-    fsdp1 = FullyShardedDataParallel(nn.Linear(6, 9), device_id=torch.device("cpu"))
-    with FullyShardedDataParallel.state_dict_type(fsdp1, StateDictType.SHARDED_STATE_DICT):
-        state["sharded"] = fsdp1.state_dict()
-
-    _drain_and_save(lambda: state, root)
-
-    if rank == 0:
-        drained = _metadata(root / "shared").state_dict_metadata
-        saved = _metadata(root / "direct").state_dict_metadata
-        different = {key for key in saved if drained[key] != saved[key]}
-        # Torch describes each rank's rows of these as one chunk.
-        assert different <= {"strided.weight", "strided.bias"}, different
-        assert drained.keys() == saved.keys()
-    torch.manual_seed(5)
-    whole = nn.Linear(6, 9).state_dict()
-    found = {key: torch.empty_like(value) for key, (value, *_) in wholes.items()}
-    plain = {key: torch.empty_like(value) for key, value in whole.items()}
-    found |= {"strided": plain, "sharded": {k: v.clone() for k, v in plain.items()}}
-    for tier in ("shared", "direct"):
-        loaded = _loaded(root / tier, blank_of(found))
-        for key, (value, *_) in wholes.items():
-            assert_same(loaded[key], value)
-        assert_same(loaded["strided"], dict(whole))
-        assert_same(loaded["sharded"], dict(whole))
-
-
-def test_every_placement_is_drained_whole_and_once(tmp_path: Path) -> None:
-    run_sharded(_drain_placements, 4, tmp_path)
 
 
 # Written once.
@@ -316,57 +223,6 @@ def test_private_values_that_differ_are_all_drained_in_the_images_of_their_ranks
     assert "had of rng" in capfd.readouterr().out
 
 
-def test_what_a_drain_has_read_is_free_once_it_is_over(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        job.nodes.save({"w": torch.ones(4), "text": "x" * 1000}, 1)
-        job.promote(1)
-
-        gc.collect()
-        assert not [one for one in gc.get_objects() if type(one) is ImageItems]
-
-
-def test_a_save_that_sweeps_leaves_the_drain_alone_that_begins_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Job(tmp_path) as job:
-        job.nodes.save({"w": torch.ones(4)}, 2)
-        job.nodes.save({"w": torch.ones(4)}, 3)
-        job.promote(3)
-        sync_folder = places_module.sync_folder
-
-        def sync(folder: Path) -> None:
-            job.shared._root.sweep(None)
-            sync_folder(folder)
-
-        monkeypatch.setattr(places_module, "sync_folder", sync)
-        job.promote(2)
-
-        assert set(job.shared.all_iterations()) == {2, 3}
-
-
-def test_a_drain_that_sweeps_leaves_the_save_alone_that_is_written_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drained, write = threading.Event(), staging.write_data_file
-
-    def wait_and_write(*args: Any, **options: Any) -> int:
-        assert drained.wait(MAX_S)
-        return write(*args, **options)
-
-    monkeypatch.setattr(staging, "write_data_file", wait_and_write)
-    left = tmp_path / "shared" / ".iteration_00000001.0001.01234567.partial"
-    left.mkdir(parents=True, mode=0o700)
-    with Job(tmp_path) as job:
-        job.nodes.save({"w": torch.ones(4)}, 2)
-        job.shared.save({"w": torch.ones(4)}, 3, is_async=True)
-        job.promote(2)
-        assert not left.exists()
-        drained.set()
-        job.shared.wait_until_finished()
-
-        assert set(job.shared.all_iterations()) == {2, 3}
-
-
 # Behind training.
 
 
@@ -394,22 +250,6 @@ def test_the_promoted_iteration_is_drained_whatever_is_saved_meanwhile(tmp_path:
         job.shared.load(into=found, iteration=6)
     assert torch.equal(found["weight"], weight)
     assert not list(tmp_path.rglob("*.corrupt"))
-
-
-def test_what_was_drained_is_known_after_a_restart(tmp_path: Path) -> None:
-    with Job(tmp_path, keep_last=2) as job:
-        for iteration in range(3):
-            job.nodes.save({"weight": torch.ones(10)}, iteration)
-            if iteration < 2:
-                job.promote(iteration)
-
-    with make_manager("disk", tmp_path / "node0", keep_last=2) as nodes:
-        assert "Drained to shared storage, too: 1\n" in f"{nodes.explain()}\n"
-        nodes.load()
-        assert [d.level for d in nodes.status()] == ["local", "drained"]
-        (note,) = tmp_path.glob("node0/*/*/.notes")
-        note.write_text("[7")
-        assert nodes.explain().drained == ()
 
 
 def test_a_rate_limit_is_kept(tmp_path: Path) -> None:
@@ -629,24 +469,6 @@ def test_files_of_a_cut_off_drain_are_kept_only_if_every_block_is_good(tmp_path:
     assert (_folder(root) / third.name).stat().st_ino == stamp
 
 
-def test_what_a_drain_left_goes_once_something_newer_is_there(tmp_path: Path) -> None:
-    root = tmp_path / "shared"
-    with Job(tmp_path) as job:
-        job.nodes.save(_large(5), 5)
-        job.begin(5, rate_limit=1e6)
-        await_files(root, 1)
-        job.queue.close(abort=True)
-        assert job.shared.unfinished_drains() == [5]
-    with manager_on(root) as manager:
-        manager.save({"a": torch.ones(2)}, 4)
-        assert len(leftovers_in(root)) == 1
-        manager.save({"a": torch.ones(2)}, 5)
-        manager.save({"a": torch.ones(2)}, 6)
-
-    assert leftovers_in(root) == []
-    assert manager_on(root).find_latest() == 6
-
-
 # Far more than it takes to hear of another rank, far less than a drain at this rate.
 _AT_ONCE_S, _SLOW_RATE = 10.0, 2e5
 
@@ -696,27 +518,3 @@ def _small_pieces() -> Iterator[None]:
         yield
     finally:
         drain_module._PIECE_NBYTES = before
-
-
-def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:
-    with make_manager("disk", root / f"node{rank}") as nodes:
-        nodes.save(_large(rank), 5)
-        shared = manager_on(root / "shared", timeout=2.0)
-        queue = AsyncCallsQueue(timeout_s=_SILENT_S)
-        queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=5e6))
-        if rank == 1:
-            announce("begun")
-            await_announced("never", WAIT_S)
-        text = error_of(queue.wait_until_finished, PeerLostError)
-        nodes.__exit__(CheckpointingException, CheckpointingException(), None)
-        return text
-
-
-def test_a_rank_that_is_lost_is_named_within_the_deadline(tmp_path: Path) -> None:
-    with start_ranks(_lose_a_rank, 2, tmp_path) as group:
-        group.await_announced("begun", WAIT_S)
-        await_files(tmp_path / "shared", 1)
-        group.kill(1)
-        text, _ = group.join(WAIT_S, expect_dead=[1])
-
-    assert "rank 1" in text

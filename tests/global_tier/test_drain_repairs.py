@@ -11,20 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from localckpt import (
     CliqueReplicationStrategy,
     MismatchError,
     NoReplicasAvailableError,
     ParityReplicationStrategy,
-    RestoreError,
-    replicated,
 )
-from localckpt.global_tier.drain_items import choose_readers
-from localckpt.state_dict import image
-from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
 from tests.global_tier.models import (
     MISDESCRIBED,
@@ -73,40 +66,8 @@ def _assert_drained(root: Path, iteration: int, world_size: int, numel: int = 30
         assert_same(kept_in_image(folder, rank), state)
 
 
-def _save(rank: int, world_size: int, root: Path, numel: int = 300_000) -> None:
-    with _job(root) as job:
-        for iteration in (5, 6):
-            job.nodes.save(_state_of(rank, iteration, numel), iteration)
-
-
-def _drain_older(rank: int, world_size: int, root: Path) -> None:
-    """A rank that came back on an empty node has the newest one from a peer, and no older one."""
-    with _job(root) as job:
-        state, ckpt_id = job.nodes.load()
-        assert ckpt_id.iteration == 6
-        assert_same(state, _state_of(rank, 6))
-        assert bool(_shards(root / f"node{rank}", 5, rank)) == (rank != 0)
-        job.promote(5)
-        assert job.shared.find_latest() == 5
-        job.promote(6)
-        assert job.shared.all_iterations() == [6, 5]
-
-
 def _shards(node: Path, iteration: int, rank: int) -> list[Path]:
     return list(node.rglob(f"{iteration:012d}.{rank}.*.safetensors"))
-
-
-def test_a_checkpoint_is_drained_though_a_node_was_replaced_by_an_empty_one(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save, 3, tmp_path)
-    shutil.rmtree(tmp_path / "node0")
-
-    run_ranks(_drain_older, 3, tmp_path)
-
-    for iteration in (5, 6):
-        _assert_drained(tmp_path / "shared", iteration, 3)
-    assert leftovers_in(tmp_path / "shared") == []
 
 
 # Killed, and gone on with.
@@ -184,84 +145,7 @@ def test_a_damaged_image_is_drained_from_a_copy_on_another_node(at: float, tmp_p
     assert bad.is_relative_to(tmp_path / "node1")
 
 
-def _damage_while_drained(rank: int, world_size: int, root: Path) -> None:
-    with small_files(), _job(root) as job:
-        job.nodes.save({k: replicated(v) for k, v in _large_state(0, 12).items()}, 5)
-        job.begin(5, rate_limit=1e6)
-        await_announced("written", WAIT_S)
-        if rank == 1:
-            for path in _shards(root / "node1", 5, 1):
-                for tenth in range(2, 9):
-                    damage(path, tenth / 10)
-        job.queue.wait_until_finished()
-        found = {key: torch.zeros(250_000) for key in _large_state(0, 12)}
-        job.shared.load(into=found)
-        assert_same(found, _large_state(0, 12))
-
-
-def test_damage_that_is_found_while_a_drain_writes_makes_it_go_on_with_another_copy(
-    tmp_path: Path,
-) -> None:
-    with start_ranks(_damage_while_drained, 3, tmp_path) as group:
-        await_files(tmp_path / "shared", 1, of_rank="1_")
-        group.announce("written")
-        group.join(2 * WAIT_S)
-
-    assert len(list(tmp_path.rglob("*.corrupt"))) == 1
-    assert leftovers_in(tmp_path / "shared") == []
-
-
 # Tensors of meshes.
-
-
-def _save_sharded(rank: int, world_size: int, root: Path) -> None:
-    with _job(root) as job:
-        job.nodes.save(_sharded(), 5)
-
-
-def _sharded() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (3,))
-    wholes = {"rows": torch.arange(40.0).reshape(8, 5), "short": torch.arange(2.0)}
-    state: dict[str, Any] = {
-        key: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        for key, whole in wholes.items()
-    }
-    state["same"] = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
-    torch.manual_seed(5)
-    fsdp1 = FullyShardedDataParallel(torch.nn.Linear(6, 10), device_id=torch.device("cpu"))
-    with FullyShardedDataParallel.state_dict_type(fsdp1, StateDictType.SHARDED_STATE_DICT):
-        state["fsdp1"] = fsdp1.state_dict()
-    return state
-
-
-def _drain_sharded(rank: int, world_size: int, root: Path) -> None:
-    with _job(root) as job:
-        job.promote(5)
-        assert not _shards(root / "node1", 5, 1)
-
-
-def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_them(
-    tmp_path: Path,
-) -> None:
-    run_sharded(_save_sharded, 3, tmp_path)
-    shutil.rmtree(tmp_path / "node1")
-
-    run_sharded(_drain_sharded, 3, tmp_path)
-
-    (folder,) = checkpoints_in(tmp_path / "shared")
-    torch.manual_seed(5)
-    linear = dict(torch.nn.Linear(6, 10).state_dict())
-    found: dict[str, Any] = {
-        "rows": torch.zeros(8, 5),
-        "short": torch.zeros(2),
-        "same": torch.zeros(4),
-        "fsdp1": {key: torch.zeros_like(value) for key, value in linear.items()},
-    }
-    dcp.load(found, checkpoint_id=tmp_path / "shared" / folder, no_dist=True)
-    assert_same(found["rows"], torch.arange(40.0).reshape(8, 5))
-    assert_same(found["short"], torch.arange(2.0))
-    assert_same(found["same"], torch.ones(4))
-    assert_same(found["fsdp1"], linear)
 
 
 # What cannot be had.
@@ -271,29 +155,6 @@ def _save_misdescribed(rank: int, world_size: int, root: Path, kind: str) -> Non
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     with _job(root) as job:
         job.nodes.save({"model": {"w": misdescribed(kind, mesh)}}, 5)
-
-
-def _save_forged(rank: int, world_size: int, root: Path) -> None:
-    """Rank 1's image says that its tensor has a dimension more than it has."""
-    if rank == 1:
-        box = Box("rows", (1, 8, 5), (((0, 1),), ((3, 3),), ((0, 5),)), RankSet.of([1]))
-        image.render_boxes = lambda _: render_boxes({0: box})  # type: ignore[assignment]
-    _save_sharded(rank, world_size, root)
-
-
-def _drain_forged(rank: int, world_size: int, root: Path) -> str:
-    with _job(root) as job:
-        return error_of(lambda: job.promote(5), RestoreError)
-
-
-@pytest.mark.fault("hostile-file")
-def test_a_table_that_contradicts_the_state_is_refused_by_a_drain(tmp_path: Path) -> None:
-    run_sharded(_save_forged, 3, tmp_path)
-
-    for text in run_sharded(_drain_forged, 3, tmp_path):
-        assert "rows of rank 1 is a DTensor of shape [8, 5]" in text
-        assert "table of boxes says [1, 8, 5]" in text
-    assert not (tmp_path / "shared").exists()
 
 
 def _refused(rank: int, world_size: int, root: Path) -> list[str]:
@@ -355,12 +216,3 @@ def test_a_shard_that_no_node_holds_is_named_and_a_load_computes_it_for_the_next
 
 
 # Who reads what.
-
-
-def test_shards_are_divided_evenly_among_ranks_that_can_read_them() -> None:
-    # Two nodes of four ranks, the first of them empty: each of the others reads one more.
-    copies = [[]] * 4 + [[0, 1, 2, 3]] * 4
-    assert choose_readers([0, 1, 2, 3], copies) == {4: [0], 5: [1], 6: [2], 7: [3]}
-    # A rank without a shard of its own reads before others.
-    assert choose_readers([0, 1], [[1], [], [0, 1]]) == {2: [0], 0: [1]}
-    assert choose_readers([1], [[], [], []]) == {}

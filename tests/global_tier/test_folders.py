@@ -8,24 +8,19 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localckpt import CorruptShardError, FormatVersionError
-from localckpt.availability.retention import Best, Retention
+from localckpt import CorruptShardError
 from localckpt.global_tier.folders import (
     RECORD_NAME,
     CommitRecord,
     Folder,
     folders_in,
-    session_root,
 )
 from localckpt.global_tier.places import FilePlace
 
 NUMBERS = st.integers(0, 10**12)
-FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(
-    lambda name: name not in (".", "..")
-)
 SAVE_IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 # Tests of names share a directory, which each example empties.
 on_disk = settings(
@@ -40,24 +35,6 @@ RECORD = CommitRecord(
 def empty(root: Path) -> None:
     for path in root.iterdir():
         path.rmdir()
-
-
-@on_disk
-@given(st.sets(st.tuples(NUMBERS, NUMBERS), max_size=20))
-@example({(99_999_999, 1), (100_000_000, 1), (5, 9_999), (5, 10_000)})
-def test_folders_are_found_by_their_names_from_new_to_old(
-    tmp_path: Path, numbers: set[tuple[int, int]]
-) -> None:
-    empty(tmp_path)
-    made = [Folder(FilePlace(tmp_path), iteration, epoch) for iteration, epoch in numbers]
-    for folder in made:
-        folder.path.mkdir()
-
-    found, leftovers = folders_in(FilePlace(tmp_path))
-
-    # A later attempt is newer, whatever its numbers.
-    assert found == sorted(made, key=lambda one: (one.epoch, one.iteration), reverse=True)
-    assert leftovers == []
 
 
 @on_disk
@@ -78,74 +55,6 @@ def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
     assert set(leftovers) == {*unfinished, removed}
     assert {of.finished for of in leftovers} == {folder}
     assert [of.is_drain for of in unfinished] == [False, True]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "iteration_1.0001",
-        "iteration_00000001.1",
-        "iteration_000000001.0001",
-        "iteration_00000001.00001",
-        "iteration_00000001",
-        "iteration_00000001.0001.partial",
-        "iteration_00000001.0001.01234567.partial",
-        ".iteration_00000001.0001",
-        "Iteration_00000001.0001",
-        "iteration_00000001.0001 ",
-        "iteration_0000000\u0661.0001",
-        "iteration_-0000001.0001",
-        "session-other",
-    ],
-)
-def test_no_other_name_is_taken_for_a_checkpoint(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-
-    assert folders_in(FilePlace(tmp_path)) == ([], [])
-
-
-@given(st.text(max_size=30))
-@example("")
-@example("..")
-@example("a/b")
-def test_sessions_of_a_root_are_apart(session_id: str) -> None:
-    root = Path("/root")
-
-    path = session_root(root, session_id)
-
-    if session_id:
-        assert path.parent == root
-        assert path.name not in ("", ".", "..")
-        assert not path.name.startswith("iteration_")
-        assert path != session_root(root, session_id + "x")
-    else:
-        assert path == root
-
-
-@on_disk
-@given(
-    st.builds(
-        CommitRecord,
-        st.text(max_size=10),
-        NUMBERS,
-        NUMBERS,
-        SAVE_IDS,
-        st.integers(1, 10_000),
-        st.dictionaries(FILE_NAMES, NUMBERS, max_size=5),
-        st.integers(0, 2**64 - 1),
-        st.none(),
-        st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2),
-        st.builds(Retention, st.none() | st.integers(1), st.none(), st.builds(Best, st.just("x"))),
-    )
-)
-@example(RECORD)
-def test_a_record_is_read_as_it_was_written(tmp_path: Path, record: CommitRecord) -> None:
-    (tmp_path / RECORD_NAME).write_bytes(record.to_bytes())
-
-    found = CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))
-
-    assert found == record
-    assert record.nbytes == sum(record.files.values())
 
 
 def test_a_directory_without_a_record_has_none(tmp_path: Path) -> None:
@@ -219,12 +128,3 @@ def test_a_record_that_somebody_made_up_is_damaged(
 
     with pytest.raises(CorruptShardError):
         CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))
-
-
-def test_a_record_of_another_format_is_an_error_that_says_so(tmp_path: Path) -> None:
-    text, _, _ = RECORD.to_bytes().rstrip(b"\n").rpartition(b"\n")
-    older = json.dumps({**json.loads(text), "format": 2}).encode()
-    digest = b"%016x" % xxhash.xxh3_64_intdigest(older)
-
-    with pytest.raises(FormatVersionError, match="the version of localckpt that saved it"):
-        CommitRecord.parse(tmp_path, b"%s\n%s\n" % (older, digest))

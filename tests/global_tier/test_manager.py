@@ -20,12 +20,10 @@ from localckpt import (
     MismatchError,
     Retention,
     StorageError,
-    UnsafeGlobalError,
 )
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.global_tier.models import (
     MAX_S,
-    Unpicklable,
     assert_loads,
     at_each_open,
     checkpoints_in,
@@ -99,99 +97,6 @@ class Counter:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def _save_while_one_is_written(rank: int, world_size: int, root: Path) -> list[str]:
-    told: list[str] = []
-    # Who does not wait for the save before opens the gate, and is seen to be first.
-    gate = threading.Event()
-    at_each_open("__1_", lambda: gate.wait(0.3))
-
-    def planning() -> None:
-        told.append("planning 2")
-        gate.set()
-
-    with manager_on(root) as manager:
-        manager.save(
-            {"counter": Counter()}, 1, on_commit=lambda: told.append("committed 1"), is_async=True
-        )
-        manager.save({"counter": Counter(planning)}, 2, is_async=True)
-    return told
-
-
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    told = run_ranks(_save_while_one_is_written, 2, tmp_path)
-
-    assert told == [["committed 1", "planning 2"], ["planning 2"]]
-    assert len(checkpoints_in(tmp_path)) == 2
-
-
-def _learn_of_commits(rank: int, world_size: int, root: Path) -> list[tuple[int, list[str]]]:
-    calls: list[tuple[int, list[str]]] = []
-
-    def committed() -> None:
-        calls.append((rank, checkpoints_in(root)))
-
-    def fail() -> None:
-        raise RuntimeError("no room in the catalogue")
-
-    with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1, is_async=False, on_commit=committed)
-        assert checkpoints_in(root) == ["iteration_00000001.0001"]
-        manager.save(state_of(2, rank), 2, on_commit=fail, is_async=True)
-        text = error_of(manager.wait_until_finished)
-        assert "iteration 2 is committed, but on_commit failed" in text
-        assert "no room in the catalogue" in text
-        assert_loads(manager, rank, 2)
-        manager.save(state_of(3, rank), 3, is_async=True)
-        assert_loads(manager, rank, 3)
-    return calls
-
-
-def test_on_commit_is_called_once_on_the_first_rank_and_its_error_is_told_to_all(
-    tmp_path: Path,
-) -> None:
-    first, second = run_ranks(_learn_of_commits, 2, tmp_path)
-
-    assert first == [(0, ["iteration_00000001.0001"])]
-    assert second == []
-
-
-def _ask_for_errors(rank: int, world_size: int, root: Path) -> None:
-    gate = threading.Event()
-    at_each_open("__0_", lambda: gate.wait(MAX_S))
-    with manager_on(root) as manager:
-        bad = {f"bad {rank}": Unpicklable()} if rank == 1 else {}
-        for iteration, ask in enumerate(
-            [manager.wait_until_finished, lambda: manager.save(state_of(9, rank), 9, is_async=True)]
-        ):
-            gate.clear()
-            manager.save(state_of(iteration, rank) | bad, iteration, is_async=True)
-            if rank == 0:
-                # Its own part is still being written.
-                manager.check_for_errors()
-            dist.barrier()
-            gate.set()
-            lost = f"could not save iteration {iteration}: rank 1: RuntimeError: this cannot be p"
-            assert lost in error_of(ask)
-            manager.check_for_errors()
-            manager.wait_until_finished()
-        gate.clear()
-        manager.save(state_of(3, rank) | bad, 3, is_async=True)
-        gate.set()
-        # Settles, and leaves the error to whoever asks.
-        assert manager.find_latest() == -1
-        assert "this cannot be pickled" in error_of(manager.check_for_errors)
-        manager.check_for_errors()
-        manager.save(state_of(4, rank), 4, is_async=True)
-        assert_loads(manager, rank, 4)
-
-
-def test_each_error_is_raised_once_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(_ask_for_errors, 2, tmp_path)
-
-    assert checkpoints_in(tmp_path) == ["iteration_00000004.0001"]
-    assert leftovers_in(tmp_path) == []
-
-
 # Which checkpoints there are.
 
 
@@ -204,36 +109,6 @@ def test_no_checkpoint_is_found_in_an_empty_or_missing_root(root: str, tmp_path:
     assert found == -1
     assert "there is no checkpoint under" in told
     assert list(tmp_path.iterdir()) == []
-
-
-def _disagree(rank: int, world_size: int, root: Path) -> None:
-    with manager_on(root) as manager:
-        told = error_of(
-            lambda: manager.save(state_of(5, rank), 5 + rank, is_async=True), MismatchError
-        )
-        for one in range(world_size):
-            assert f"rank {one}: plan the save of iteration {5 + one}" in told
-        unlike = {"x": torch.ones(3) if rank else 5}
-        error_of(lambda: manager.save(unlike, 6, is_async=True))
-        dist.barrier()
-        assert leftovers_in(root) == []
-        dist.barrier()
-        manager.save(state_of(7, rank), 7, is_async=True)
-        told = error_of(lambda: manager.save(state_of(7, rank), 7, is_async=True))
-        assert "iteration 7 cannot be saved after 7" in told
-        assert_loads(manager, rank, 7)
-        told = error_of(lambda: loaded_by(manager, rank, 7 - rank), MismatchError)
-        assert 'rank 1: ["", 6]' in told
-        assert_loads(manager, rank, 7)
-
-
-def test_ranks_that_speak_of_different_things_are_told_leave_nothing_and_can_go_on(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_disagree, 3, tmp_path)
-
-    assert checkpoints_in(tmp_path) == ["iteration_00000007.0001"]
-    assert leftovers_in(tmp_path) == []
 
 
 # Damage.
@@ -297,30 +172,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(tmp_path:
 # What is refused.
 
 
-class OfMine:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_path: Path) -> None:
-    with manager_on(tmp_path) as manager:
-        told = error_of(
-            lambda: manager.save({"mine": OfMine(3)}, 1, is_async=True), UnsafeGlobalError
-        )
-        manager.wait_until_finished()
-        # Also where the plan of the save before has that key.
-        manager.save({"mine": [1, 2]}, 1)
-        assert error_of(lambda: manager.save({"mine": [OfMine(3)]}, 2), UnsafeGlobalError)
-        assert manager.find_latest() == 1
-    state: dict[str, Any] = {"mine": None}
-    with manager_on(tmp_path, safe_globals=[OfMine]) as manager:
-        manager.save({"mine": OfMine(3)}, 2, is_async=True)
-        manager.load(into=state)
-
-    assert "OfMine" in told
-    assert state["mine"].number == 3
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -351,3 +202,80 @@ def test_a_closed_manager_says_so(tmp_path: Path) -> None:
     ):
         assert "is closed" in error_of(call)
     assert checkpoints_in(tmp_path) == ["iteration_00000001.0001"]
+
+
+def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
+    with manager_on(tmp_path, thread_count=1) as manager:
+        manager.save({"b": torch.ones(9)}, 1, is_async=False)
+        manager.save({"a": torch.ones(1 << 20), "b": torch.ones(9)}, 2, is_async=False)
+        # In the tail of "b", which comes last.
+        file = tmp_path / "iteration_00000002.0001" / "__0_0.distcp"
+        damage(file, 1 - 600 / file.stat().st_size)
+
+        with pytest.raises(CorruptShardError):
+            manager.load(into={"b": torch.zeros(9)}, partial=True)
+
+        with pytest.raises(MismatchError, match="1 values that the state has not: a"):
+            manager.load(into={"b": torch.zeros(9)})
+        assert manager.load(into={"b": torch.zeros(9)}, iteration=1)[1].iteration == 1
+
+
+def _save(manager: Any, *iterations: int) -> None:
+    for iteration in iterations:
+        manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
+
+
+def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
+    tmp_path: Path,
+) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, 1, 2)
+        shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / "iteration_00000900.0001")
+        min((tmp_path / "iteration_00000002.0001").glob("*.distcp")).unlink()
+
+        assert manager.find_latest() == 1
+        with pytest.raises(CorruptShardError, match="give it its name again"):
+            manager.load(into={"w": torch.zeros(9)}, iteration=900)
+
+
+def test_tied_tensors_are_loaded_if_one_value_was_saved_of_them(tmp_path: Path) -> None:
+    tied, whole = torch.zeros(3), torch.zeros(5)
+    with manager_on(tmp_path) as manager:
+        manager.save({"a": torch.ones(3), "b": torch.ones(3)}, 1)
+        manager.save({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, 2)
+        manager.save({"a": torch.ones(5), "b": torch.full((3,), 2.0)}, 3)
+
+        for iteration, state in ((2, {"a": tied, "b": tied}), (3, {"a": whole, "b": whole[1:4]})):
+            with pytest.raises(MismatchError, match="a and b share memory now"):
+                manager.load(into=state, iteration=iteration)
+        assert not tied.any()
+        assert not whole.any()
+        manager.load(into={"a": tied, "b": tied}, iteration=1)
+
+    assert torch.equal(tied, torch.ones(3))
+
+
+def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".localckpt.lock").mkdir()
+
+    with (
+        manager_on(tmp_path) as manager,
+        pytest.raises(CheckpointingException, match="could not lock"),
+    ):
+        _save(manager, 1)
+
+    assert checkpoints_in(tmp_path) == []
+
+
+def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        manager.save(
+            {"w": torch.ones(3)}, 1, on_commit=lambda: print(manager.find_latest()), is_async=True
+        )
+
+        with pytest.raises(CheckpointingException, match="on_commit called the manager"):
+            manager.wait_until_finished()
+
+        assert manager.find_latest() == 1

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import localckpt.global_tier.manager
 from localckpt import PeerLostError, StorageError
 from localckpt.global_tier import places
 from localckpt.storage.write import sync_folder
@@ -32,14 +31,12 @@ from tests.global_tier.models import (
     state_of,
 )
 from tests.managers.jobs import error_of
-from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.ranks import run_ranks
 
 # Far more than it takes to be told, far less than the timeout.
 _AT_ONCE_S, _TIMEOUT_S = 20.0, 60.0
 # What a rank that never comes is waited for, where nothing else has to be done in that time.
 _SHORT_S = 1.5
-# Where it has.
-_LONGER_S = 3.0
 
 
 def _told_at_once(call: Callable[[], Any], kind: type[Exception]) -> str:
@@ -107,88 +104,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works
 
 
 # One rank stalls.
-
-
-def _stall_in_the_middle(rank: int, world_size: int, root: Path, sleeper: int) -> str:
-    asleep = threading.Event()
-
-    def fall_asleep() -> None:
-        if rank == sleeper and asleep.is_set():
-            asleep.clear()
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    at_each_open(".distcp", fall_asleep)
-    with manager_on(root, timeout=_LONGER_S) as manager:
-        manager.save(state_of(1, rank), 1, is_async=True)
-        manager.wait_until_finished()
-        asleep.set()
-        manager.save(state_of(2, rank), 2, is_async=True)
-        told = error_of(manager.wait_until_finished, PeerLostError)
-        announce(f"told {rank}")
-        await_announced("all are awake")
-        assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3, is_async=True)
-        assert_loads(manager, rank, 3)
-    return told
-
-
-@pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize("sleeper", [0, 1])
-def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does(
-    sleeper: int, tmp_path: Path
-) -> None:
-    with start_ranks(_stall_in_the_middle, 3, tmp_path, sleeper) as group:
-        for rank in {0, 1, 2} - {sleeper}:
-            group.await_announced(f"told {rank}")
-        group.kill(sleeper, signal.SIGCONT)
-        group.await_announced(f"told {sleeper}")
-        group.announce("all are awake")
-        told = group.join()
-
-    assert f"rank {sleeper} came too late to save iteration 2" in told.pop(sleeper)
-    for text in told:
-        lost = f"rank {sleeper} (last seen: save iteration 2) did not come"
-        assert f" to save iteration 2, and {lost}" in text
-    assert [name[:18] for name in checkpoints_in(tmp_path)] == [
-        "iteration_00000001",
-        "iteration_00000003",
-    ]
-    assert leftovers_in(tmp_path) == []
-
-
-def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path) -> str:
-    told, save = "", localckpt.global_tier.manager.SharedSave
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with manager_on(root, timeout=_LONGER_S) as manager:
-        manager.save(state_of(1, rank), 1)
-        if rank == 0:
-            localckpt.global_tier.manager.SharedSave = interrupted  # type: ignore[assignment, misc]
-            with pytest.raises(KeyboardInterrupt):
-                manager.save(state_of(2, rank), 2)
-            localckpt.global_tier.manager.SharedSave = save  # type: ignore[misc]
-        else:
-            told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
-    dist.barrier()
-    with manager_on(root, timeout=_LONGER_S) as manager:
-        assert_loads(manager, rank, 1)
-        for iteration in (3, 4):
-            manager.save(state_of(iteration, rank), iteration)
-            assert_loads(manager, rank, iteration)
-    return told
-
-
-@pytest.mark.fault("interrupted")
-def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_new_managers_work(
-    tmp_path: Path,
-) -> None:
-    _, told = run_ranks(_interrupt_before_it_is_staged, 2, tmp_path)
-
-    lost = "rank 0 (last seen: save iteration 1) did not come"
-    assert f" to save iteration 2, and {lost}" in told
-    assert leftovers_in(tmp_path) == []
 
 
 # One rank dies.

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-import torch.distributed as dist
 
 from localckpt import CheckpointingException, StorageError
 from localckpt.global_tier.manager import GlobalCheckpointManager
@@ -20,11 +17,10 @@ from tests.global_tier.models import (
     assert_loads,
     blank,
     checkpoints_in,
-    leftovers_in,
     manager_on,
     state_of,
 )
-from tests.managers.jobs import assert_same, error_of, our_threads
+from tests.managers.jobs import assert_same, error_of
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 
@@ -51,37 +47,6 @@ def _in_a_fork(act: Callable[[], object]) -> int:
 
 
 # Sessions.
-
-
-def _save_in_turn(rank: int, world_size: int, root: Path) -> None:
-    begun, sessions = our_threads(), ("", "one", "a/b")
-    managers = {name: manager_on(root, name, keep_last=1) for name in sessions}
-    for iteration in (1, 2):
-        for number, manager in enumerate(managers.values()):
-            manager.save(
-                state_of(10 * number + iteration, rank), 10 * number + iteration, is_async=True
-            )
-    for number, manager in enumerate(managers.values()):
-        assert_loads(manager, rank, 10 * number + 2)
-        manager.close()
-    for thread in threading.enumerate():
-        if thread.name == "localckpt-within":
-            thread.join(10.0)
-    assert our_threads() == begun
-    assert psutil.Process().children() == []
-    open_files = [file.path for file in psutil.Process().open_files()]
-    assert [path for path in open_files if path.startswith(str(root))] == []
-
-
-def test_sessions_that_share_a_root_do_not_see_each_other_and_leave_nothing_once_closed(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save_in_turn, 2, tmp_path)
-
-    assert checkpoints_in(tmp_path) == ["iteration_00000002.0001"]
-    assert checkpoints_in(tmp_path / "session-one") == ["iteration_00000012.0001"]
-    assert checkpoints_in(tmp_path / "session-a%2Fb") == ["iteration_00000022.0001"]
-    assert leftovers_in(tmp_path / "session-one") == []
 
 
 # Jobs.
@@ -175,81 +140,7 @@ def test_a_fork_that_closes_or_drops_the_manager_does_nothing_to_its_parents(
     assert len(checkpoints_in(tmp_path)) == 2
 
 
-def _hold_the_root_with_a_fork(rank: int, world_size: int, root: Path) -> None:
-    manager = manager_on(root)
-    manager.save(state_of(1, rank), 1, is_async=True)
-    manager.wait_until_finished()
-    if not os.fork():
-        # As a worker of a data loader, which outlives its trainer by a moment.
-        announce("forked")
-        await_announced("end")
-        os._exit(0)
-    await_announced("close")
-    manager.close()
-    announce("closed")
-    await_announced("end")
-
-
-@pytest.mark.parametrize("how", ["closed", "killed"])
-def test_a_fork_that_lives_on_does_not_keep_the_root_from_the_next_job(
-    how: str, tmp_path: Path
-) -> None:
-    with start_ranks(_hold_the_root_with_a_fork, 1, tmp_path, init_group=False) as first:
-        first.await_announced("forked")
-        if how == "closed":
-            first.announce("close")
-            first.await_announced("closed")
-        else:
-            first.kill(0)
-            psutil.wait_procs([psutil.Process(first.pids[0])], timeout=10.0)
-        try:
-            with manager_on(tmp_path, timeout=0.2) as second:
-                second.save(state_of(2, 0), 2, is_async=True)
-                assert_loads(second, 0, 2)
-        finally:
-            first.announce("end")
-            first.join(expect_dead={0} if how == "killed" else ())
-
-
 # Roots that are gone while a job runs.
-
-
-def _lose_the_root(rank: int, world_size: int, root: Path, session: str, emptied: bool) -> set[str]:
-    told, away = set(), root.with_name("away")
-    with manager_on(root, session) as manager:
-        manager.save(state_of(1, rank), 1)
-        for _ in range(2):
-            assert manager.find_latest() == 1
-            dist.barrier()
-            if rank == 0:
-                root.rename(away)
-                if emptied:
-                    root.mkdir()
-            dist.barrier()
-            told.add(error_of(manager.find_latest, StorageError).partition("rank 0: ")[2])
-            told.add(error_of(lambda: manager.save(state_of(2, rank), 2), StorageError))
-            dist.barrier()
-            assert not _tree(root)
-            dist.barrier()
-            if rank == 0:
-                if emptied:
-                    root.rmdir()
-                away.rename(root)
-            dist.barrier()
-        assert_loads(manager, rank, 1)
-        manager.save(state_of(2, rank), 2)
-        assert_loads(manager, rank, 2)
-    return {text.rpartition("rank 0: ")[2] for text in told}
-
-
-@pytest.mark.parametrize(("session", "emptied"), [("", True), ("job", False)])
-def test_a_root_that_is_gone_while_a_job_runs_is_an_error_until_it_is_there_again(
-    tmp_path: Path, session: str, emptied: bool
-) -> None:
-    (told,), also_told = run_ranks(_lose_the_root, 2, tmp_path / "root", session, emptied)
-
-    assert also_told == {told}
-    assert "was removed, emptied or unmounted while the job ran" in told
 
 
 def test_a_root_that_is_gone_before_the_first_save_of_a_start_is_an_error(tmp_path: Path) -> None:

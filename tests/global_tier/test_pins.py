@@ -11,7 +11,6 @@ import torch
 
 from localckpt import (
     Best,
-    CheckpointingException,
     GlobalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
@@ -90,39 +89,6 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
     assert leftovers_in(tmp_path) == []
 
 
-def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:
-    with manager_on(tmp_path) as manager:
-        _save(manager, {1: None})
-    with manager_on(tmp_path, read_only=True) as manager:
-        for call in (manager.pin, manager.unpin):
-            with pytest.raises(CheckpointingException, match="read_only=True"):
-                call(1)
-
-    assert _reasons(tmp_path) == {1: ("newest", "all")}
-
-
-def test_a_pin_outlives_the_run_that_set_it_and_what_is_unpinned_goes(tmp_path: Path) -> None:
-    with manager_on(tmp_path, keep_last=1) as manager:
-        _save(manager, {1: 1.0, 2: None})
-        manager.pin(2)
-        _save(manager, {3: 1.0})
-    with manager_on(tmp_path, keep_last=1) as manager:
-        _save(manager, {4: 1.0, 5: 1.0})
-        assert _iterations(tmp_path) == [2, 5]
-        assert manager.load(into={"w": torch.zeros(9)}, iteration=2)[1].iteration == 2
-        manager.unpin(2)
-        manager.unpin(2)
-        _save(manager, {6: 1.0})
-        # It was loaded, so it is what this job goes back to if the rest is no good.
-        assert _reasons(tmp_path)[2] == ("resumed from",)
-    with manager_on(tmp_path, keep_last=1) as manager:
-        assert manager.load(into={"w": torch.zeros(9)})[1].iteration == 6
-        _save(manager, {7: 1.0, 8: 1.0})
-
-    assert _reasons(tmp_path) == {6: ("resumed from",), 8: ("newest", "last")}
-    assert leftovers_in(tmp_path) == []
-
-
 def _checkpoint(root: Path) -> Folder:
     with manager_on(root) as manager:
         _save(manager, {1: None, 2: None})
@@ -146,16 +112,6 @@ def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: P
     with manager_on(tmp_path) as manager:
         assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
     assert leftovers_in(tmp_path) == []
-
-
-def test_a_pin_that_comes_too_late_says_so(tmp_path: Path) -> None:
-    folder = _checkpoint(tmp_path)
-    _when(PIN_NAME, lambda: remove(folder))
-
-    with pytest.raises(StorageError, match="could not pin"):
-        pin(folder)
-
-    assert not folder.path.exists()
 
 
 def test_what_a_job_that_died_was_removing_is_put_back_if_it_is_pinned(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from localckpt import (
     CorruptShardError,
     MismatchError,
-    PeerLostError,
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load import ReshardingLoadPlanner
@@ -31,15 +29,13 @@ from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import (
     assert_same,
-    blank,
-    data_files,
     load_with_ours,
     save,
     state_of,
     tensor_of,
     told_by,
 )
-from tests.ranks import announce, await_announced, run_ranks
+from tests.ranks import run_ranks
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -60,44 +56,6 @@ def checkpoint(path: Path, state: dict[str, Any]) -> FileSystemWriterAsync:
     save(writer, state)
     writer.close()
     return writer
-
-
-def _load_an_object_on_one(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """By torch's interface for storage, with metadata that another reader has read."""
-    path = root / str(rank)
-    metadata = CachedMetadataFileSystemReader(path).read_metadata()
-    reader = CachedMetadataFileSystemReader(path, timeout_s=20.0)
-    state: dict[str, Any] = {"text": "", "not saved": 7}
-    state |= {} if rank else {"weight": torch.zeros(2)}
-    planner = ReshardingLoadPlanner(allow_partial_load=True)
-    planner.set_up_planner(state, metadata)
-    reader.set_up_storage_reader(metadata, rank == 0)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return state
-
-
-def test_one_rank_reads_the_metadata_for_all_even_for_one_that_loads_no_tensor(
-    tmp_path: Path,
-) -> None:
-    checkpoint(tmp_path / "0", {"text": "saved", "weight": torch.ones(2)})
-    # Only the first rank's directory has metadata.
-    (tmp_path / "1").mkdir()
-    for file in data_files(tmp_path / "0"):
-        os.link(file, tmp_path / "1" / file.name)
-
-    first, second = run_ranks(_load_an_object_on_one, 2, tmp_path)
-
-    assert first["weight"].eq(1).all()
-    assert first["text"] == second["text"] == "saved"
-    assert first["not saved"] == second["not saved"] == 7
-
-
-def test_a_reader_can_be_copied_and_pickled_as_that_of_torch_can(tmp_path: Path) -> None:
-    checkpoint(tmp_path, {"weight": torch.ones(2)})
-    reader = CachedMetadataFileSystemReader(tmp_path)
-
-    for other in (copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))):
-        assert "weight" in other.read_metadata().state_dict_metadata
 
 
 def _read_metadata_of_each(rank: int, world_size: int, paths: list[Path]) -> list[str]:
@@ -175,25 +133,6 @@ def test_an_object_in_a_data_file_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
 
 
-def _wait_for_a_rank_that_does_not_come(rank: int, world_size: int, path: Path) -> str:
-    if rank == 0:
-        await_announced("given up")
-        return ""
-    reader = CachedMetadataFileSystemReader(path, timeout_s=0.3)
-    told = told_by(reader.read_metadata)
-    announce("given up")
-    return told
-
-
-def test_a_rank_that_reads_for_all_and_does_not_come_is_named(tmp_path: Path) -> None:
-    checkpoint(tmp_path, {"w": torch.ones(3)})
-
-    _, told = run_ranks(_wait_for_a_rank_that_does_not_come, 2, tmp_path)
-
-    assert told.startswith(PeerLostError.__name__)
-    assert "rank 0 has not told" in told
-
-
 @pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB])
 def test_any_budget_is_enough_for_any_state(tmp_path: Path, concurrent_bytes: int) -> None:
     # An object, which cannot be read in pieces, is larger than two of the budgets.
@@ -203,32 +142,6 @@ def test_any_budget_is_enough_for_any_state(tmp_path: Path, concurrent_bytes: in
     found = load_with_ours(tmp_path, state, concurrent_bytes=concurrent_bytes)
 
     assert_same(found, state)
-
-
-def test_each_byte_is_read_once_and_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
-    state = {f"w{i}": tensor_of(torch.float32, (3 * MIB // 4 + 5 * i,), i) for i in range(8)}
-    checkpoint(tmp_path, state)
-    total = sum(file.stat().st_size for file in data_files(tmp_path))
-    reader = CachedMetadataFileSystemReader(tmp_path)
-
-    dcp.load(blank(state), storage_reader=reader)
-    for_all = reader.nbytes_read
-    dcp.load(blank({"w3": state["w3"]}), storage_reader=reader)
-    for_one = reader.nbytes_read
-
-    assert 0.9 * total < for_all <= total
-    # Its own bytes, its frame, and the rest of the first block and of the last.
-    assert 3 * MIB < for_one <= 3 * MIB + 2 * MIB + 4096
-
-
-def test_a_file_of_another_writer_is_not_of_the_save_that_is_asked_for(tmp_path: Path) -> None:
-    state = {"w": torch.ones(3)}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-
-    with pytest.raises(CorruptShardError, match="does not end as it was written"):
-        load_with_ours(tmp_path, state, save_id="0" * 32)
-
-    assert_same(load_with_ours(tmp_path, state), state)
 
 
 def test_all_that_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path) -> None:
@@ -274,15 +187,6 @@ def _with_properties_of_another_release(more: tuple[Any, ...]) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorProperties, "__getstate__", lambda self: (*kept(self)[:5], *more))
         return pickle.dumps(Metadata({"weight": described}, {}, {}))
-
-
-@pytest.mark.parametrize("more", [(), (None,), ((3, 1),)])
-def test_metadata_of_torch_with_and_without_strides_is_read(more: tuple[Any, ...]) -> None:
-    metadata = read_metadata(_with_properties_of_another_release(more), SafeGlobals())
-
-    described = metadata.state_dict_metadata["weight"]
-    assert isinstance(described, TensorStorageMetadata)
-    assert described.properties.dtype == torch.float16
 
 
 @pytest.mark.parametrize("more", [("strides",), ((1.5,),), (None, None)])

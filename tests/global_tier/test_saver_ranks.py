@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from localckpt.global_tier.storage_writer import (
     save_state_dict_async_plan,
 )
 from tests.global_tier.states import (
-    Counts,
     Settings,
     assert_same,
     load_with_ours,
@@ -60,54 +58,6 @@ def model_of_all(seed: int, layers: int = 60) -> dict[str, Any]:
 def require_saved(path: Path, wanted: dict[str, Any]) -> None:
     assert_same(load_with_ours(path, wanted), wanted)
     assert_same(load_with_torch(path, wanted), wanted)
-
-
-def metadata_of(path: Path) -> Metadata:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    assert isinstance(metadata, Metadata)
-    return metadata
-
-
-# Each is made once, by both ranks in turn, and stays; what becomes None is removed. One that
-# changes nothing is a save that finds its plan.
-_CHANGES: list[dict[str, Any]] = [
-    *({}, {"grown": tensor_of(torch.int16, (9,), 1)}, {}),
-    {"layer0": tensor_of(torch.float32, (5, 3), 2)},
-    *({"layer1": tensor_of(torch.int32, (3, 5), 3)}, {}),
-    *({"layer2": None}, {}, {"layer3": "a text"}, {}),
-]
-
-
-def _changed(rank: int, number: int) -> dict[str, Any]:
-    state = model_of(rank, number)
-    own = state[f"rank{rank}"]
-    for turn, change in enumerate(_CHANGES[: number + 1]):
-        own |= change if turn % 2 == rank else {}
-    return {**state, f"rank{rank}": {k: v for k, v in own.items() if v is not None}}
-
-
-def _save_changes(rank: int, world_size: int, root: Path) -> list[int]:
-    writer, made, counts = FileSystemWriterAsync(root / "0"), [], Counts()
-    for number in range(len(_CHANGES)):
-        writer.reset(root / str(number))
-        save(writer, _changed(rank, number), timeout_s=TIMEOUT_S)
-        made.append(counts.plans)
-    writer.close()
-    return made
-
-
-def test_a_change_on_one_rank_is_planned_and_what_is_loaded_is_right(tmp_path: Path) -> None:
-    made, _ = run_ranks(_save_changes, 2, tmp_path)
-
-    changes = [bool(change) for change in _CHANGES]
-    assert made == [1 + sum(changes[: number + 1]) for number in range(len(changes))]
-    for number in range(len(_CHANGES)):
-        wanted = _changed(0, number) | _changed(1, number)
-        require_saved(tmp_path / str(number), wanted)
-        metadata = metadata_of(tmp_path / str(number))
-        assert {name.split(".")[0] for name in metadata.planner_data} == set(wanted)
-        described: Any = metadata.state_dict_metadata["rank0.layer1"]
-        assert described.properties.dtype == wanted["rank0"]["layer1"].dtype
 
 
 class _FailingPlanner(DefaultSavePlanner):
@@ -264,26 +214,3 @@ def test_a_rank_that_has_forgotten_what_was_planned_costs_one_save_at_most(
     require_saved(tmp_path / "2", model_of_all(2))
     if not told[0][1]:
         require_saved(tmp_path / "1", model_of_all(1))
-
-
-def _save_in_a_group(rank: int, world_size: int, path: Path) -> None:
-    group = dist.new_group([1, 3])
-    if rank in (1, 3):
-        writer = FileSystemWriterAsync(path)
-        save(
-            writer,
-            model_of(rank, 0),
-            process_group=group,
-            coordinator_rank=1,
-            timeout_s=TIMEOUT_S,
-        )
-        writer.close()
-    dist.barrier()
-
-
-def test_some_of_the_ranks_can_save_together(tmp_path: Path) -> None:
-    run_ranks(_save_in_a_group, 4, tmp_path / "checkpoint")
-
-    require_saved(tmp_path / "checkpoint", model_of(1, 0) | model_of(3, 0))
-    names = {file.name.split(".")[0] for file in (tmp_path / "checkpoint").glob("*.distcp")}
-    assert names == {"__0_0", "__0_1", "__1_0", "__1_1"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import collections
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from localckpt import (
     CheckpointingException,
     SaveFailedError,
     StorageError,
-    UnsafeGlobalError,
 )
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import (
@@ -24,18 +23,16 @@ from localckpt.global_tier.storage_writer import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from tests.global_tier.models import blank, manager_on
 from tests.global_tier.states import (
-    Settings,
     Zipped,
     assert_same,
-    blank,
     data_files,
     load_with_ours,
     load_with_torch,
     registry,
     save,
     state_of,
-    tensor_of,
     write,
 )
 
@@ -99,27 +96,6 @@ def test_values_go_into_tensors_of_any_strides_and_another_dtype(
     assert reader.nbytes_read > 3 * 24 * 4
 
 
-def test_all_that_differs_from_a_checkpoint_of_torch_is_where_things_are(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    state = state_of(4)
-    save(make_writer(tmp_path / "ours"), state)
-    dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
-
-    ours, theirs = (
-        pickle.loads((tmp_path / who / ".metadata").read_bytes()) for who in ("ours", "torch")
-    )
-
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.planner_data == theirs.planner_data
-    # torch 2.8 writes none.
-    assert getattr(theirs, "version", ours.version) == ours.version
-    assert ours.storage_data.keys() == theirs.storage_data.keys()
-    for index, info in ours.storage_data.items():
-        assert info.length == theirs.storage_data[index].length
-        assert info.transform_descriptors is None
-
-
 _NESTED = [torch.ones(2, 3), torch.ones(1, 3)]
 
 
@@ -144,44 +120,6 @@ def test_a_tensor_that_has_no_form_in_a_file_is_refused(
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_an_object_of_an_allowed_class_comes_back(tmp_path: Path, make_writer: MakeWriter) -> None:
-    state = {"settings": Settings("adam", 0.5), "w": torch.ones(3)}
-
-    save(make_writer(tmp_path, safe_globals=[Settings]), state)
-
-    assert_same(load_with_ours(tmp_path, state, safe_globals=[Settings]), state)
-    assert_same(load_with_torch(tmp_path, state), state)
-    with pytest.raises(UnsafeGlobalError, match=r"settings refers to .*states\.Settings"):
-        load_with_ours(tmp_path, state)
-
-
-def test_objects_that_grow_and_shrink_push_nothing_out_of_its_place(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    writer = make_writer(tmp_path / "0", thread_count=1)
-    texts = ["", "x" * 5_000_000, "y", "z" * 4097]
-
-    for number, text in enumerate(texts):
-        state = {"text": text, "w": tensor_of(torch.float32, (9000,), number), "more": number}
-        writer.reset(tmp_path / str(number))
-        save(writer, state)
-
-        assert_same(load_with_ours(tmp_path / str(number), state), state)
-        assert_same(load_with_torch(tmp_path / str(number), state), state)
-
-
-def test_minus_zero_after_zero_and_one_after_true_are_not_taken_for_the_same(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    writer = make_writer(tmp_path / "0")
-
-    for number, value in enumerate([0.0, -0.0, 0, False, True, 1, 1.0, "1", None, "None"]):
-        writer.reset(tmp_path / str(number))
-        save(writer, {"value": value})
-
-        assert_same(load_with_ours(tmp_path / str(number), {"value": 0})["value"], value)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"single_file_per_rank": False}, {"thread_count": 0}],
@@ -194,20 +132,6 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, A
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_a_rank_that_has_nothing_to_write_has_no_function(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    writer = make_writer(tmp_path)
-
-    planned = save_state_dict_async_plan({}, writer)
-    found = writer.get_save_function_and_args()
-    save_state_dict_async_finalize(*planned)
-
-    assert found == (None, None, [])
-    assert everything_in(tmp_path).keys() == {".metadata"}
-    assert load_with_torch(tmp_path, {}) == {}
-
-
 def test_an_outcome_that_is_missing_is_an_error(tmp_path: Path, make_writer: MakeWriter) -> None:
     planned = save_state_dict_async_plan({"w": torch.ones(3)}, make_writer(tmp_path))
 
@@ -215,15 +139,6 @@ def test_an_outcome_that_is_missing_is_an_error(tmp_path: Path, make_writer: Mak
         save_state_dict_async_finalize(*planned)
 
     assert not (tmp_path / ".metadata").exists()
-
-
-def test_what_is_a_file_where_a_directory_should_be_is_named(
-    tmp_path: Path, make_writer: MakeWriter
-) -> None:
-    (tmp_path / "a file").write_bytes(b"")
-
-    with pytest.raises(StorageError, match=r"a file.*not a directory"):
-        save(make_writer(tmp_path / "a file" / "checkpoint"), {"w": torch.ones(3)})
 
 
 def test_a_checkpoint_is_replaced_only_if_asked_and_can_be_loaded_until_the_new_one_is_complete(
@@ -302,12 +217,81 @@ def test_a_planner_that_keeps_plans_itself_is_refused_when_it_sends_none(
     assert_same(load_with_ours(tmp_path / "2", state), state)
 
 
-def test_blanks_of_these_tests_hold_nothing_of_the_state() -> None:
-    state = state_of(1)
+class OwnTensor(torch.Tensor):
+    """A tensor of a class of the user's."""
 
-    with pytest.raises(AssertionError):
-        assert_same(blank(state), state)
-    for part in ("dtypes", "views", "objects"):
-        for value in state[part].values():
-            with pytest.raises(AssertionError):
-                assert_same(blank(value), value)
+
+class Fails:
+    """Allowed, and cannot be rebuilt."""
+
+    def __setstate__(self, state: object) -> None:
+        raise KeyError("a field that was renamed")
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"old": 1}
+
+
+_OF_OWN_CLASS = torch.ones(3).as_subclass(OwnTensor)
+
+
+def _quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        pytest.param(lambda: collections.deque([1, 2]), "deque", id="deque"),
+        pytest.param(lambda: 1 << 3000, "more than 255 bytes", id="integer"),
+        pytest.param(lambda: (1, 1 << 3000), "more than 255 bytes", id="integer in a tuple"),
+        pytest.param(Fails, "a field that was renamed", id="object that cannot be rebuilt"),
+        pytest.param(_quantized, "dequantize", id="quantized tensor"),
+        pytest.param(lambda: _OF_OWN_CLASS, "OwnTensor", id="tensor of a class"),
+    ],
+)
+def test_what_load_would_refuse_is_refused_when_it_is_saved(
+    make: Callable[[], object], told: str, tmp_path: Path
+) -> None:
+    allowed = [collections.deque, Fails]
+    with manager_on(tmp_path, safe_globals=allowed) as manager:
+        manager.save({"w": torch.ones(2)}, 1, is_async=False)
+
+        with pytest.raises(CheckpointingException, match=told):
+            manager.save({"w": torch.ones(2), "it": make()}, 2, is_async=False)
+
+        assert manager.find_latest() == 1
+        manager.save({"w": torch.ones(2)}, 2, is_async=False)
+        assert manager.find_latest() == 2
+
+
+def test_values_under_keys_that_are_no_text_come_back_under_them(tmp_path: Path) -> None:
+    def state() -> dict[Any, Any]:
+        return {
+            "steps": {5: 1.5, 0: "first", -3: None, True: 7, 2.5: [1], (1, 2): (3, 4)},
+            "state": {12: {"step": 3, "moment": torch.arange(4.0)}, 7: {"step": 4}},
+            "list": [{3: {4: "deep"}}, torch.ones(1)],
+            9: "at the top",
+        }
+
+    with manager_on(tmp_path) as manager:
+        manager.save(state(), 1, is_async=False)
+        found = blank(state())
+        manager.load(into=found)
+
+    assert_same(found, state())
+
+
+def test_a_tensor_of_an_allowed_class_comes_back_and_the_program_has_allowed_no_more_by_that(
+    tmp_path: Path,
+) -> None:
+    with torch.serialization.safe_globals([Path, collections.deque]):
+        before = set(torch.serialization.get_safe_globals())
+        with manager_on(tmp_path, safe_globals=[collections.deque, OwnTensor]) as manager:
+            manager.save({"it": _OF_OWN_CLASS, "pair": (1, 2)}, 1, is_async=False)
+            state = {"it": torch.zeros(3).as_subclass(OwnTensor), "pair": None}
+            manager.load(into=state)
+
+        assert torch.equal(state["it"].as_subclass(torch.Tensor), torch.ones(3))
+        assert state["pair"] == (1, 2)
+        assert set(torch.serialization.get_safe_globals()) == before

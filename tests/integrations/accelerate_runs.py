@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
 from localckpt.integrations.accelerate import LocalCheckpoints
-from tests.integrations.kills import record_end
 
 __all__ = ["can_resume_stateful_loaders", "refuse_miscounted", "train", "wrong_uses"]
 
@@ -56,8 +55,6 @@ def train(
     pause_s: float = 0.0,
     loading: dict[str, bool] | None = None,
     is_sharded: bool = False,
-    epochs: int = 3,
-    record: Callable[[str, str], None] | None = None,
 ) -> tuple[list[str], list[Any]]:
     """Train a model, as far as this run gets.
 
@@ -69,8 +66,6 @@ def train(
         pause_s: Length of each batch, in seconds.
         loading: How the accelerator loads data.
         is_sharded: Whether FSDP2 shards the model.
-        epochs: Length of the run.
-        record: Called with each batch and its loss.
 
     Returns:
         The losses of the batches and evaluations that this run has made; and what is known at its
@@ -80,8 +75,6 @@ def train(
 
     def note(batch: str, text: str) -> None:
         noted.append(f"{batch} {text}")
-        if record is not None:
-            record(batch, text)
 
     # Known to all ranks, since Accelerate has the first one's order of the batches for all.
     torch.manual_seed(0 if is_new else random.SystemRandom().randrange(1 << 32))
@@ -95,7 +88,7 @@ def train(
     with LocalCheckpoints(
         accelerator, local=local, every=Every(steps=every), max_attempts=None
     ) as checkpoints:
-        for epoch in checkpoints.epochs(epochs):
+        for epoch in checkpoints.epochs(3):
             for batch, (samples,) in enumerate(checkpoints.batches(loader), start=count.samples):
                 if (number := ends.pop(f"{batch}", None)) is not None:
                     # Else the batch of the resume would depend on how fast saves are.
@@ -112,9 +105,6 @@ def train(
                 note(f"{batch}", f"{samples.sum().item().hex()} {loss.item().hex()}")
             if checkpoints.stopped is None:
                 note(f"epoch {epoch}", f"{torch.rand(()).item().hex()}")
-    state = [model.state_dict(), optimizer.state_dict(), schedule.state_dict(), count.samples]
-    if record is not None:
-        record_end(state, rank)
     total = sum(float(_local(p).double().abs().sum()) for p in model.parameters())
     return noted, [count.samples, total.hex(), checkpoints.steps, checkpoints.stopped is not None]
 

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
 from localckpt.integrations.lightning import LocalCheckpoint
-from tests.integrations.kills import record_end
 
 __all__ = ["fit", "refuse_a_path"]
 
@@ -101,8 +100,6 @@ def fit(
     is_new: bool = True,
     is_sharded: bool = False,
     pause_s: float = 0.0,
-    epochs: int = _EPOCHS,
-    record: _Note | None = None,
 ) -> tuple[list[str], list[int]]:
     """Fit a model, as far as this run gets.
 
@@ -113,8 +110,6 @@ def fit(
         is_new: Whether the run begins here; else it begins with other random numbers.
         is_sharded: Whether FSDP2 shards the model; else it is in DDP where there are two ranks.
         pause_s: Length of each step, in seconds.
-        epochs: Length of the run.
-        record: Called with each step and its loss, and at the end.
 
     Returns:
         The losses of the batches that this run has trained on, and at its end: the samples that
@@ -128,20 +123,15 @@ def fit(
 
     def note(step: int, text: str) -> None:
         losses.append(f"{step}: {text}")
-        if record is not None:
-            record(step, text)
 
     model, validations = _Model(note, end, pause_s), _CountValidations()
-    trainer = _trainer(
-        world_size, [validations, _checkpoints(local, every)], epochs, is_sharded=is_sharded
-    )
+    callbacks = [validations, _checkpoints(local, every)]
+    trainer = _trainer(world_size, callbacks, is_sharded=is_sharded)
     trainer.fit(
         model,
         DataLoader(TensorDataset(samples), batch_size=2, shuffle=True),
         DataLoader(TensorDataset(torch.ones(2, 4)), batch_size=2),
     )
-    if record is not None:
-        record_end([model.state_dict(), trainer.optimizers[0].state_dict(), model.tokens], rank)
     return losses, [model.tokens, validations.count, int(trainer.should_stop)]
 
 
@@ -166,9 +156,7 @@ def _checkpoints(local: Path, every: int) -> LocalCheckpoint:
     return LocalCheckpoint(local=local, every=Every(steps=every), max_attempts=None)
 
 
-def _trainer(
-    world_size: int, callbacks: list[Callback], epochs: int = _EPOCHS, *, is_sharded: bool = False
-) -> Trainer:
+def _trainer(world_size: int, callbacks: list[Callback], *, is_sharded: bool = False) -> Trainer:
     strategy: Any = "auto"
     if is_sharded:
         strategy = ModelParallelStrategy(world_size, tensor_parallel_size=1)
@@ -176,7 +164,7 @@ def _trainer(
         # Without the option DDP rounds the first step of a process in another way.
         strategy = DDPStrategy(find_unused_parameters=True)
     return Trainer(
-        max_epochs=epochs,
+        max_epochs=_EPOCHS,
         accelerator="cpu",
         devices=world_size,
         # The loader of each rank draws the order of its own samples.

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.integrations.forks import Jobs, leave_out
-from tests.integrations.kills import run_both
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -122,16 +121,3 @@ def test_the_example_resumes(tmp_path: Path) -> None:
     printed = run_ranks(_run_example_twice, 2, store_per_node=[tmp_path], timeout_s=_LONGEST_S)
 
     assert printed == [["trained up to step 8", "trained up to step 16"]] * 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_two_launched_ranks_that_are_killed_ten_times_go_on_bit_for_bit(tmp_path: Path) -> None:
-    # With --cpu the launcher starts more than one process by mpirun only.
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
-    command = [*launcher, "--num_processes=2", "--module", "tests.integrations.accelerate_program"]
-
-    whole, killed = run_both(command, tmp_path, kills=10, steps_between=12, seed=1)
-
-    assert len(whole) == 2
-    assert killed == whole

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
-from tests.upstream.environment import UPSTREAM, import_upstream, needs, unused_port
+from tests.upstream.environment import import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
 _Seen = tuple[list[str], str, str]
@@ -103,46 +102,6 @@ def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_a
             assert lines == whole_lines[8:]
             assert state == whole_state
         assert after_stop == stopped
-
-
-def _torchrun(world_size: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
-
-
-def _deepspeed(world_size: int) -> list[str]:
-    launcher = [f"{UPSTREAM}/bin/deepspeed", f"--num_gpus={world_size}", "--no_local_rank"]
-    return [*launcher, f"--master_port={unused_port()}", "--module"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("launch", "world_size", "stage", "precision"),
-    [
-        (_torchrun, 1, 1, "bf16"),
-        (_torchrun, 2, 2, "fp32"),
-        (_deepspeed, 2, 3, "bf16"),
-    ],
-)
-def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
-    launch: Callable[[int], list[str]],
-    world_size: int,
-    stage: int,
-    precision: str,
-    tmp_path: Path,
-) -> None:
-    program = [*launch(world_size), "tests.integrations.deepspeed_program", f"{stage}", precision]
-
-    whole, killed = run_both(
-        *(program, tmp_path),
-        kills=10,
-        steps_between=20,
-        seed=stage,
-        variables=_ENV | {"OMP_NUM_THREADS": "1"},
-    )
-
-    assert [len(values) for values in whole] == [200 + 1] * world_size
-    assert killed == whole
 
 
 def _change_over_and_err(rank: int, world_size: int) -> tuple[Any, Any]:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from localckpt import CheckpointingException
-from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -97,23 +95,6 @@ def test_a_path_to_begin_from_is_refused_beside_a_checkpoint_that_was_found(
     assert "leave ckpt_path out to go on from the newest checkpoint" in error
 
 
-def _refuse_a_strategy(rank: int, world_size: int) -> str:
-    strategies = import_upstream("lightning.pytorch.strategies")
-    plug_in = import_upstream("localckpt.integrations.lightning")
-    for known in (strategies.DDPStrategy(), strategies.ModelParallelStrategy()):
-        plug_in.require_known(known)
-    with pytest.raises(CheckpointingException) as raised:
-        plug_in.require_known(strategies.DeepSpeedStrategy())
-    return str(raised.value)
-
-
-@needs("deepspeed")
-def test_a_strategy_that_keeps_the_state_in_a_form_of_its_own_is_refused_by_name() -> None:
-    (error,) = run_ranks(_refuse_a_strategy, 1, timeout_s=_LONGEST_S)
-
-    assert "DeepSpeedStrategy may keep the training state in a form of its own" in error
-
-
 def _run_example_twice(rank: int, world_size: int) -> list[str]:
     example = import_upstream("examples.integrations.lightning_training")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -133,19 +114,3 @@ def test_the_example_trains_on_two_ranks_and_resumes(node_dirs: Dirs) -> None:
     )
 
     assert printed == [["trained up to step 8", "trained up to step 16"]] * 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
-    world_size: int, tmp_path: Path
-) -> None:
-    program = ["-m", "tests.integrations.lightning_program"]
-    if world_size > 1:
-        program = ["-m", "torch.distributed.run", "--nproc-per-node", f"{world_size}", *program]
-
-    whole, killed = run_both(program, tmp_path, kills=10, steps_between=15, seed=world_size)
-
-    assert [len(values) for values in whole] == [20 * 7 + 1] * world_size
-    assert killed == whole

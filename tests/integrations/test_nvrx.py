@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 import localckpt
-from localckpt.integrations.nvrx.finder import MODULES, VERSION
-from tests.integrations.kills import END, run_both
-from tests.managers.jobs import assert_same, error_of, files, state_of
+from localckpt import (
+    AsyncCall,
+    AsyncRequest,
+    CheckpointingException,
+    CorruptShardError,
+    UnsafeGlobalError,
+)
+from localckpt.integrations.nvrx.changeover import find_nvrx_files, read_nvrx_file
+from localckpt.integrations.nvrx.finder import VERSION
+from localckpt.waiting import wait_until
+from tests.managers.jobs import MAX_S, assert_same, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
@@ -53,27 +67,6 @@ def test_every_module_is_answered_for_with_every_name() -> None:
     assert (done.stderr, done.stdout.strip()) == ("", VERSION)
 
 
-@pytest.mark.parametrize(
-    "imported",
-    [f"{_LOCAL}.base_state_dict", "megatron.core.dist_checkpointing.tensor_aware_state_dict"],
-)
-def test_it_is_refused_when_objects_of_the_true_modules_may_exist(imported: str) -> None:
-    done = _run_python(
-        "-c",
-        f"import sys\n"
-        f"from localckpt.integrations import nvrx\n"
-        f"sys.modules[{imported!r}] = sys\n"
-        f"try:\n"
-        f"    nvrx.install()\n"
-        f"except Exception as error:\n"
-        f"    print(type(error).__name__, error, nvrx.is_installed())\n",
-    )
-
-    assert f"CheckpointingException {imported} is imported already" in done.stdout
-    assert "python -m localckpt.integrations.nvrx run" in done.stdout
-    assert done.stdout.strip().endswith("False")
-
-
 def test_a_module_that_is_not_there_is_named_with_those_that_are() -> None:
     done = _run_python(
         "-c",
@@ -87,32 +80,6 @@ def test_a_module_that_is_not_there_is_named_with_those_that_are() -> None:
         in done.stderr
     )
     assert "async_ckpt.core" in done.stderr
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(("content", "version"), [(None, VERSION), ("__version__ = '9'", "9")])
-def test_the_rest_of_the_true_package_stays(
-    tmp_path: Path, content: str | None, version: str
-) -> None:
-    true = tmp_path / "nvidia_resiliency_ext"
-    (true / "checkpointing").mkdir(parents=True)
-    if content is not None:
-        (true / "__init__.py").write_text(content)
-    (true / "straggler.py").write_text("")
-    (true / "checkpointing" / "__init__.py").write_text("raise RuntimeError('not this one')")
-
-    done = _run_python(
-        "-c",
-        f"import sys\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"from localckpt.integrations import nvrx\n"
-        f"nvrx.install()\n"
-        f"import nvidia_resiliency_ext.straggler, {_LOCAL}.base_state_dict\n"
-        f"print({_LOCAL}.base_state_dict.TensorAwareStateDict.__module__)\n"
-        f"print(nvidia_resiliency_ext.__version__)\n",
-    )
-
-    assert (done.stderr, done.stdout.split()) == ("", ["localckpt.state_dict.basic", version])
 
 
 _PROGRAM = f"""
@@ -155,56 +122,9 @@ def test_a_program_that_is_not_changed_runs_with_all_processes_it_starts(tmp_pat
     assert "2 0 localckpt in place of NVRx's nvidia_resiliency_ext" in done.stdout
 
 
-def test_a_wrong_command_says_what_there_is() -> None:
-    done = _run_python("-m", "localckpt.integrations.nvrx", "walk")
-
-    assert done.returncode == 2
-    assert "nvrx run pretrain_gpt.py" in done.stderr
-
-
 def _nvrx(name: str) -> Any:
     import_module("localckpt.integrations.nvrx").install()
     return import_module(f"nvidia_resiliency_ext.checkpointing.{name}")
-
-
-def _train(rank: int, world_size: int) -> None:
-    managers = _nvrx("local.ckpt_managers.local_manager")
-    strategies = _nvrx("local.replication.strategies")
-    states = _nvrx("local.basic_state_dict")
-    core = _nvrx("async_ckpt.core")
-    core.AsyncCallsQueue.warmup_persistent_caller(rank, cpu_priority=10, io_priority=3)
-    queue = core.AsyncCallsQueue(persistent=True, cpu_priority=5, io_priority=2)
-    repl = strategies.CliqueReplicationStrategy.from_replication_params(1, 2)
-    manager = managers.LocalCheckpointManager(node_store(), repl_strategy=repl)
-    assert manager.local_ckpt_dir.is_relative_to(node_store())
-
-    for iteration in (1, 2):
-        state = states.BasicTensorAwareStateDict(state_of(rank, iteration))
-        queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
-    assert len([name for name in files(node_store()) if name.endswith(".safetensors")]) == 2
-
-    # Files that somebody removes are found to be gone, and the job begins anew.
-    torch.distributed.barrier()
-    for path in node_store().rglob("*.safetensors"):
-        path.unlink(missing_ok=True)
-    torch.distributed.barrier()
-    manager.latest_iteration = -1
-    assert manager.find_latest() == -1
-    manager.save(states.BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    assert manager.find_latest() == 1
-    state, ckpt_id = manager.load()
-    assert_same(state.state_dict, state_of(rank, 1))
-    assert tuple(ckpt_id) == (1, rank, "")
-    queue.close()
-    manager.close()
-    repl.close()
-
-
-def test_a_job_with_their_names_keeps_one_checkpoint_and_saves_again_what_was_removed(
-    node_dirs: Dirs,
-) -> None:
-    run_ranks(_train, 2, store_per_node=node_dirs(2))
 
 
 @pytest.mark.framework
@@ -219,19 +139,6 @@ def test_the_example_resumes(tmp_path: Path) -> None:
         printed += done.stdout.splitlines()
 
     assert printed == ["trained iteration 0 to iteration 7", "trained iteration 8 to iteration 11"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_program_of_theirs_that_is_killed_ten_times_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    program = ["-m", "localckpt.integrations.nvrx", "run", "-m", "torch.distributed.run"]
-    program += ["--standalone", "--nproc-per-node=2", "-m", "tests.integrations.nvrx_program"]
-
-    whole, killed = run_both(program, tmp_path, kills=10, steps_between=7, seed=1)
-
-    assert [len(values) for values in whole] == [81, 81]
-    assert all(END in values for values in whole)
-    assert killed == whole
 
 
 def _gather(rank: int, world_size: int) -> list[list[torch.Tensor]]:
@@ -253,44 +160,218 @@ def test_tensors_of_all_members_are_gathered_whatever_each_has() -> None:
     assert_same(gathered, also_gathered)
 
 
-def _wrap_a_group_of_others(rank: int, world_size: int) -> str:
-    groups = _nvrx("local.replication.group_utils")
-    strategies = _nvrx("local.replication.strategies")
-    group = groups.GroupWrapper(torch.distributed.new_group([0]))
-    assert not hasattr(group, "no_such_name")
-    if rank == 0:
-        return f"{group.my_group_rank} of {group.world_size}"
-    uses = (
-        lambda: group.my_group_rank,
-        lambda: group.world_size,
-        lambda: group.ranks,
-        lambda: group.all_gather_object(rank),
-        lambda: group.all_gather_batch([]),
-        # The other rank, which could make one, does not, and is waited for.
-        lambda: strategies.CliqueReplicationStrategy(group, timeout_s=0.5),
-    )
-    (told,) = {error_of(use, localckpt.MismatchError) for use in uses}
+def _begin_anew(number: int) -> None:
+    """End the process group, and make another one on the same store, as a restart in place does."""
+    store, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert store is not None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    part = dist.PrefixStore(f"life {number}", store)
+    dist.init_process_group("gloo", store=part, rank=rank, world_size=world_size)
+
+
+def _abort_while_waiting(rank: int, world_size: int) -> dict[str, Any]:
+    core = _nvrx("async_ckpt.core")
+    queue, other = core.AsyncCallsQueue(), core.AsyncCallsQueue(persistent=False)
+    failed: list[BaseException] = []
+    call = AsyncCall(time.sleep, failure_fns=[failed.append])
+    queue.schedule_async_request(AsyncRequest(call, (600,), []))
+    other.schedule_async_request(AsyncRequest(call, (600,), []))
+    children = psutil.Process().children
+    assert wait_until(lambda: len(children()) == 2, MAX_S)
+    workers = children()
+
+    aborting = threading.Timer(1.0, core.abort_nvrx_checkpoint)
+    aborting.start()
+    began = time.monotonic()
+    with pytest.raises(CheckpointingException) as raised:
+        queue.maybe_finalize_async_calls(blocking=True)
+    took_s = time.monotonic() - began
+    aborting.join()
+
+    told = {"took_s": took_s, "told": str(raised.value), "failed": len(failed)}
+    told["alive"] = [worker.pid for worker in workers if worker.is_running()]
+    told["unfinalized"] = queue.get_num_unfinalized_calls() + other.get_num_unfinalized_calls()
+    _begin_anew(2)
+    done: list[int] = []
+    for each in (queue, other):
+        each.schedule_async_request(AsyncRequest(os.getpid, (), [lambda: done.append(1)]))
+        each.maybe_finalize_async_calls(blocking=True)
+        each.close()
+    # A queue that was closed stays closed, and one that is gone is not in the way.
+    core.abort_nvrx_checkpoint()
+    with pytest.raises(CheckpointingException, match="closed"):
+        queue.schedule_async_request(AsyncRequest(os.getpid, (), []))
+    told["done"] = len(done)
     return told
 
 
-def test_a_rank_outside_of_a_group_may_wrap_it_and_not_use_it() -> None:
-    inside, outside = run_ranks(_wrap_a_group_of_others, 2)
+def test_an_abort_ends_workers_and_waits_and_the_queues_work_again() -> None:
+    told = run_ranks(_abort_while_waiting, 2)
 
-    assert inside == "0 of 1"
-    assert "rank 1 is not a member of the process group" in outside
-
-
-def test_a_state_of_their_class_has_its_values() -> None:
-    name = f"{_LOCAL}.base_state_dict"
-    base = import_module(MODULES[name]["TensorAwareStateDict"]).TensorAwareStateDict
-    methods = dict.fromkeys(base.__abstractmethods__, lambda self: None)
-    state = type("State", (base,), methods)()
-    state.a, state.b = torch.ones(1), "b"
-
-    assert list(state.values()) == [state.a, "b"]
+    for of_rank in told:
+        assert of_rank["took_s"] < 10
+        assert "queue was aborted" in of_rank["told"]
+        assert (of_rank["failed"], of_rank["alive"], of_rank["unfinalized"]) == (2, [], 0)
+        assert of_rank["done"] == 2
 
 
-def test_every_module_has_a_package_above_it() -> None:
-    for name in MODULES:
-        above = name.rpartition(".")[0]
-        assert above in MODULES or above == "nvidia_resiliency_ext"
+def _abort_a_save(rank: int, world_size: int, kind: str) -> tuple[int, int]:
+    core = _nvrx("async_ckpt.core")
+    queue = core.AsyncCallsQueue()
+    with make_manager(kind, node_store(), "job") as manager:
+        queue.schedule_async_request(manager.save(state_of(rank, 1), 1, is_async=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.schedule_async_request(manager.save(state_of(rank, 2), 2, is_async=True))
+        core.abort_nvrx_checkpoint()
+        dist.barrier()
+        left = queue.get_num_unfinalized_calls()
+        assert resume(manager, rank, 1) == "own node"
+        queue.schedule_async_request(manager.save(state_of(rank, 3), 3, is_async=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        assert resume(manager, rank, 3) == "own node"
+    return left, 3
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_save_that_is_aborted_leaves_the_older_checkpoint_and_the_next_is_complete(
+    kind: str, node_dirs: Any, shm_roots: Any
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    assert run_ranks(_abort_a_save, 2, kind, store_per_node=nodes) == [(0, 3)] * 2
+
+
+def _fail_to_save(rank: int, world_size: int, shared: Path) -> list[str]:
+    core, saver = _nvrx("async_ckpt.core"), _nvrx("async_ckpt.state_dict_saver")
+    writers = _nvrx("async_ckpt.filesystem_async")
+    state, told = {f"of rank {rank}": torch.ones(1000)}, []
+
+    # In the worker, where the queue raises it.
+    writer = writers.FileSystemWriterAsync(shared / "written")
+    planned = saver.save_state_dict_async_plan(state, writer, timeout_s=MAX_S)
+    function, preload, args = writer.get_save_function_and_args()
+    finalize = [lambda: saver.save_state_dict_async_finalize(*planned)]
+
+    def stage() -> Any:
+        writes = preload()
+        if rank == 1:
+            writes[0].path.mkdir()
+        return writes
+
+    request = AsyncRequest(function, tuple(args), finalize, preload_fn=stage)
+    queue = core.AsyncCallsQueue(timeout_s=MAX_S)
+    queue.schedule_async_request(request)
+    told.append(_told(lambda: queue.maybe_finalize_async_calls(blocking=True)))
+    planned[-1].close()
+    queue.close()
+    writer.close()
+
+    # When it is finalized.
+    writer = writers.FileSystemWriterAsync(shared / "finalized")
+    planned = saver.save_state_dict_async_plan(state, writer, timeout_s=MAX_S)
+    function, preload, args = writer.get_save_function_and_args()
+    writes = preload()
+    if rank == 0:
+        function(args[0], writes)
+    else:
+        writer.give_up(OSError("the disk is gone"))
+    told.append(_told(lambda: saver.save_state_dict_async_finalize(*planned)))
+    writer.close()
+
+    # When it is planned.
+    writer = writers.FileSystemWriterAsync(shared / "planned")
+    refused = {"x": _Unplannable() if rank == 1 else torch.ones(2)}
+    told.append(_told(lambda: saver.save_state_dict_async_plan(refused, writer)))
+    writer.close()
+    return told
+
+
+class _Unplannable:
+    def state_dict(self) -> Any:
+        raise RuntimeError("no state")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def _told(call: Any) -> str:
+    with pytest.raises(CheckpointException) as raised:
+        call()
+    error: Any = raised.value
+    assert isinstance(error, CheckpointingException)
+    assert error.failures[dist.get_rank()][0] is error
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again).__name__, str(again)) == (type(error).__name__, str(error))
+    return str(error)
+
+
+def test_a_global_save_that_fails_is_torchs_error_too_and_names_the_rank(tmp_path: Path) -> None:
+    told = run_ranks(_fail_to_save, 2, tmp_path)
+
+    assert told[0] == told[1]
+    written, finalized, planned = told[0]
+    assert "rank 1" in written
+    assert "rank 1" in finalized
+    assert "the disk is gone" in finalized
+    assert "no state" in planned
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("made by a file",)
+
+
+class _Own:
+    def __init__(self) -> None:
+        self.values = [1, 2]
+
+
+def test_a_file_that_names_code_is_refused_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(2), "hook": _RunsCode()}, tmp_path / "file.pt")
+
+    with pytest.raises(UnsafeGlobalError, match="mkdir"):
+        read_nvrx_file(tmp_path / "file.pt")
+
+    assert not (tmp_path / "made by a file").exists()
+
+
+def test_a_class_of_the_user_is_read_when_it_is_allowed(tmp_path: Path) -> None:
+    torch.save({"own": _Own()}, tmp_path / "file.pt")
+
+    with pytest.raises(UnsafeGlobalError, match="_Own"):
+        read_nvrx_file(tmp_path / "file.pt")
+    state = read_nvrx_file(tmp_path / "file.pt", safe_globals=[_Own])
+
+    assert state["own"].values == [1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip file", b"PK\x03\x04" + bytes(100)])
+def test_a_file_that_is_none_of_theirs_is_corrupt(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+
+    with pytest.raises(CorruptShardError, match="left as it is"):
+        read_nvrx_file(tmp_path / "file.pt")
+
+
+def test_files_are_found_by_rank_the_own_folder_first(tmp_path: Path) -> None:
+    for name in (
+        *("0/iter_0000005_0_local.pt", "1/iter_0000005_0_local.pt", "1/iter_0000004_0_local.pt"),
+        *(
+            "0/iter_0000006_0_local.dirty.pt",
+            "0/iter_0000007_1_local.pt",
+            "x/iter_0000008_0_local.pt",
+        ),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    assert find_nvrx_files(tmp_path, "", 0) == {
+        4: tmp_path / "1/iter_0000004_0_local.pt",
+        5: tmp_path / "0/iter_0000005_0_local.pt",
+    }
+    assert find_nvrx_files(tmp_path / "missing", "", 0) == {}

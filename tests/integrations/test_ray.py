@@ -127,33 +127,6 @@ def test_a_run_goes_on_bit_for_bit_after_the_loss_of_a_node(
     _assert_goes_on(notes, tmp_path / "faulty", restarts=1)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_run_goes_on_bit_for_bit_after_ten_kills_and_the_loss_of_a_node(
-    tmp_path: Path, node_dirs: Dirs
-) -> None:
-    steps = 120
-    _run_locally(_fit_locally, 2, tmp_path, steps, stores=node_dirs(2))
-
-    lost = ("lose_a_node", tmp_path, steps, 10)
-    _run_in_cluster(*lost, stores=node_dirs(3), timeout_s=1700.0)
-
-    _assert_goes_on(tmp_path / "whole", tmp_path / "faulty", restarts=11)
-
-
-def test_another_number_of_workers_is_an_error_that_says_what_to_do(
-    whole: tuple[Path, Path], tmp_path: Path
-) -> None:
-    _, store = whole
-
-    (error,) = _run_locally(_fit_locally, 1, tmp_path, _STEPS, stores=[store])
-
-    assert error.startswith("MismatchError: iteration 11 was saved by 2 ranks")
-    assert "'loader" in error
-    assert "private={'loader': 'drop'}" in error
-    assert "Nothing was changed" in error
-
-
 def test_wrong_use_and_a_run_of_which_nothing_is_left_are_errors(
     tmp_path: Path, node_dirs: Dirs
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from torch.utils._pytree import tree_leaves
 
-from tests.integrations.kills import program_environment, run_killed, run_undisturbed
 from tests.ranks import run_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -103,15 +102,6 @@ def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(told: _To
         assert stopped == whole[3 : 3 + len(stopped)]
 
 
-def test_without_their_node_they_go_on_from_what_was_saved_to_the_folder_at_the_stop(
-    told: _Told,
-) -> None:
-    for whole, stopped, rest in zip(told.whole, told.stopped, told.rest, strict=True):
-        # torchtitan's own checkpoints have no random numbers, which come last.
-        expected = [record.rpartition(" ")[0] for record in whole[3 + len(stopped) :]]
-        assert [record.rpartition(" ")[0] for record in rest] == expected
-
-
 def test_one_process_goes_on_and_goes_back(told: _Told) -> None:
     killed, resumed, back, after = told.alone
 
@@ -133,13 +123,6 @@ def test_what_torchtitan_pickles_is_saved_as_plain_values(told: _Told) -> None:
     assert not any(isinstance(leaf, bytes) for leaf in tree_leaves(told.data))
 
 
-def test_options_that_make_no_sense_are_refused(told: _Told) -> None:
-    texts = ["needs checkpoint.local", "shared= is not", "does not know evry", "take the place of"]
-
-    for error, text in zip(told.refused, texts, strict=True):
-        assert text in error
-
-
 def _run_example_twice(rank: int, world_size: int, folder: Path) -> list[list[str]]:
     runs = _torchtitan()
     job = runs.Job(folder, 2, runs.run_example)
@@ -157,58 +140,3 @@ def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
 
 def _step(record: str) -> int:
     return int(record.split()[0])
-
-
-def _run_shardings(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[Any, Any]]]:
-    runs = _torchtitan()
-    shardings = {
-        "tensor": ["--parallelism.tensor-parallel-degree", "2"],
-        "hybrid": [
-            *("--parallelism.data-parallel-replicate-degree", "2"),
-            *("--parallelism.data-parallel-shard-degree", "1"),
-        ],
-        "workers": ["--dataloader.num-workers", "1"],
-    }
-    found = {}
-    for name, options in shardings.items():
-        flags = ("--training.steps", "7", *options)
-        whole = runs.Job(folder / f"whole {name}", 2).run(*flags)
-        job = runs.Job(folder / name, 2)
-        job.run(*flags, "--end", "SIGKILL", "--end-at", "4")
-        found[name] = list(zip(whole, job.run(*flags, "--debug.seed", "5"), strict=True))
-    return found
-
-
-@pytest.mark.long
-def test_tensor_parallel_replicated_and_worker_fed_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
-    (found,) = run_ranks(*(_run_shardings, 1, tmp_path), init_group=False, timeout_s=_LONGEST_S)
-
-    for whole, resumed in (ranks for sharding in found.values() for ranks in sharding):
-        assert list(map(_step, resumed)) == [4, 5, 6, 7]
-        assert resumed == whole[3:]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    command = [*("-m", "torch.distributed.run", "--nproc-per-node", "2")]
-    command += ["-m", "tests.integrations.torchtitan_program", "--", "--training.steps", "60"]
-    # A kill may come between one of torchtitan's, without random numbers, and that of the nodes.
-    command += ["--checkpoint.no-save-to-folder", "--debug.seed", "3"]
-    environment = program_environment()
-
-    def places(name: str) -> list[str]:
-        return ["--checkpoint.local", f"{tmp_path}/{name}", "--dump-folder", f"{tmp_path}/{name}d"]
-
-    whole = run_undisturbed([*command, *places("whole")], tmp_path / "a", environment)
-    killed = run_killed(
-        [*command, *places("killed")],
-        tmp_path / "b",
-        environment,
-        kills=10,
-        steps_between=8,
-        seed=1,
-    )
-
-    assert [len(values) for values in whole] == [60, 60]
-    assert killed == whole

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.integrations.forks import Jobs, leave_out
-from tests.integrations.kills import run_both
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -101,18 +100,6 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(outcomes: dict[str, 
         assert after_stop == (losses[len(stopped[0]) :], at_end)
 
 
-def test_the_newest_undamaged_checkpoint_is_taken_beside_a_path(outcomes: dict[str, Any]) -> None:
-    ((whole, from_path, newer_than_path, older_than_damaged),) = outcomes["paths"]
-
-    assert from_path == whole[4:]
-    assert newer_than_path == whole[6:]
-    assert older_than_damaged == whole[6:]
-
-
-def test_an_exported_checkpoint_is_what_from_pretrained_reads(outcomes: dict[str, Any]) -> None:
-    assert outcomes["export"] == [[True, True]]
-
-
 def test_wrong_uses_are_told(outcomes: dict[str, Any]) -> None:
     (errors,) = outcomes["wrong uses"]
 
@@ -126,21 +113,3 @@ def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     printed = run_ranks(_run_example_twice, 2, store_per_node=[tmp_path], timeout_s=_LONGEST_S)
 
     assert printed == [["trained up to step 6", "trained up to step 12"]] * 2
-
-
-# With --cpu it starts more than one process by mpirun only.
-_LAUNCHER = ("accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("launcher", [(), (*_LAUNCHER, "--module")], ids=["alone", "launched"])
-def test_ten_kills_at_random_moments_change_nothing(
-    launcher: tuple[str, ...], tmp_path: Path
-) -> None:
-    command = ["-m", *launcher, "tests.integrations.transformers_program"]
-
-    whole, killed = run_both(command, tmp_path, kills=10, steps_between=15, seed=len(command))
-
-    assert len(whole) == (2 if launcher else 1)
-    assert killed == whole

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localckpt import CheckpointingException
 from localckpt.integrations import versions
-from localckpt.integrations.versions import OLDEST, UnsupportedVersionError, require
+from localckpt.integrations.versions import OLDEST, UnsupportedVersionError
 
 _ROOT = Path(__file__).parents[2]
 _PLUG_INS = {name: name for name in OLDEST if name != "megatron-core"}
@@ -59,41 +59,6 @@ def test_the_stand_in_for_nvrx_refuses_an_older_megatron_core_and_is_not_install
         nvrx.install()
 
     assert not nvrx.is_installed()
-
-
-def test_the_other_name_of_lightning_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, **{"pytorch-lightning": "2.5.2"})
-
-    with pytest.raises(UnsupportedVersionError, match=r"pytorch-lightning 2\.5\.2 is installed"):
-        require("lightning", "pytorch-lightning")
-
-
-@pytest.mark.parametrize(
-    "installed",
-    [
-        "2.5.3",
-        "2.5.3.post0",
-        "2.5.3rc1",
-        "2.5.3.dev20260101+cpu",
-        "2.5.10",
-        "2.6",
-        "3",
-        "0.0.0",
-        "?",
-    ],
-)
-def test_what_is_new_enough_or_has_no_number_passes(
-    installed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install(monkeypatch, lightning=installed)
-
-    require("lightning")
-
-
-def test_what_is_not_installed_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch)
-
-    require("lightning")
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.lists(st.integers(0, 30)))

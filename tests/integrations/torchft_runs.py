@@ -146,28 +146,15 @@ def _damaged_at(offset: int) -> Handle:
 # What is told of each.
 
 
-def _whole() -> str:
+def _whole() -> int:
+    """How many replicas receive the state as it was when it was sent."""
     state = _make_state()
-    with _sending(state) as sender:
-        assert_same(_receive(sender.metadata()), state)
-    return "same"
-
-
-def _later_changes() -> str:
-    state = _make_state()
-    with _sending(state) as sender:
+    with _sending(state) as sender, ThreadPoolExecutor(3) as pool:
         for value in state["user"]["default"]["model"].values():
             value.zero_()
-        assert_same(_receive(sender.metadata()), _make_state())
-    return "same"
-
-
-def _several_at_once() -> int:
-    state = _make_state()
-    with _sending(state) as sender, ThreadPoolExecutor(8) as pool:
-        received = list(pool.map(lambda _: _receive(sender.metadata()), range(8)))
+        received = list(pool.map(lambda _: _receive(sender.metadata()), range(3)))
     for one in received:
-        assert_same(one, state)
+        assert_same(one, _make_state())
     return len(received)
 
 
@@ -200,10 +187,10 @@ def _refused_in_place(change: Callable[[Any], None] | None, handle: Handle | Non
     return error
 
 
-def _stopped_after(share: float) -> tuple[str, float]:
-    """The error, and its time in seconds, where a network stops after a share of the bytes."""
+def _stalled() -> tuple[str, float]:
+    """The error, and its time in seconds, where a network stops after half of the bytes."""
     is_over = threading.Event()
-    handle = _pass_on(lambda data: data[: int(share * len(data))], stalls_until=is_over)
+    handle = _pass_on(lambda data: data[: len(data) // 2], stalls_until=is_over)
     with _sending(_make_state()) as sender, _behind(sender, handle) as metadata:
         began = time.monotonic()
         error = _error_of(lambda: _receive(metadata, timeout=_SHORT))
@@ -226,14 +213,6 @@ def _damaged_blocks() -> list[str]:
 
 def _cut() -> str:
     return _refused_in_place(None, _pass_on(lambda data: data[: len(data) // 2]))
-
-
-def _stalled() -> tuple[str, float]:
-    return _stopped_after(0.5)
-
-
-def _silent() -> tuple[str, float]:
-    return _stopped_after(0.0)
 
 
 def _of_another_step() -> dict[str, str]:
@@ -304,7 +283,6 @@ def _shutdown_while_sending() -> float:
 
 
 _RUNS = (
-    *(_whole, _later_changes, _several_at_once, _in_place, _misfits, _damaged_blocks, _cut),
-    *(_stalled, _silent, _of_another_step, _comes_later, _elsewhere, _classes, _after_shutdown),
-    _shutdown_while_sending,
+    *(_whole, _in_place, _misfits, _damaged_blocks, _cut, _stalled, _of_another_step),
+    *(_comes_later, _elsewhere, _classes, _after_shutdown, _shutdown_while_sending),
 )

@@ -31,7 +31,6 @@ from transformers.utils import logging
 from localckpt import Checkpointer, CheckpointingException, Every
 from localckpt.integrations.transformers import LocalCheckpointCallback
 from tests.cli.commands import call
-from tests.integrations.kills import record_end
 from tests.managers.jobs import damage
 
 __all__ = ["export", "resume_from_paths", "train", "train_adapters", "wrong_uses"]
@@ -80,7 +79,6 @@ def train(
     is_new: bool = True,
     pause_s: float = 0.0,
     adapters: bool = False,
-    record: Callable[[str, str], None] | None = None,
     **arguments: Any,
 ) -> tuple[list[str], dict[str, Any]]:
     """Train a model, as far as this run gets.
@@ -92,7 +90,6 @@ def train(
         is_new: Whether the run begins here; else it begins with other parameters.
         pause_s: Length of each batch, in seconds.
         adapters: Whether to train adapters of a model that is frozen.
-        record: Called with each step and its loss.
         arguments: Further training arguments.
 
     Returns:
@@ -103,8 +100,6 @@ def train(
 
     def note(step: str, text: str) -> None:
         noted.append(f"{step} {text}")
-        if record is not None:
-            record(step, text)
 
     seed = 0 if is_new else random.SystemRandom().randrange(1 << 32)
     trainer = _trainer(local, seed, note, arguments, adapters=adapters)
@@ -116,8 +111,6 @@ def train(
     checkpoints.attach(trainer)
     trainer.train()
     state = trainer.state
-    if record is not None:
-        record_end([trainer.model.state_dict(), trainer.optimizer.state_dict()], rank)
     return noted, {
         "known": [state.global_step, state.epoch, state.total_flos, state.best_metric],
         "patience": patience.early_stopping_patience_counter,

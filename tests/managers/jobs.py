@@ -16,24 +16,15 @@ import pytest
 import torch
 
 import localckpt
-from localckpt.events.stream import EventStream
-from localckpt.managers.context import Context
-from localckpt.options import Options
-from localckpt.ranks.ranks import Ranks
-from localckpt.replication.strategies import NoReplication
-from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.storage.store import Store
 from tests.ranks import node_store
 
 __all__ = [
     "KINDS",
     "MAX_S",
-    "Breaking",
     "Dirs",
     "assert_same",
     "before_commit",
     "cliques",
-    "context_of",
     "damage",
     "error_of",
     "files",
@@ -56,12 +47,6 @@ Dirs = Callable[[int], list[Path]]
 KINDS = ("disk", "memory")
 MAX_S = 20.0
 """Timeout of managers, strategies and queues where no timeout is to be seen."""
-
-
-def context_of(store: Store, options: Options) -> Context:
-    """What the saves of a rank that is alone share."""
-    ranks, strategy = Ranks("manager", None, options.timeout), NoReplication(options.timeout, None)
-    return Context("run", options, EventStream(), ranks, strategy, SafeGlobals(), store)
 
 
 def state_of(rank: int, iteration: int, nbytes: int = 4000) -> dict[str, Any]:
@@ -152,22 +137,6 @@ def in_job(
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         yield manager, queue
-
-
-class Breaking(localckpt.CliqueReplicationStrategy):
-    """Its connections break on rank 1 when these iterations are to be sent, or cannot be made."""
-
-    breaking: frozenset[int] = frozenset()
-    unreachable: frozenset[int] = frozenset()
-
-    def _host_transport(self, announced: Any, timeout_s: float) -> Any:
-        iteration = announced[0].id_.iteration if self._world().rank == 1 else None
-        if iteration in self.unreachable:
-            raise localckpt.PeerLostError("rank 1 has no network")
-        transport = super()._host_transport(announced, timeout_s)
-        if iteration in self.breaking:
-            transport.abort()
-        return transport
 
 
 def save(

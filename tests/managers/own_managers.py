@@ -11,7 +11,7 @@ import torch
 
 from localckpt import BaseCheckpointManager, CkptID, TensorAwareStateDict
 
-__all__ = ["DictManager", "FileManager", "TroubledDictManager"]
+__all__ = ["DictManager", "FileManager"]
 
 
 class DictManager(BaseCheckpointManager):
@@ -39,18 +39,6 @@ class DictManager(BaseCheckpointManager):
     def _cleanup_failed_save(self, iteration: int) -> None:
         for ckpt_id in [i for i in self.kept if i.iteration == iteration]:
             del self.kept[ckpt_id]
-
-
-class TroubledDictManager(DictManager):
-    trouble: str | None = None
-
-    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
-        if self.trouble == "raises":
-            raise ValueError("no place for it")
-        if self.trouble == "raises for the replica" and ckpt_id.rank != self.rank:
-            raise ValueError("no place for it")
-        if self.trouble != "does nothing":
-            super()._save(state_dict, ckpt_id)
 
 
 class FileManager(BaseCheckpointManager):

@@ -1,16 +1,20 @@
-"""Bad copies are found out, set aside, and replaced: by a replica, or by an older state."""
+"""Bad copies are set aside, and replaced by a replica or an older state; good ones never are."""
 
 from __future__ import annotations
 
+import collections
+import enum
 import re
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from localckpt import MismatchError, NoReplicasAvailableError
+import localckpt
+from localckpt import CorruptShardError, NoReplicasAvailableError, RestoreError
 from tests.managers.jobs import (
     Dirs,
     assert_same,
@@ -19,7 +23,7 @@ from tests.managers.jobs import (
     error_of,
     files,
     in_job,
-    iterations_on,
+    make_manager,
     reads_fail,
 )
 from tests.ranks import node_store, run_ranks
@@ -34,8 +38,8 @@ def _large(rank: int, iteration: int) -> dict[str, Any]:
     return {"large": torch.randn(_NBYTES // 4, generator=random), "iteration": iteration}
 
 
-def _save_iterations(rank: int, world_size: int, replicated: bool = True) -> None:
-    with in_job(None if replicated else nullcontext(), keep_last=2) as (manager, _):
+def _save_iterations(rank: int, world_size: int) -> None:
+    with in_job(keep_last=2) as (manager, _):
         for iteration in (7, 8):
             manager.save(_large(rank, iteration), iteration)
 
@@ -65,53 +69,10 @@ def _set_aside(*nodes: Path) -> list[tuple[int, int]]:
     return [(int(iteration), int(owner)) for iteration, owner, *_ in names]
 
 
-@pytest.fixture
-def nodes(node_dirs: Dirs) -> list[Path]:
-    """Two nodes that keep iterations 7 and 8 of each other's rank."""
-    found = node_dirs(2)
-    run_ranks(_save_iterations, 2, store_per_node=found)
-    return found
-
-
-@pytest.mark.fault("bad-copies")
-def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(nodes: list[Path]) -> None:
-    damage(_copy(nodes[1], 1, 8), _MIDDLE)
-    before = len(files(*nodes))
-
-    told = run_ranks(_load, 2, store_per_node=nodes)
-
-    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
-    assert _set_aside(nodes[1]) == [(8, 1)]
-    assert _set_aside(nodes[0]) == []
-    # Nothing is deleted by a restart, and the copy is made again.
-    assert len(files(*nodes)) == before + 1
-    assert _copy(nodes[1], 1, 8).read_bytes() == _copy(nodes[0], 1, 8).read_bytes()
-
-
-@pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("own", ["is gone", "is bad"])
-def test_when_no_copy_is_good_all_ranks_take_the_older_checkpoint(
-    own: str, nodes: list[Path]
-) -> None:
-    damage(_copy(nodes[0], 1, 8), _MIDDLE)
-    if own == "is bad":
-        damage(_copy(nodes[1], 1, 8), _MIDDLE)
-    else:
-        _copy(nodes[1], 1, 8).unlink()
-
-    told = run_ranks(_load, 2, store_per_node=nodes)
-    found_again = run_ranks(_load, 2, store_per_node=nodes)
-
-    assert told == [(8, 7, "own node")] * 2
-    assert _set_aside(nodes[0]) == [(8, 1)]
-    assert _set_aside(nodes[1]) == ([(8, 1)] if own == "is bad" else [])
-    assert found_again == [(7, 7, "own node")] * 2
-
-
 def _all_is_bad(rank: int, world_size: int) -> list[str]:
     told = []
     with in_job(keep_last=2) as (manager, _):
-        assert manager.find_latest() == 8
+        assert manager.find_latest() == 7
         told.append(error_of(manager.load, NoReplicasAvailableError))
         assert manager.find_latest() == -1
         told.append(error_of(manager.load, NoReplicasAvailableError))
@@ -123,13 +84,31 @@ def _all_is_bad(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.fault("bad-copies")
-def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(nodes: list[Path]) -> None:
-    for iteration in (7, 8):
-        for node in nodes:
-            damage(_copy(node, 1, iteration), _MIDDLE)
+def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or_it_is_an_error(
+    node_dirs: Dirs,
+) -> None:
+    first, second = nodes = node_dirs(2)
+    run_ranks(_save_iterations, 2, store_per_node=nodes)
+    before = len(files(*nodes))
 
+    # Of one of two copies.
+    damage(_copy(second, 1, 8), _MIDDLE)
+    assert run_ranks(_load, 2, store_per_node=nodes) == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+    assert (_set_aside(first), _set_aside(second)) == ([], [(8, 1)])
+    # Nothing is deleted by a restart, and the copy is made again.
+    assert len(files(*nodes)) == before + 1
+    assert _copy(second, 1, 8).read_bytes() == _copy(first, 1, 8).read_bytes()
+
+    # Of both copies.
+    for node in nodes:
+        damage(_copy(node, 1, 8), _MIDDLE)
+    assert run_ranks(_load, 2, store_per_node=nodes) == [(8, 7, "own node")] * 2
+    assert (_set_aside(first), _set_aside(second)) == ([(8, 1)], [(8, 1)] * 2)
+
+    # Of both iterations.
+    for node in nodes:
+        damage(_copy(node, 1, 7), _MIDDLE)
     told = run_ranks(_all_is_bad, 2, store_per_node=nodes)
-
     assert told[0] == told[1]
     for text in told[0]:
         assert "iteration 8 (generation 1.2, 2 ranks) lacks the shards of ranks 1" in text
@@ -137,120 +116,9 @@ def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(nodes: list[P
         assert "Looked for on the node of rank 0, the node of rank 1." in text
         for node in ("the node of rank 0", "the node of rank 1"):
             for iteration in (7, 8):
-                name = rf"{node}: {iteration:012d}\.1\.\d+\.\d+\.safetensors\.corrupt: "
-                assert len(re.findall(rf"{name}iteration {iteration} of rank 1", text)) == 1
-        assert text.count("is damaged: the 1048576 bytes from") == 4
-
-
-def _go_on_after_a_fall_back(rank: int, world_size: int) -> None:
-    with in_job(nullcontext(), keep_last=2) as (manager, _):
-        assert manager.find_latest() == 8
-        assert manager.load()[1].iteration == 7
-        # 8 is no more than a name now, so 7 is one of the two that are kept.
-        manager.save(_large(rank, 9), 9)
-        assert {7, 9} <= iterations_on(node_store())
-        manager.save(_large(rank, 10), 10)
-    with in_job(nullcontext(), keep_last=2) as (manager, _):
-        assert manager.find_latest() == 10
-        assert_same(manager.load()[0], _large(rank, 10))
-
-
-def test_a_checkpoint_that_could_not_be_loaded_is_not_counted_among_those_that_are_kept(
-    node_dirs: Dirs,
-) -> None:
-    nodes = node_dirs(2)
-    run_ranks(_save_iterations, 2, False, store_per_node=nodes)
-    damage(_copy(nodes[1], 1, 8), _MIDDLE)
-
-    run_ranks(_go_on_after_a_fall_back, 2, store_per_node=nodes)
-
-
-def _save_as_another_number_of_ranks(rank: int, world_size: int) -> None:
-    with in_job(nullcontext(), keep_last=9) as (manager, _):
-        manager.save(_large(rank, 5), 5)
-
-
-def _load_where_only_another_number_of_ranks_is_left(rank: int, world_size: int) -> list[str]:
-    with in_job(nullcontext(), keep_last=9) as (manager, _):
-        assert manager.find_latest() == 5
-        told = [error_of(manager.load, MismatchError)]
-        manager.latest_iteration = -1
-        told.append(error_of(manager.find_latest, MismatchError))
-    return told
-
-
-@pytest.mark.fault("world-size")
-def test_a_job_never_falls_back_to_the_state_of_another_number_of_ranks(node_dirs: Dirs) -> None:
-    nodes = node_dirs(1)
-    run_ranks(_save_as_another_number_of_ranks, 2, store_per_node=nodes)
-    run_ranks(_save_as_another_number_of_ranks, 1, store_per_node=nodes)
-    (newest,) = (p for p in nodes[0].rglob("*.safetensors") if p.name.split(".")[2] == "2")
-    damage(newest, _MIDDLE)
-
-    (told,) = run_ranks(_load_where_only_another_number_of_ranks_is_left, 1, store_per_node=nodes)
-
-    for text in told:
-        assert "saved by 2 ranks, and this job has 1" in text
-
-
-def _lose_a_file_before_loading(rank: int, world_size: int) -> str:
-    with in_job() as (manager, _):
-        assert manager.find_latest() == 8
-        if rank == 1:
-            _copy(node_store(), 1, 8).unlink()
-        assert_same(manager.load()[0], _large(rank, 8))
-        return str(manager.last_load.source)
-
-
-@pytest.mark.fault("lost-during-recovery")
-def test_a_copy_that_is_gone_when_it_is_to_be_loaded_is_replaced_by_its_replica(
-    nodes: list[Path],
-) -> None:
-    told = run_ranks(_lose_a_file_before_loading, 2, store_per_node=nodes)
-
-    assert told == ["own node", "peer rank 0"]
-
-
-def _receive_badly(rank: int, world_size: int) -> str:
-    repl = cliques(1, 3)
-    with in_job(repl) as (manager, _):
-        manager.save(_large(rank, 3), 3)
-        if rank == 2:
-            _copy(node_store(), 2, 3).unlink()
-        assert manager.find_latest() == 3
-        receive = repl.retrieve_image
-        tries = []
-
-        def spoil_the_first(plan: Any, open_source: Any, accept: Any, timeout_s: float) -> Any:
-            rooms = []
-
-            def room(id_: Any, nbytes: int) -> memoryview:
-                rooms.append(accept(id_, nbytes))
-                return rooms[-1]
-
-            received = receive(plan, open_source, room, timeout_s)
-            tries.append([entry.sender for entry in plan.transfers])
-            if rank == 2 and len(tries) == 1:
-                rooms[0][_NBYTES // 2] ^= 1
-            return received
-
-        repl.retrieve_image = spoil_the_first
-        state, _ = manager.load()
-        assert_same(state, _large(rank, 3))
-        assert tries == [[0], [1]]
-        return str(manager.last_load.source)
-
-
-@pytest.mark.fault("bad-copies")
-def test_a_copy_that_was_spoiled_on_its_way_is_not_quarantined_where_it_is_good(
-    node_dirs: Dirs,
-) -> None:
-    nodes = node_dirs(3)
-
-    told = run_ranks(_receive_badly, 3, store_per_node=nodes)
-
-    assert told == ["own node", "own node", "peer rank 1"]
-    assert _set_aside(*nodes) == []
+                name = rf"{node}: {iteration:012d}\.1\.\d+\.\d+\.safetensors[.\d]*\.corrupt[.\d]*: "
+                assert re.findall(rf"{name}iteration {iteration} of rank 1", text)
+        assert "is damaged: the 1048576 bytes from" in text
 
 
 def _read_from_a_node_whose_disk_fails(rank: int, world_size: int) -> str:
@@ -277,3 +145,163 @@ def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load
     assert told == ["own node", "own node", "peer rank 1"]
     # What could not be read now may be read the next time.
     assert _set_aside(*nodes) == []
+
+
+# A state that cannot be rebuilt is an error of the program: every file stays as it is.
+
+
+class Step(collections.namedtuple("Step", "step")):
+    """A named tuple that gets a field more."""
+
+
+class Color(enum.Enum):
+    """An enumeration that loses a member."""
+
+    RED = 1
+
+
+class Restless:
+    """An object whose ``__setstate__`` raises what it is told to raise."""
+
+    raises: Exception | None = None
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"value": 5}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if type(self).raises is not None:
+            raise type(self).raises
+        self.__dict__.update(state)
+
+
+_ALLOWED = (Step, Color, Restless)
+_OWN = __name__
+
+
+@contextmanager
+def _one_field_more() -> Iterator[None]:
+    before = Step.__new__
+    Step.__new__ = lambda cls, step, loss: before(cls, step)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Step.__new__ = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _one_member_less() -> Iterator[None]:
+    members = Color._value2member_map_
+    red = members.pop(1)
+    try:
+        yield
+    finally:
+        members[1] = red
+
+
+def _raises(error: Exception) -> Callable[[], Any]:
+    @contextmanager
+    def broken() -> Iterator[None]:
+        Restless.raises = error
+        try:
+            yield
+        finally:
+            Restless.raises = None
+
+    return broken
+
+
+# The object, what breaks it, and what the error names of it.
+_BREAKS: dict[str, tuple[Any, Callable[[], Any], str, str]] = {
+    "field": (Step(3), _one_field_more, f"{_OWN}.Step", "missing 1 required positional"),
+    "member": (Color.RED, _one_member_less, f"{_OWN}.Color", "1 is not a valid Color"),
+    "key": (Restless(), _raises(KeyError("lr")), f"{_OWN}.Restless", "KeyError: 'lr'"),
+    "memory": (Restless(), _raises(MemoryError()), f"{_OWN}.Restless", "MemoryError"),
+    # Whoever raises it: the bytes were verified before.
+    "ours": (Restless(), _raises(CorruptShardError("no")), f"{_OWN}.Restless", "no"),
+}
+
+
+def _manager(root: Path) -> Any:
+    return make_manager("disk", root, "job", keep_last=2, safe_globals=_ALLOWED)
+
+
+def _state(value: Any, rank: int, iteration: int) -> dict[str, Any]:
+    weight = torch.full((300_000,), float(10 * iteration + rank))
+    return {"model": {"weight": weight}, "progress": [0, {"state": value}]}
+
+
+@pytest.mark.fault("not-rebuilt")
+@pytest.mark.parametrize("what", _BREAKS)
+def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(what: str, tmp_path: Path) -> None:
+    value, broken, class_name, told = _BREAKS[what]
+    with _manager(tmp_path / "node") as manager:
+        for iteration in (1, 2):
+            manager.save(_state(value, 0, iteration), iteration)
+    before = files(tmp_path / "node")
+
+    with _manager(tmp_path / "node") as manager:
+        assert manager.find_latest() == 2
+        with broken(), pytest.raises(RestoreError) as raised:
+            manager.load()
+        assert files(tmp_path / "node") == before
+        # Once the class is mended, the same manager can go on.
+        state, ckpt_id = manager.load()
+
+    assert ckpt_id.iteration == 2
+    assert type(state["progress"][1]["state"]) is type(value)
+    error = raised.value
+    assert (error.class_name, error.path) == (class_name, "progress.1.state")
+    assert f"{class_name} at 'progress.1.state' raised" in str(error)
+    assert told in str(error)
+    assert "nothing was renamed" in str(error)
+    # The rank that it happened on shows where.
+    assert told in repr(error.__cause__) + repr(error.__cause__.__cause__)
+    assert error.__cause__.__cause__.__traceback__ is not None
+
+
+def _in_job(world_size: int) -> Any:
+    repl = localckpt.ParityReplicationStrategy(1, world_size)
+    return in_job(repl, keep_last=2, safe_globals=_ALLOWED)
+
+
+def _save_restless(rank: int, world_size: int) -> None:
+    with _in_job(world_size) as (manager, _):
+        for iteration in (1, 2):
+            manager.save(_state(Restless(), rank, iteration), iteration)
+
+
+def _load_restless(rank: int, world_size: int) -> tuple[str, str | None, str | None, str]:
+    """The error while rank 1 cannot rebuild its state, and where the state comes from then."""
+    with _in_job(world_size) as (manager, _):
+        assert manager.find_latest() == 2
+        before = files(node_store())
+        Restless.raises = KeyError("lr") if rank == 1 else None
+        with pytest.raises(RestoreError) as raised:
+            manager.load()
+        assert files(node_store()) == before
+        Restless.raises = None
+        state, ckpt_id = manager.load()
+        assert ckpt_id.iteration == 2
+        assert torch.equal(state["model"]["weight"], _state(None, rank, 2)["model"]["weight"])
+    error = raised.value
+    return str(error), error.class_name, error.path, str(manager.last_load.source)
+
+
+@pytest.mark.fault("not-rebuilt")
+@pytest.mark.parametrize("source", ["own node", "parity"])
+def test_it_is_the_same_error_on_all_ranks_wherever_the_shard_came_from(
+    source: str, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save_restless, 3, store_per_node=nodes)
+    if source == "parity":
+        (path,) = nodes[1].rglob("000000000002.1.*[0-9].safetensors")
+        path.unlink()
+
+    told = run_ranks(_load_restless, 3, store_per_node=nodes)
+
+    assert told[0][:3] == told[1][:3] == told[2][:3]
+    text, class_name, path, _ = told[0]
+    assert (class_name, path) == (f"{_OWN}.Restless", "progress.1.state")
+    assert "could not load iteration 2: rank 1: " in text
+    assert [came_from for *_, came_from in told] == ["own node", source, "own node"]

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import localckpt
-from tests.managers.jobs import Dirs, assert_same, cliques, error_of, make_manager, on_node, save
+from tests.managers.jobs import Dirs, assert_same, cliques, on_node, save
 from tests.ranks import run_ranks
 
 
@@ -162,40 +160,6 @@ def test_what_a_lost_node_held_comes_from_its_peers(node_dirs: Dirs, parity: boo
     assert all(source == "parity" if parity else "peer" in source for source in sources[-2:])
 
 
-def _of_groups(rank: int, odd: int) -> dict[str, Any]:
-    """What rank 0 has, and what ranks 1 and 2 have in common: under one key."""
-    groups = [dist.new_group([0]), dist.new_group([1, 2])]
-    weight = torch.arange(60_000.0).reshape(300, 200)
-    if rank:
-        weight[200, 7] += odd
-    return {"model": localckpt.replicated({"weight": weight}, groups[min(rank, 1)])}
-
-
-def _saves_in_groups(rank: int, world_size: int) -> None:
-    for odd in (0, 1):
-        with _divided(f"odd{odd}") as manager:
-            save(manager, _of_groups(rank, odd), 3)
-
-
-def _loads_groups(rank: int, world_size: int) -> None:
-    weight = torch.zeros(300, 200)
-    with on_node("odd1", elastic=True) as manager:
-        text = error_of(lambda: manager.load(into={"model": {"weight": weight}}))
-        assert "model.weight: differs between the shards of ranks 0 and 1" in text
-        assert not weight.any()
-    with on_node("odd0", elastic=True) as manager:
-        manager.load(into={"model": {"weight": weight}})
-        assert_same(weight, torch.arange(60_000.0).reshape(300, 200))
-
-
-def test_another_number_of_ranks_compares_parts_of_groups_that_are_cut_differently(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_saves_in_groups, 3, store_per_node=[tmp_path])
-
-    run_ranks(_loads_groups, 2, store_per_node=[tmp_path])
-
-
 def _disagrees(rank: int, world_size: int) -> None:
     def state(width: int) -> dict[str, Any]:
         return {"model": localckpt.replicated({"weight": torch.ones(200 + width, 100)})}
@@ -217,21 +181,3 @@ def _disagrees(rank: int, world_size: int) -> None:
 
 def test_parts_that_do_not_fit_together_are_never_a_checkpoint(tmp_path: Path) -> None:
     run_ranks(_disagrees, 2, store_per_node=[tmp_path])
-
-
-def _promotes(rank: int, world_size: int, root: Path) -> None:
-    with (
-        make_manager("disk", root / "node", "once", divide_replicated=True) as nodes,
-        localckpt.GlobalCheckpointManager(root / "shared", local=nodes) as shared,
-        localckpt.AsyncCallsQueue() as queue,
-    ):
-        save(nodes, _state(rank, 3), 3)
-        queue.schedule_async_request(nodes.promote(3, to=shared))
-        queue.wait_until_finished()
-        state = {"model": _zeros(rank)["model"]}
-        dcp.load(state, checkpoint_id=next((root / "shared").glob("*3*")))
-        assert_same(state["model"], _common(3))
-
-
-def test_a_divided_checkpoint_is_drained_whole(tmp_path: Path) -> None:
-    run_ranks(_promotes, 2, tmp_path)

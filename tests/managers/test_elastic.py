@@ -1,23 +1,24 @@
-"""Another number of ranks loads what the nodes hold, bit for bit as from shared storage."""
+"""Other ranks, or other shardings, load what the nodes hold, bit for bit as from shared storage."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim.lr_scheduler import StepLR
 
 import localckpt
-from tests.managers.jobs import Dirs, on_node
+from localckpt import MismatchError
+from tests.managers.jobs import Dirs, damage, error_of, on_node
 from tests.ranks import run_ranks
 
 # Ranks import FSDP at once, which takes long where the processor is busy.
@@ -159,15 +160,11 @@ def _local(tensor: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("before", "after", "kinds", "redundancy"),
     [
-        ([4], [3], ("fsdp", "fsdp"), "copies"),
         ([3], [4], ("fsdp", "fsdp"), "copies"),
         ([2, 2], [3], ("tp", "fsdp"), "copies"),
         ([2, 2], [2, 1], ("hsdp", "hsdp"), "copies"),
-        ([4], [1], ("fsdp", "plain"), "copies"),
         ([1], [3], ("plain", "fsdp"), "copies"),
         # Parity is of three ranks or more. A smaller job that goes on has copies, or nothing.
-        ([4], [3], ("fsdp", "fsdp"), "parity"),
-        ([3], [4], ("fsdp", "fsdp"), "parity"),
         ([8], [5], ("fsdp", "fsdp"), "parity"),
         ([4], [1], ("fsdp", "plain"), "parity"),
     ],
@@ -201,88 +198,143 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     run_ranks(_load, world_size, *args, store_per_node=where, timeout_s=_LONG_S)
 
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Adagrad": torch.optim.Adagrad,
-    "Adam": lambda of: torch.optim.Adam(of, amsgrad=True, lr=torch.tensor(0.1), foreach=False),
-    "Adamax": torch.optim.Adamax,
-    "AdamW": torch.optim.AdamW,
-    "ASGD": torch.optim.ASGD,
-    "LBFGS": torch.optim.LBFGS,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": lambda of: torch.optim.RMSprop(of, momentum=0.9, centered=True),
-    "Rprop": torch.optim.Rprop,
-    "SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
+# As many ranks, whose tensors are sharded otherwise.
+
+
+_WHOLE = torch.arange(24.0).reshape(6, 4)
+# Order of the ranks in the mesh, and the placement of the tensor. Rank 0 has the same rows in the
+# second as in the first.
+_SHARDINGS: dict[str, tuple[list[int], Any]] = {
+    "rows": ([0, 1, 2], Shard(0)),
+    "rows in another order": ([0, 2, 1], Shard(0)),
+    "columns": ([0, 1, 2], Shard(1)),
+    "whole": ([0, 1, 2], Replicate()),
 }
 
 
-def _job(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    state: dict[str, Any] = {}
-    for name, make in _OPTIMIZERS.items():
-        model = torch.nn.ModuleDict({n: torch.nn.Linear(3, 3) for n in ("used", "late")})
-        optimizer = make(model.parameters())
-        # The schedule, which has the optimizer as an attribute, comes before it.
-        state |= {
-            f"model of {name}": model,
-            f"schedule of {name}": StepLR(optimizer, 2),
-            name: optimizer,
-        }
-    return state
+def _given(sharding: str, fill: float | None = None) -> dict[str, Any]:
+    if sharding == "plain":
+        return {"w": _WHOLE.clone() if fill is None else torch.full_like(_WHOLE, fill), "seed": -1}
+    ranks, placement = _SHARDINGS[sharding]
+    given = _WHOLE if fill is None else torch.full_like(_WHOLE, fill)
+    mesh = DeviceMesh("cpu", ranks)
+    return {"w": distribute_tensor(given, mesh, [placement], src_data_rank=None), "seed": -1}
 
 
-def _train_all(state: dict[str, Any], layers: tuple[str, ...]) -> None:
-    for name in _OPTIMIZERS:
-        model, optimizer = state[f"model of {name}"], state[name]
-
-        def loss(model: Any = model, optimizer: Any = optimizer) -> Any:
-            optimizer.zero_grad()
-            value = sum(model[layer](torch.eye(3)).square().sum() for layer in layers)
-            value.backward()
-            return value
-
-        for _ in range(2):
-            optimizer.step(loss)
+def _in_copies(**options: Any) -> Any:
+    return on_node("run", localckpt.CliqueReplicationStrategy.from_replication_params(), **options)
 
 
-def _save_all(rank: int, world_size: int) -> None:
-    state = _job(1)
-    _train_all(state, ("used",))
-    with on_node() as manager:
-        manager.save(state, 1)
+def _save_as(rank: int, world_size: int, sharding: str) -> None:
+    with _in_copies() as manager:
+        manager.save(_given(sharding) | {"seed": rank}, 3)
 
 
-def _load_all(rank: int, world_size: int, seed: int, layers: tuple[str, ...]) -> None:
-    saved, state = _job(1), _job(2)
-    _train_all(saved, ("used",))
-    if layers:
-        _train_all(state, layers)
-    gradients = [p.grad for name in _OPTIMIZERS for p in state[f"model of {name}"].parameters()]
-    with on_node(elastic=True) as manager:
-        manager.load(into=state)
-
-    for name in _OPTIMIZERS:
-        torch.testing.assert_close(
-            state[name].state_dict(), saved[name].state_dict(), rtol=0, atol=0, msg=name
-        )
-    now = [p.grad for name in _OPTIMIZERS for p in state[f"model of {name}"].parameters()]
-    assert all(a is b for a, b in zip(gradients, now, strict=True))
-    _train_all(state, ("used", "late"))
-    _train_all(saved, ("used", "late"))
-    for name in _OPTIMIZERS:
-        for one, other in zip(
-            *(s[f"model of {name}"].parameters() for s in (state, saved)), strict=True
-        ):
-            assert torch.equal(one, other), name
+def _load_as(rank: int, world_size: int, shardings: list[str]) -> None:
+    for sharding in shardings:
+        with _in_copies(elastic=True, private={"seed": "keep"}) as manager:
+            given = _given(sharding, fill=-1.0)
+            loaded, ckpt_id = manager.load(into=given)
+            assert ckpt_id == (3, rank, "run")
+            assert loaded["w"] is given["w"]
+            wanted = _given(sharding)["w"]
+            found, wanted = (
+                tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                for tensor in (loaded["w"], wanted)
+            )
+            assert torch.equal(found, wanted), sharding
+            assert loaded["seed"] == rank
 
 
-@pytest.mark.fault("world-size")
-@pytest.mark.parametrize("trained", [(), ("used",), ("used", "late")])
-def test_another_number_of_ranks_has_the_states_that_were_saved_and_no_others(
-    trained: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("rows", ["rows in another order", "columns", "whole", "plain"]),
+        ("plain", ["rows", "rows in another order", "whole", "plain"]),
+        ("whole", ["plain", "columns", "whole"]),
+    ],
+)
+def test_as_many_ranks_load_into_another_sharding_also_after_a_node_was_lost(
+    saved: str, loaded: list[str], tmp_path: Path
 ) -> None:
-    run_ranks(_save_all, 2, store_per_node=[tmp_path])
+    nodes = [tmp_path / name for name in "abc"]
+    run_ranks(_save_as, 3, saved, store_per_node=nodes)
+    shutil.rmtree(nodes[1])
+    nodes[1].mkdir()
 
-    run_ranks(_load_all, 1, 2, trained, store_per_node=[tmp_path])
+    run_ranks(_load_as, 3, loaded, store_per_node=nodes)
+
+
+def _load_what_does_not_fit(rank: int, world_size: int) -> None:
+    with _in_copies(elastic=True, private={"seed": "keep"}) as manager:
+        state = _given("rows in another order", fill=-1.0)
+        more = error_of(lambda: manager.load(into=state | {"v": torch.ones(2)}), MismatchError)
+        assert "v: given, not saved" in more
+        some = None if rank == 0 else state
+        not_all = error_of(lambda: manager.load(into=some), MismatchError)
+        assert "some of this job load into tensors that are sharded otherwise" in not_all
+        assert bool((state["w"].to_local() == -1.0).all())
+    with _in_copies(elastic=True) as manager:
+        no_rule = error_of(lambda: manager.load(into=state), MismatchError)
+        assert "'seed'" in no_rule
+        assert "shards its tensors otherwise" in no_rule
+        assert bool((state["w"].to_local() == -1.0).all())
+    with _in_copies() as manager:
+        not_asked = error_of(lambda: manager.load(into=state), MismatchError)
+        assert "make the manager with elastic=True" in not_asked
+
+
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_left_as_it_is_on_each(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / name for name in "abc"]
+    run_ranks(_save_as, 3, "rows", store_per_node=nodes)
+
+    run_ranks(_load_what_does_not_fit, 3, store_per_node=nodes)
+
+
+# Tensors of one key that ranks shard over meshes of their own, loaded by other ranks.
+
+
+_VALUES = torch.arange(4000.0).reshape(40, 100)
+
+
+def _save_pairs(rank: int, world_size: int) -> None:
+    """Rows over two ranks: each pair has a mesh of its own, as the ranks of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rows"))["rows"]
+    strategy = localckpt.CliqueReplicationStrategy.from_replication_params(2, 2)
+    for odd in (0, 1):
+        values = _VALUES + odd * (rank // 2)
+        rows = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+        with on_node(f"odd{odd}", strategy) as manager:
+            manager.save({"w": rows, "b": torch.ones(3)}, 1)
+
+
+def _load_pairs(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    expected = distribute_tensor(_VALUES, mesh, [Shard(0)], src_data_rank=None)
+    empty = torch.full_like(_VALUES, -1.0)
+    rows = distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None)
+    state = {"w": rows, "b": torch.zeros(3)}
+    with on_node("odd1", elastic=True) as manager:
+        text = error_of(lambda: manager.load(into=state), MismatchError)
+        assert "w: differs between the shards of ranks 0 and 2" in text
+        assert bool((rows.to_local() == -1.0).all())
+        assert not state["b"].any()
+    with on_node("odd0", elastic=True) as manager:
+        manager.load(into=state)
+    assert torch.equal(rows.to_local(), expected.to_local())
+    assert torch.equal(state["b"], torch.ones(3))
+
+
+def test_tensors_of_one_key_are_loaded_where_equal_also_with_one_damaged_and_never_mixed(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    run_ranks(_save_pairs, 4, store_per_node=nodes)
+    (copy,) = (nodes[0] / "session-odd0").rglob("000000000001.2.*")
+    damage(copy)
+
+    run_ranks(_load_pairs, 3, store_per_node=nodes)
+
+    assert not copy.exists()

@@ -1,11 +1,9 @@
-"""Values, states that do not fit, and damaged copies, where another number of ranks loads."""
+"""Values, states that do not fit, and damaged copies where another number of ranks loads."""
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim.lr_scheduler import StepLR
 
 import localckpt
 from localckpt import (
     MismatchError,
     NoReplicasAvailableError,
-    PeerLostError,
 )
 from localckpt.managers import elastic
-from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
-from tests.faults.damage import flip
+from tests.faults.images import flip
 from tests.managers.jobs import error_of, on_node
 from tests.ranks import run_ranks
 from tests.upstream.environment import import_upstream, needs
@@ -152,60 +149,6 @@ def _load_undisturbed(rank: int, world_size: int) -> int:
         loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
         _assert_filled(loaded, rank, world_size)
         return int(ckpt_id.iteration)
-
-
-def _load_beside_one_that_dies(rank: int, world_size: int) -> None:
-    if rank == 2:
-        HostTransport.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    manager = on_node(timeout=8.0, elastic=True, private=_DROPPED)
-    began = time.monotonic()
-    into = _state(rank, world_size, fill=-1.0)
-    assert "rank 2" in error_of(lambda: manager.load(into=into), PeerLostError)
-    assert time.monotonic() - began < 40.0
-    with pytest.raises(PeerLostError), manager:
-        raise PeerLostError
-
-
-@pytest.mark.fault("world-size")
-def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
-    tmp_path: Path,
-) -> None:
-    nodes = [tmp_path / "a", tmp_path / "b"]
-    run_ranks(_save, 4, store_per_node=nodes)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
-
-    run_ranks(_load_beside_one_that_dies, 3, store_per_node=nodes, expect_dead=[2])
-
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
-    assert run_ranks(_load_undisturbed, 3, store_per_node=nodes) == [3] * 3
-
-
-def _overlapping(fill: float | None = None) -> dict[str, torch.Tensor]:
-    base = torch.arange(4 * 2_300_000, dtype=torch.float32).view(1, 4, -1)
-    base = base if fill is None else torch.full_like(base, fill)
-    # Its one row has gaps between its items, and is larger than a message.
-    return {"base": base, "every second": base[:, ::2]}
-
-
-def _save_overlapping(rank: int, world_size: int) -> None:
-    with on_node() as manager:
-        manager.save(_overlapping(), 3)
-
-
-def _load_overlapping(rank: int, world_size: int) -> None:
-    with on_node(elastic=True) as manager:
-        loaded, _ = manager.load(into=_overlapping(fill=-1.0))
-
-    for name, wanted in _overlapping().items():
-        assert torch.equal(loaded[name], wanted), name
-
-
-def test_a_row_that_is_larger_than_a_message_goes_in_parts(tmp_path: Path) -> None:
-    nodes = [tmp_path / "a", tmp_path / "b"]
-
-    run_ranks(_save_overlapping, 1, store_per_node=nodes[:1])
-
-    run_ranks(_load_overlapping, 2, store_per_node=nodes)
 
 
 def _save_twice(rank: int, world_size: int) -> None:
@@ -449,3 +392,114 @@ def test_sharded_tensors_of_megatron_core_are_filled_from_their_parts(tmp_path: 
     run_ranks(_save_megatron, 3, store_per_node=[tmp_path])
 
     run_ranks(_load_megatron, 2, store_per_node=[tmp_path])
+
+
+# What only one side has, or in another dtype, by another number of ranks or as many.
+
+
+def _named(fill: float, **changed: Any) -> dict[str, Any]:
+    """A state in which parts have other names, or are gone (None)."""
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, fill)
+    optimizer = torch.optim.SGD(model.parameters(), lr=fill)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": StepLR(optimizer, 2),
+        "epoch": int(fill),
+        "run": {"best": {"loss": fill}, "names": ["a"]},
+    }
+    state |= {name: state.pop(old) for name, old in changed.items() if isinstance(old, str)}
+    return {name: value for name, value in state.items() if changed.get(name, 0) is not None}
+
+
+_OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "renamed parts": (
+        _named(7.0, sched="schedule", epochs="epoch"),
+        [
+            *("schedule: saved, not given", "epoch: saved, not given"),
+            *("sched: given, not saved", "epochs: given, not saved"),
+        ],
+    ),
+    "a part less": (_named(7.0, schedule=None), ["schedule: saved, not given"]),
+    "a value less": (_named(7.0, epoch=None), ["epoch: saved, not given"]),
+    "a value more": (_named(7.0) | {"seed": 1}, ["seed: given, not saved"]),
+    "a renamed value within": (
+        _named(7.0) | {"run": {"best": {"score": 7.0}, "names": []}},
+        ["run.best.loss: saved, not given", "run.best.score: given, not saved"],
+    ),
+    "a module in place of another": (
+        _named(7.0) | {"model": torch.nn.Linear(2, 1, bias=False)},
+        ["model.bias: saved, not given"],
+    ),
+}
+
+
+def _save_named(rank: int, world_size: int) -> None:
+    with on_node() as manager:
+        manager.save(_named(3.0), 1)
+
+
+def _load_others(rank: int, world_size: int) -> None:
+    with on_node(elastic=True) as manager:
+        for name, (state, told) in _OTHERS.items():
+            weights = state["model"].weight.clone()
+
+            text = error_of(lambda s=state: manager.load(into=s), MismatchError)  # type: ignore[misc]
+
+            assert all(line in text for line in told), (name, text)
+            assert torch.equal(state["model"].weight, weights), name
+            assert state["optimizer"].param_groups[0]["lr"] == 7.0, name
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("loaded_by", [1, 2])
+def test_names_that_only_one_side_has_are_listed_and_nothing_is_changed(
+    loaded_by: int, tmp_path: Path
+) -> None:
+    run_ranks(_save_named, 2, store_per_node=[tmp_path])
+
+    run_ranks(_load_others, loaded_by, store_per_node=[tmp_path])
+
+
+def _typed(dtype: torch.dtype, fill: float) -> dict[str, Any]:
+    model = torch.nn.Linear(2, 2).to(dtype)
+    torch.nn.init.constant_(model.weight, fill)
+    tied = torch.full((3,), fill, dtype=dtype)
+    return {
+        "model": model,
+        "scalar": torch.tensor(fill, dtype=dtype),
+        "tied": [tied, tied],
+        "free": torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters()), lambda _: 1),
+    }
+
+
+def _save_float32(rank: int, world_size: int) -> None:
+    with on_node() as manager:
+        manager.save(_typed(torch.float32, 1.0009765625), 1)
+
+
+def _load_bfloat16(rank: int, world_size: int) -> None:
+    state = _typed(torch.bfloat16, 7.0)
+    weight, tied = state["model"].weight, state["tied"][0]
+    with on_node(elastic=True) as manager:
+        text = error_of(lambda: manager.load(into=state), MismatchError)
+        assert re.search(r"model.weight: saved as float32 \[2, 2\], given as bfloat16", text)
+        assert re.search(r"scalar: saved as float32 \[\], given as bfloat16", text)
+        assert torch.equal(weight, torch.full_like(weight, 7.0))
+
+        loaded, _ = manager.load(into=state, allow_dtype_change=True)
+
+    assert state["model"].weight is weight
+    assert loaded["tied"][0] is tied
+    for tensor in (weight, loaded["scalar"], *loaded["tied"]):
+        assert torch.equal(tensor, torch.full_like(tensor, 1.0))
+        assert tensor.dtype is torch.bfloat16
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("loaded_by", [1, 2])
+def test_another_dtype_is_an_error_unless_it_is_allowed(loaded_by: int, tmp_path: Path) -> None:
+    run_ranks(_save_float32, 2, store_per_node=[tmp_path])
+
+    run_ranks(_load_bfloat16, loaded_by, store_per_node=[tmp_path])

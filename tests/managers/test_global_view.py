@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,22 +226,6 @@ def _load_beside_meshes(rank: int, world_size: int) -> None:
         assert torch.equal(given.to_local(), torch.ones(3))
         assert turned.mesh.tolist() == [1, 0]
 
-        model = torch.nn.Linear(3, 4)
-        fully_shard(model, mesh=line)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        manager.save({"optimizer": optimizer, "model": model}, 3)
-        other = torch.nn.Linear(3, 4)
-        fully_shard(other, mesh=line)
-        fresh = torch.optim.AdamW(other.parameters())
-        # The optimizer has no state yet, and the mesh was behind that.
-        manager.load(into={"optimizer": fresh, "model": other})
-        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine.to_local(), its.to_local())  # type: ignore[attr-defined]
-            moments = [o.state[p]["exp_avg"] for o, p in ((optimizer, mine), (fresh, its))]
-            assert torch.equal(*(moment.to_local() for moment in moments))
-
         # What is not given follows those that are to their mesh, if all have one.
         square = init_device_mesh("cpu", (1, 2))
         manager.save({key: rows(1.0) for key in "abc"}, 4)
@@ -260,65 +243,6 @@ def test_a_load_into_dtensors_fills_parts_of_a_state_and_leaves_meshes_alone(
     node_dirs: Dirs,
 ) -> None:
     run_ranks(_load_beside_meshes, 2, store_per_node=node_dirs(1), timeout_s=150.0)
-
-
-def _network(shape: tuple[int, ...], *placed: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    network = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 5))
-    fully_shard(network, mesh=init_device_mesh("cpu", shape, mesh_dim_names=placed))
-    return network, torch.optim.AdamW(network.parameters(), lr=0.1)
-
-
-def _step(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    network(torch.ones(2, 6)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _values(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    weights: list[Any] = list(network.parameters())
-    moments: list[Any] = [optimizer.state[weight]["exp_avg"] for weight in weights]
-    return [value.full_tensor() for value in weights + moments]
-
-
-def _load_onto_another_mesh(
-    rank: int, world_size: int, saved: tuple[int, ...], now: tuple[int, ...], *, elastic: bool
-) -> None:
-    """The parts of the ranks are the same, so what is saved fits; the mesh is that of the job."""
-    torch.manual_seed(1)
-    network, optimizer = _network(saved, *"ab"[: len(saved)])
-    _step(network, optimizer)
-    with on_node("mesh", elastic=elastic) as manager:
-        raw = {name: weight.clone() for name, weight in network.state_dict().items()}
-        manager.save({"optimizer": optimizer, "model": network, "raw": raw}, 1)
-        other, fresh = _network(now, *"ab"[: len(now)])
-        given = {name: torch.zeros_like(weight) for name, weight in other.state_dict().items()}
-
-        into = {"optimizer": fresh, "model": other, "raw": given}
-        loaded, _ = manager.load(into=into)
-
-        assert all(loaded["raw"][name] is tensor for name, tensor in given.items())
-        for wanted, value in zip(_values(network, optimizer), _values(other, fresh), strict=True):
-            assert torch.equal(wanted, value)
-        for network_, optimizer_ in ((network, optimizer), (other, fresh)):
-            _step(network_, optimizer_)
-        for wanted, value in zip(_values(network, optimizer), _values(other, fresh), strict=True):
-            assert torch.equal(wanted, value)
-        # Without stateful values, tensors are matched by their order.
-        manager.save({"raw": network.state_dict()}, 2)
-        manager.load(into={"raw": given})
-        for name, weight in network.state_dict().items():
-            assert torch.equal(given[name].full_tensor(), weight.full_tensor())
-            assert given[name].device_mesh.shape == now
-
-
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize(("saved", "now"), [((2,), (1, 2)), ((1, 2), (2,)), ((2,), (2,))])
-def test_as_many_ranks_load_the_same_parts_into_tensors_on_another_mesh_and_train(
-    node_dirs: Dirs, saved: tuple[int, ...], now: tuple[int, ...], elastic: bool
-) -> None:
-    load = partial(_load_onto_another_mesh, elastic=elastic)
-    run_ranks(load, 2, saved, now, store_per_node=node_dirs(1), timeout_s=150.0)
 
 
 class Holder:
@@ -342,3 +266,6 @@ def test_a_tensor_without_a_path_never_takes_another_ones_values(tmp_path: Path)
 
     assert not one.tensor.any()
     assert [held.tensor[0].item() for held in both] == [1.0, 2.0]
+
+
+# ShardedTensors, as in the state dicts of FSDP1.

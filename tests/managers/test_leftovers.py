@@ -1,21 +1,28 @@
-"""Nothing stays behind after ``close``, or after a kill and a start; live jobs are left alone."""
+"""Nothing stays behind, and nothing grows: after ``close``, a kill and a start, or many saves."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 import localckpt
-from localckpt import StorageError
+from localckpt.errors import AbortedError
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
     Dirs,
+    assert_same,
     cliques,
-    error_of,
     files,
     in_job,
     make_manager,
@@ -111,34 +118,119 @@ def test_what_killed_ranks_left_is_removed_at_the_next_start(
     assert {name.rpartition(".")[2] for name in files(*nodes)} == {"safetensors"}
 
 
-def _live_on(rank: int, world_size: int) -> None:
-    with in_job() as (manager, _):
-        for iteration in (1, 2):
-            manager.save(state_of(rank, iteration), iteration)
-        announce(f"saved {rank}")
-        await_announced("go on")
-        resume(manager, rank, 2)
-        manager.save(state_of(rank, 3), 3)
+def _close_aborted(rank: int, world_size: int, shared: Path) -> None:
+    manager = localckpt.LocalCheckpointManager(node_store(), "run", timeout=20.0)
+    storage = localckpt.GlobalCheckpointManager(shared, "run", local=manager, timeout=20.0)
+    queue = localckpt.AsyncCallsQueue(timeout_s=20.0)
+    state = {f"value{rank}": torch.arange(9.0) + rank}
+    storage.save(state, 1)
+    queue.schedule_async_request(manager.save(state, 1, is_async=True))
+    storage.save(state, 2, is_async=True)
+    for aborted in (queue, storage, manager):
+        aborted.abort()
+    for call in (storage.find_latest, manager.find_latest, lambda: storage.save(state, 3)):
+        with pytest.raises(AbortedError):
+            call()
+    queue.close()
+    manager.rejoin()
+    storage.rejoin()
+    newest = storage.find_latest()
+    assert newest in (1, 2)
+    loaded = {f"value{rank}": torch.zeros(9)}
+    storage.load(into=loaded)
+    assert_same(loaded, state)
+    storage.save(state, 3)
+    storage.abort()
+    storage.close()
+    manager.abort()
+    manager.close()
+    manager.close()
 
 
-def _come_second(rank: int, world_size: int) -> str:
-    with cliques(1, 2) as repl:
-        begin = lambda: make_manager("disk", node_store(), "job", repl, timeout=4.0)  # noqa: E731
-        return error_of(begin, StorageError)
+def test_aborted_objects_are_closed_or_joined_again(tmp_path: Path, node_dirs: Dirs) -> None:
+    run_ranks(_close_aborted, 2, tmp_path / "shared", store_per_node=node_dirs(2))
 
 
-@pytest.mark.fault("two-jobs")
-def test_a_job_whose_ranks_land_on_other_nodes_than_those_of_a_live_one_is_refused(
-    node_dirs: Dirs,
+# What saves and loads take.
+
+
+_NUMEL = 500_000
+
+
+@dataclass(frozen=True)
+class _Held:
+    resident: int
+    descriptors: int
+    threads: int
+    on_node: int
+    keys: int
+
+    @classmethod
+    def now(cls) -> _Held:
+        on_node = 0
+        for path in node_store().rglob("*"):
+            # A save that is under way may rename it meanwhile.
+            with suppress(FileNotFoundError):
+                on_node += path.stat().st_size if path.is_file() else 0
+        return cls(
+            psutil.Process().memory_full_info().uss,
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            on_node,
+            _get_default_store().num_keys(),
+        )
+
+
+def _state(rank: int, iteration: int) -> dict[str, object]:
+    return {"w": torch.full((_NUMEL,), float(iteration + rank)), "iteration": iteration}
+
+
+def _save_on_and_on(
+    rank: int, world_size: int, kind: str, saves: int, polls_every: int
+) -> list[_Held]:
+    held: list[_Held] = []
+    with in_job(kind=kind, keep_last=1) as (manager, queue):
+        for iteration in range(saves):
+            queue.schedule_async_request(
+                manager.save(_state(rank, iteration), iteration, is_async=True)
+            )
+            if iteration % polls_every == 0:
+                queue.maybe_finalize_async_calls()
+            # Training keeps the ranks together.
+            dist.all_reduce(torch.ones(1))
+            if (iteration + 1) % (saves // 4) == 0:
+                dist.barrier()
+                held.append(_Held.now())
+                dist.barrier()
+        queue.wait_until_finished()
+        assert manager.find_latest() == saves - 1
+        assert_same(manager.load()[0], _state(rank, saves - 1))
+    return held
+
+
+@pytest.mark.fault("many-saves")
+@pytest.mark.parametrize(("kind", "polls_every"), [("disk", 1), ("memory", 7)])
+@pytest.mark.parametrize("saves", [48, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.timeout(2400)
+def test_saves_at_every_step_hold_no_more_at_the_end_than_at_the_beginning(
+    saves: int, kind: str, polls_every: int, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
-    nodes = node_dirs(2)
-    with start_ranks(_live_on, 2, store_per_node=nodes) as live:
-        for rank in range(2):
-            live.await_announced(f"saved {rank}")
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
 
-        told = run_ranks(_come_second, 2, store_per_node=nodes[::-1])
+    told = run_ranks(
+        *(_save_on_and_on, 2, kind, saves, polls_every),
+        store_per_node=nodes,
+        timeout_s=60.0 + saves,
+    )
 
-        assert len(set(told)) == 1
-        assert any(f"in use by process {pid}" in told[0] for pid in live.pids)
-        live.announce("go on")
-        live.join()
+    image = 4 * _NUMEL
+    for held in told:
+        first, last = held[0], held[-1]
+        print(*(astuple(h) for h in held), sep="\n")
+        # Less than ten of the saves' images and replicas.
+        assert last.resident - first.resident < 20 * image
+        assert last.descriptors <= first.descriptors + 4
+        assert last.threads <= first.threads + 3
+        # Own shard and replica: one checkpoint that is kept, two in flight, one ahead of time.
+        assert max(h.on_node for h in held) <= 2 * 4.5 * image
+        assert last.keys <= first.keys + 20

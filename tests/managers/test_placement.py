@@ -1,33 +1,34 @@
-"""Replicas are kept where they are not lost with their originals, or are refused or reported."""
+"""Replicas are kept where they are not lost with their originals, also by a user's own manager."""
 
 from __future__ import annotations
 
-import logging
-import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import localckpt
-from localckpt import MismatchError, SameMachineReplicationException, parse_group_sequence
+from localckpt import MismatchError, SameMachineReplicationException
+from tests.checkpointer.survivors import begin
 from tests.managers.jobs import (
     MAX_S,
     Dirs,
+    assert_same,
     cliques,
     error_of,
     files,
     in_job,
     make_manager,
+    on_node,
+    our_children,
     our_threads,
     resume,
     save,
     state_of,
 )
+from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
-from tests.scenarios import Begin
 
 
 def _share_a_node(rank: int, world_size: int) -> list[str]:
@@ -70,151 +71,124 @@ def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(node_dirs: Dirs)
         assert "replication_jump=2" in text
 
 
-def _in_racks(rank: int, racks: str | None) -> Any:
-    options = {"failure_domain": racks[rank]} if racks else {}
-    made = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S, **options)
-    return in_job(made)
-
-
-def _by_domains(rank: int, world_size: int, racks: str | None) -> list[str]:
-    with _in_racks(rank, racks) as (manager, _):
+def _save_or_load(rank: int, world_size: int) -> None:
+    with in_job(localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S)) as (
+        manager,
+        _,
+    ):
         if manager.find_latest() == -1:
             manager.save(state_of(rank, 1), 1)
         else:
             resume(manager, rank, 1)
-    return [n.rpartition("/")[2].split(".")[1] for n in files(node_store()) if f"/{rank}/" in n]
 
 
 @pytest.mark.fault("lost-nodes", "moved-ranks")
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_uneven_nodes_form_cliques_by_themselves_and_any_one_may_be_lost(
-    lost: int, node_dirs: Dirs
-) -> None:
+def test_uneven_nodes_form_cliques_by_themselves_and_one_may_be_lost(node_dirs: Dirs) -> None:
     nodes = node_dirs(3)
     # Five ranks on three nodes: two, two and one.
-    run_ranks(_by_domains, 5, None, store_per_node=nodes)
-    (nodes[lost],) = node_dirs(1)
+    run_ranks(_save_or_load, 5, store_per_node=nodes)
+    (nodes[1],) = node_dirs(1)
 
     # With the nodes in another order the ranks are elsewhere, too, and find their shards.
-    run_ranks(_by_domains, 5, None, store_per_node=nodes[1:] + nodes[:1])
+    run_ranks(_save_or_load, 5, store_per_node=nodes[1:] + nodes[:1])
 
 
-def test_copies_are_in_other_racks_where_racks_are_given(node_dirs: Dirs) -> None:
-    kept = run_ranks(_by_domains, 4, "xxyy", store_per_node=node_dirs(4))
-
-    assert kept == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
-
-
-_CLIQUES = [[2], [0, 3], [1, 4]]
-
-
-def _strategy() -> Any:
-    groups = {rank: dist.new_group(ranks) for ranks in _CLIQUES for rank in ranks[:1]}
-    mine = next(ranks for ranks in _CLIQUES if dist.get_rank() in ranks)
-    return localckpt.CliqueReplicationStrategy(groups[mine[0]], timeout_s=MAX_S)
-
-
-def _save_and_lose(rank: int, world_size: int) -> dict[str, Any]:
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("localckpt").addHandler(handler)
-    with in_job(_strategy(), keep_last=1) as (manager, queue):
-        save(manager, state_of(rank, 1), 1)
-        save(manager, state_of(rank, 2), 2, queue)
-        told: dict[str, Any] = {
-            "status": str(manager.status()[0]),
-            "survives": manager.status()[0].survives_node_loss,
-            "degraded": (manager.degraded, manager.degraded_saves),
-            "breaking": manager.explain().breaking,
-            "warned": [text for text in warned if "has no other member" in text],
-        }
-    dist.barrier()
-    if rank in (0, 4):
-        shutil.rmtree(node_store())
-        node_store().mkdir()
-    dist.barrier()
-    with in_job(_strategy()) as (manager, _):
-        told["loaded"] = resume(manager, rank, 2)
-        manager.save(state_of(rank, 3), 3)
-        assert manager.status()[0].lacking == 0
-    return told
+def _survive(home: int, world_size: int) -> str:
+    """Ranks 0, 1, 2 save; then 1 is gone with its node, and a new process takes its place."""
+    manager: Any = None
+    if home != 3:
+        begin(0, [0, 1, 2], home)
+        manager = on_node("run", localckpt.ParityReplicationStrategy(1, 3))
+        manager.save(state_of(home, 1), 1)
+        dist.barrier()
+        dist.destroy_process_group()
+    if home == 1:
+        # As if it was killed: nothing is closed.
+        return ""
+    begin(1, [0, 3, 2], home)
+    if manager is None:
+        manager = on_node("run", localckpt.ParityReplicationStrategy(1, 3))
+    else:
+        with pytest.raises(MismatchError, match="initialised anew"):
+            manager.find_latest()
+        manager.rejoin()
+    source = resume(manager, manager.rank, 1)
+    manager.save(state_of(manager.rank, 2), 2)
+    manager.close()
+    dist.destroy_process_group()
+    return source
 
 
-def test_a_rank_without_replicas_saves_and_all_that_is_said_of_losses_knows_it(
-    node_dirs: Dirs,
-) -> None:
-    told = run_ranks(_save_and_lose, 5, store_per_node=node_dirs(5))
+@pytest.mark.fault("survivors")
+def test_managers_of_survivors_load_what_they_have_in_memory(node_dirs: Dirs) -> None:
+    sources = run_ranks(_survive, 4, init_group=False, store_per_node=node_dirs(4))
 
-    for rank, of_rank in enumerate(told):
-        assert of_rank["status"] == "iteration 2 is local"
-        assert not of_rank["survives"]
-        assert of_rank["degraded"] == (0, 0)
-        # One node of five is enough, and of pairs those with it and the two cliques.
-        assert ("the node of rank 2",) in of_rank["breaking"]
-        assert len(of_rank["breaking"]) == 3
-        assert len(of_rank["warned"]) == (rank == 2)
-        assert of_rank["loaded"] == {0: "peer rank 3", 4: "peer rank 1"}.get(rank, "own node")
+    assert sources == ["own memory", "", "own memory", "parity"]
 
 
-def _assert_copies(
-    nodes: list[Path], world_size: int, params: tuple[int, int], iterations: set[int]
-) -> None:
-    """Every rank keeps, in its own folder, the shards of its clique and nothing else."""
-    expected = sorted(
-        (rank, owner, iteration)
-        for clique in parse_group_sequence(*params, world_size)
-        for rank in clique
-        for owner in clique
-        for iteration in iterations
-    )
-    found = []
-    for number, node in enumerate(nodes):
-        for name in files(node):
-            _, rank, file = name.split("/")
-            iteration, owner, *_, suffix = file.split(".")
-            assert suffix == "safetensors"
-            assert int(rank) * len(nodes) // world_size == number
-            found.append((int(rank), int(owner), int(iteration)))
-    assert sorted(found) == expected
+# Managers of a user's own five hooks.
 
 
-@pytest.mark.fault("moved-ranks")
-@pytest.mark.parametrize(
-    ("world_size", "ranks_per_node", "params"),
-    [(4, 1, (1, 3)), (8, 2, (2, 3))],
-)
-def test_every_rank_gets_its_own_shard_back_and_every_shard_has_its_copies(
-    world_size: int, ranks_per_node: int, params: tuple[int, int], job: Begin
-) -> None:
-    nodes = world_size // ranks_per_node
-    running = job(nodes, ranks=world_size, redundancy=params, keep_last=2).save(3, 4, 10)
-    running.run()
-    _assert_copies(running.nodes, world_size, params, {4, 10})
+class _Troubled(DictManager):
+    """A manager of a user's own hooks, of which one fails when it is asked to."""
 
-    running.restart().expect(10).save(11).expect(11).run()
-    _assert_copies(running.nodes, world_size, params, {10, 11})
+    trouble: str | None = None
+
+    def _save(self, state_dict: localckpt.TensorAwareStateDict, ckpt_id: localckpt.CkptID) -> None:
+        if self.trouble == "raises":
+            raise ValueError("no place for it")
+        if self.trouble == "raises for the replica" and ckpt_id.rank != self.rank:
+            raise ValueError("no place for it")
+        if self.trouble != "does nothing":
+            super()._save(state_dict, ckpt_id)
 
 
-def _work_in_half_of_the_job(rank: int, world_size: int) -> None:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = halves[rank // 2]
-    with (
-        localckpt.CliqueReplicationStrategy(mine, timeout_s=MAX_S, process_group=mine) as repl,
-        make_manager(
-            "disk", node_store(), f"half {rank // 2}", repl, process_group=mine
-        ) as manager,
-    ):
-        assert (manager.rank, manager.world_size) == (rank % 2, 2)
-        manager.save(state_of(manager.rank, 1), 1)
-        resume(manager, manager.rank, 1)
-    whole = cliques(1, 2)
-    with pytest.raises(MismatchError, match="same process_group"):
-        make_manager("disk", node_store(), "whole", whole, process_group=mine)
-    whole.close()
+def _two_ranks(rank: int, world_size: int) -> None:
+    repl = cliques(1, 2)
+    options = {"session_id": "job", "repl_strategy": repl, "timeout": MAX_S}
+    begin = partial(_Troubled, dict[Any, Any](), **options)
+    with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue:
+        with begin() as manager:
+            assert manager.find_latest() == -1
+            save(manager, state_of(rank, 1), 1)
+            save(manager, state_of(rank, 2), 2, queue)
+            owners = {i.rank for i in manager._my_ckpt_ids() if i.iteration == 2}
+            assert owners == {0, 1}
+        with begin() as manager:
+            assert manager.find_latest() == 2
+            assert_same(manager.load()[0], state_of(rank, 2))
+            assert manager.last_load.source == "own node"
+            _fail_on_one_rank(rank, manager, queue)
+        with begin() as manager:
+            # Rank 1 comes back with nothing.
+            if rank == 1:
+                manager._cleanup_failed_save(2)
+                manager._cleanup_failed_save(1)
+            assert manager.find_latest() == 2
+            assert_same(manager.load()[0], state_of(rank, 2))
+            assert manager.last_load.source == ("own node", "peer rank 0")[rank]
+            save(manager, state_of(rank, 3), 3, queue)
+            assert manager.find_latest() == 3
+            assert_same(manager.load()[0], state_of(rank, 3))
+    repl.close()
+    assert our_threads() == []
+    assert our_children() == []
 
 
-def test_the_halves_of_a_job_can_save_each_for_itself(
-    node_dirs: Dirs,
-) -> None:
-    run_ranks(_work_in_half_of_the_job, 4, store_per_node=node_dirs(4))
+def _fail_on_one_rank(rank: int, manager: Any, queue: Any) -> None:
+    for trouble in ("raises", "does nothing", "raises for the replica"):
+        for how in (None, queue):
+            manager.trouble = trouble if rank == 1 else None
+            told = error_of(lambda h=how: save(manager, state_of(rank, 5), 5, h))
+            assert "rank 1" in told
+            assert 5 not in {ckpt_id.iteration for ckpt_id in manager.kept}
+    manager.trouble = None
+    unpicklable = {"hook": lambda: None} if rank == 0 else {}
+    told = error_of(lambda: manager.save(state_of(rank, 5) | unpicklable, 5))
+    assert "rank 0" in told
+    assert "pickled" in told
+    assert manager.find_latest() == 2
+
+
+def test_two_ranks_with_hooks_replicate_fail_and_recover_together() -> None:
+    run_ranks(_two_ranks, 2)

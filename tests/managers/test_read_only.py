@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from localckpt import GlobalCheckpointManager, NoReplicasAvailableError
 from localckpt.managers.load import Load
 from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import KINDS, Dirs, assert_same, damage, error_of, make_manager, state_of
-from tests.ranks import announce, await_announced, node_store, run_ranks
+from tests.managers.jobs import KINDS, assert_same, damage, error_of, make_manager, state_of
+from tests.ranks import node_store, run_ranks
 from tests.scenarios import Begin
 
 
@@ -78,14 +75,6 @@ def test_a_damaged_file_is_left_out_and_keeps_its_name(kind: str, tmp_path: Path
     assert _everything(tmp_path) == before
 
 
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with make_manager("disk", tmp_path / "none", "job", read_only=True) as manager:
-        assert manager.find_latest() == -1
-        error_of(manager.load, NoReplicasAvailableError)
-
-    assert not (tmp_path / "none").exists()
-
-
 def _read_what_peers_have(rank: int, world_size: int) -> str:
     before = _everything(node_store())
     with make_manager("disk", node_store(), "job", read_only=True) as manager:
@@ -106,21 +95,6 @@ def test_what_is_on_other_nodes_is_fetched_or_computed_and_not_kept(
 
     assert told in came_from[0]
     assert came_from[1:] == ["own node"] * 2
-
-
-def test_one_of_shared_storage_reads_beside_a_live_job_and_changes_nothing(tmp_path: Path) -> None:
-    state = {"w": torch.ones(3)}
-    with manager_on(tmp_path, "job") as writer:
-        writer.save(state, 1)
-        before = _everything(tmp_path)
-
-        with manager_on(tmp_path, "job", read_only=True) as manager:
-            assert manager.all_iterations() == [1]
-            assert_same(manager.load(into={"w": torch.zeros(3)})[0], state)
-            assert "read_only=True" in error_of(lambda: manager.save(state, 2))
-
-        assert _everything(tmp_path) == before
-        writer.save(state, 2)
 
 
 # Beside a job that prunes.
@@ -162,53 +136,10 @@ def _load_what_is_pruned_meanwhile(
     return ckpt_id.iteration
 
 
-@pytest.mark.parametrize(("tier", "ranks"), [("disk", 2), ("memory", 1), ("shared", 2)])
-def test_what_is_pruned_between_find_and_load_makes_way_for_what_is_newer(
-    tier: str, ranks: int, tmp_path: Path, node_dirs: Dirs
-) -> None:
-    root = tmp_path if tier == "shared" else None
-
-    loaded = run_ranks(
-        *(_load_what_is_pruned_meanwhile, ranks, tier, root, 3, 20.0),
-        store_per_node=node_dirs(ranks),
-    )
-
-    assert loaded == [4] * ranks
-
-
 @pytest.mark.parametrize("tier", ["disk", "shared"])
 def test_at_the_deadline_the_error_says_that_a_job_prunes(tier: str, tmp_path: Path) -> None:
     with pytest.raises(NoReplicasAvailableError, match=r"keep more of them"):
         _load_what_is_pruned_meanwhile(0, 1, tier, tmp_path, 10**9, 0.3)
-
-
-def _save_or_load_for_a_while(rank: int, world_size: int, tier: str, root: Path) -> None:
-    """Rank 0 saves and rank 1 loads, each as a job of its own."""
-    del os.environ["WORLD_SIZE"]
-    if rank == 1:
-        await_announced("saves")
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
-            with _make(tier, root, read_only=True) as reader:
-                assert reader.find_latest() > 0
-                loaded, ckpt_id = reader.load(into={"w": torch.zeros(1 << 16)})
-            assert (loaded["w"] == ckpt_id.iteration).all()
-        return
-    with _make(tier, root, keep_last=1) as writer:
-        writer.save({"w": torch.full((1 << 16,), 1.0)}, 1)
-        announce("saves")
-        iterations, until = count(2), time.monotonic() + 3.0
-        while time.monotonic() < until:
-            iteration = next(iterations)
-            writer.save({"w": torch.full((1 << 16,), float(iteration))}, iteration)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("tier", ["disk", "memory", "shared"])
-def test_no_load_fails_beside_a_job_that_saves_as_often_as_it_can(
-    tier: str, tmp_path: Path
-) -> None:
-    run_ranks(_save_or_load_for_a_while, 2, tier, tmp_path, init_group=False)
 
 
 _NOTEBOOK = """

@@ -22,11 +22,9 @@ from localckpt.storage.catalog import Problem
 from tests.events.sinks import Kept
 from tests.managers.jobs import (
     MAX_S,
-    Breaking,
     Dirs,
     assert_same,
     before_commit,
-    damage,
     error_of,
     files,
     in_job,
@@ -40,14 +38,9 @@ from tests.ranks import DeadRank, node_store, run_ranks
 from tests.scenarios import Begin
 
 
-def _told(sink: Kept) -> list[tuple[int | None, str]]:
-    """What became of each repair, in order."""
-    return [(event.step, event.outcome) for event in sink.named("reprotected")]
-
-
-def _clique(**options: Any) -> Any:
+def _clique() -> Any:
     return localckpt.CliqueReplicationStrategy.from_replication_params(
-        replication_factor=2, timeout_s=MAX_S, **options
+        replication_factor=2, timeout_s=MAX_S
     )
 
 
@@ -129,80 +122,6 @@ def test_shards_and_parity_of_a_lost_folder_are_computed_again(job: Begin) -> No
     assert len(running.files()) == 18
 
 
-def _lose_without_copies(rank: int, world_size: int) -> list[Any]:
-    kept = Kept()
-    events = EventStream([kept])
-    with make_manager("disk", node_store(), "job", keep_last=3, events=events) as manager:
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration), iteration)
-        dist.barrier()
-        if rank == 1:
-            _remove_own_shard(manager)
-        dist.barrier()
-        save(manager, state_of(rank, 3), 3)
-        manager._saves.repairs.finish()
-        told: list[Any] = [[str(standing) for standing in manager.status()]]
-        told.append(
-            [c.checkpoint.iteration for c in manager.explain().checkpoints if c.is_complete]
-        )
-        # It counts for nothing in what is kept, and is not looked for again.
-        save(manager, state_of(rank, 4), 4)
-        manager._saves.repairs.finish()
-        told.append([standing.iteration for standing in manager.status()])
-        assert resume(manager, rank, 4) == "own node"
-    events.close()
-    return [*told, _told(kept)]
-
-
-@pytest.mark.fault("lost-nodes")
-def test_a_checkpoint_that_nobody_has_any_more_is_told_at_once_and_not_repaired(
-    node_dirs: Dirs,
-) -> None:
-    told = run_ranks(_lose_without_copies, 2, store_per_node=node_dirs(2))
-
-    status = [
-        "iteration 3 is local",
-        "iteration 2 is incomplete: 1 shards lack copies",
-        "iteration 1 is local",
-    ]
-    for of_rank in told:
-        assert of_rank == [status, [3, 1], [4, 3, 1], [(2, "failed")]]
-
-
-def _lose_what_is_damaged_elsewhere(rank: int, world_size: int) -> list[Any]:
-    kept = Kept()
-    events = EventStream([kept])
-    with in_job(_clique(), keep_last=5, events=events) as (manager, _):
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration, 4 << 20), iteration)
-        dist.barrier()
-        if rank == 1:
-            _remove_own_shard(manager)
-        else:
-            damage(next(manager.store.folder.glob("000000000002.1.*")))
-        dist.barrier()
-        told = []
-        for iteration in (3, 4, 5):
-            save(manager, state_of(rank, iteration, 4 << 20), iteration)
-            manager._saves.repairs.finish()
-            dist.barrier()
-            told.append(str(next(s for s in manager.status() if s.iteration == 2)))
-    events.close()
-    return [told, _told(kept)]
-
-
-@pytest.mark.fault("bad-copies")
-def test_a_bad_copy_is_not_made_into_another_and_is_found_out(node_dirs: Dirs) -> None:
-    told = run_ranks(_lose_what_is_damaged_elsewhere, 2, store_per_node=node_dirs(2))
-
-    lacking = "iteration 2 is local, 1 of 2: 1 shards lack copies"
-    gone = "iteration 2 is incomplete, 0 of 2: 1 shards lack copies"
-    for status, events in told:
-        # After a round that failed one save passes.
-        assert status == [lacking, lacking, gone]
-        assert events == [(2, "failed"), (2, "failed")]
-
-
 def _save_without_loss(manager: Any) -> None:
     # Then a wait is one operation, however long it takes.
     manager._ranks._part.is_large = True
@@ -253,7 +172,8 @@ def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
         waited = time.monotonic() - began
         assert_same(manager.load(iteration=1)[0], state_of(rank, 1, _LARGE))
     events.close()
-    return [max(took[1:]), lacked[-1], waited, whole, _told(kept)]
+    ended = kept.named("reprotected")[-1]
+    return [max(took[1:]), lacked[-1], waited, whole, (ended.step, ended.outcome)]
 
 
 @pytest.mark.fault("lost-nodes")
@@ -262,45 +182,13 @@ def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_prune
 ) -> None:
     told = run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
 
-    for took, lacked, waited, whole, events in told:
+    for took, lacked, waited, whole, ended in told:
         assert took < 1.0
         # It was still under way when the last of the saves was over.
         assert lacked == 1
         assert waited > 0.5
         assert whole == _whole(8, 7, 1)
-        assert events[-1] == (1, "ok")
-
-
-def _close_meanwhile(rank: int, world_size: int) -> float:
-    with _clique(rate_limit=4e6) as repl:
-        manager = make_manager("disk", node_store(), "job", repl, keep_last=3)
-        repl.rate_limit = None
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration, _LARGE), iteration)
-        dist.barrier()
-        if rank == 1:
-            _remove_folder(manager)
-        dist.barrier()
-        save(manager, state_of(rank, 3), 3)
-        repl.rate_limit = 4e6
-        time.sleep(1.0)
-        began = time.monotonic()
-        manager.close()
-        # The strategy is open, and keeps the thread of its decisions.
-        assert set(our_threads()) <= {"localckpt-ranks"}
-        return time.monotonic() - began
-
-
-@pytest.mark.fault("interrupted")
-def test_closing_aborts_a_repair_and_leaves_whole_files_or_none(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-
-    took = run_ranks(_close_meanwhile, 2, store_per_node=nodes)
-
-    assert max(took) < 5.0
-    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".recycled"))]
-    for path in nodes[1].rglob("*.safetensors"):
-        assert path.read_bytes() == next(nodes[0].rglob(path.name)).read_bytes()
+        assert ended == (1, "ok")
 
 
 def _die_in_a_repair(rank: int, world_size: int) -> Any:
@@ -359,137 +247,70 @@ def _resume(rank: int, world_size: int, *expected: int) -> str:
         return resume(manager, rank, found)
 
 
+# After a restart.
+
+
+_FROM_PEER = {0: "peer rank 1"}
+
+
 @pytest.mark.fault("lost-nodes")
-def test_after_a_restart_older_checkpoints_that_are_kept_are_made_whole_too(job: Begin) -> None:
-    lost = job(nodes=2, redundancy=(1, 2), keep_last=3).save(1, 2, 3).lose(1)
+def test_after_a_restart_a_save_waits_for_copies_and_older_checkpoints_are_made_whole_too(
+    job: Begin,
+) -> None:
+    lost = job(nodes=2, redundancy=(1, 2), keep_last=3).save(1, 2, 3).lose(0)
 
-    lost.expect(3, {1: "peer rank 0"}).repaired().status("iteration 3 is replicated, 2 of 2")
-    lost.save(4).whole(4, 3, 2).run()
+    lost.expect(3, _FROM_PEER).lacking(2).save(4).lacking(0).whole(4, 3, 2)
 
-
-def _lose_a_peer_for_a_while(rank: int, world_size: int) -> list[list[str]]:
-    repl = Breaking.from_replication_params(replication_factor=2, timeout_s=MAX_S)
-    repl.breaking = frozenset((2,))
-    with in_job(repl, keep_last=3) as (manager, _):
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration), iteration)
-        told = [[str(standing) for standing in manager.status()]]
-        save(manager, state_of(rank, 3), 3)
-        return [*told, _await_whole(manager)]
-
-
-def test_copies_that_a_lost_peer_has_cost_are_made_once_it_is_back(node_dirs: Dirs) -> None:
-    told = run_ranks(_lose_a_peer_for_a_while, 2, store_per_node=node_dirs(2))
-
-    lacking = "iteration 2 is local, 1 of 2: 2 shards lack copies"
-    assert told == [[[lacking, *_whole(1)], _whole(3, 2, 1)]] * 2
-
-
-def _refuse_copies(rank: int, world_size: int) -> tuple[list[tuple[int | None, str]], int]:
-    kept = Kept()
-    events = EventStream([kept])
-    with in_job(_clique(), keep_last=20, events=events) as (manager, _):
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration), iteration)
-        dist.barrier()
-        if rank == 1:
-            _remove_own_shard(manager)
-
-            refused: list[int] = []
-
-            def refuse(ckpt_id: localckpt.CkptID) -> None:
-                if ckpt_id.iteration == 2 and len(refused) < 3:
-                    refused.append(iteration)
-                    raise StorageError("this disk takes nothing")
-
-            before_commit(manager, refuse)
-        dist.barrier()
-        lacking = []
-        for iteration in range(3, 20):
-            save(manager, state_of(rank, iteration), iteration)
-            manager._saves.repairs.finish()
-            dist.barrier()
-            lacking.append(manager.status()[-2].lacking)
-    events.close()
-    return _told(kept), lacking.count(1)
-
-
-@pytest.mark.fault("refused-io")
-def test_a_repair_that_fails_is_tried_again_after_more_and_more_saves(node_dirs: Dirs) -> None:
-    told = run_ranks(_refuse_copies, 2, store_per_node=node_dirs(2))
-
-    # After saves 3, 5, 9 and 17.
-    assert told == [([(2, "failed")] * 3 + [(2, "ok")], 14)] * 2
+    # Of each checkpoint a shard of each rank, on each node.
+    assert len(lost.files()) == 12
 
 
 # Stores that are replaced.
 
 
-def _replace(rank: int, world_size: int, fresh: Path) -> tuple[list[str], list[str]]:
-    """Replace the store of the second node."""
+def _replace(rank: int, world_size: int, fresh: Path) -> list[str]:
+    """Try in vain to replace stores, and then replace that of the second node."""
     with in_job(_clique(), keep_last=3) as (manager, queue):
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration), iteration, queue)
-        old = manager.store.folder
-        manager.replace_store(fresh if rank > 1 else None)
-        if rank > 1:
-            assert manager.store.root == fresh
+        save(manager, state_of(rank, 1), 1, queue)
+        queue.schedule_async_request(manager.save(state_of(rank, 2), 2, is_async=True))
+        told = [error_of(lambda: manager.replace_store(fresh))]
+        queue.maybe_finalize_async_calls(blocking=True)
+        node, old = rank // 2, manager.store.folder
+        (fresh / "file").write_text("in the way")
+        told += [
+            error_of(lambda: manager.replace_store(None)),
+            error_of(lambda: manager.replace_store(fresh / str(rank)), MismatchError),
+            error_of(lambda: manager.replace_store(fresh), MismatchError),
+            error_of(lambda: manager.replace_store(fresh / "file" if node else None), StorageError),
+            error_of(lambda: manager.replace_store(f"s3://{node}"), StorageError),
+        ]
+        assert manager.store.folder == old
+
+        manager.replace_store(fresh / "store" if node else None)
+
+        if node:
+            assert manager.store.root == fresh / "store"
             assert not (old / ".owner").exists()
             # Whoever removes the old one changes nothing.
             shutil.rmtree(old)
-        told = _await_whole(manager)
+        assert _await_whole(manager) == _whole(2, 1)
         dist.barrier()
         for iteration in (3, 4):
             save(manager, state_of(rank, iteration), iteration, queue)
         assert resume(manager, rank, 4) == "own node"
         save(manager, state_of(rank, 5), 5, queue)
         dist.barrier()
-        return told, files(manager.store.root)
-
-
-@pytest.mark.fault("lost-nodes")
-def test_a_store_that_is_replaced_is_filled_and_used_from_then_on(node_dirs: Dirs) -> None:
-    first, second, fresh = node_dirs(3)
-
-    told = run_ranks(_replace, 4, fresh, store_per_node=[first, second])
-
-    for status, here in told:
-        assert status == _whole(2, 1)
-        assert len([name for name in here if name.endswith(".safetensors")]) == 12
-    again = run_ranks(_resume, 4, 5, store_per_node=[first, fresh])
-    assert again == ["own node"] * 4
-
-
-def _replace_wrongly(rank: int, world_size: int, fresh: Path) -> list[str]:
-    with in_job(_clique()) as (manager, queue):
-        save(manager, state_of(rank, 1), 1)
-        request = manager.save(state_of(rank, 2), 2, is_async=True)
-        queue.schedule_async_request(request)
-        told = [error_of(lambda: manager.replace_store(fresh))]
-        queue.maybe_finalize_async_calls(blocking=True)
-        path = fresh / "file"
-        node = rank // 2
-        told += [
-            error_of(lambda: manager.replace_store(None)),
-            error_of(lambda: manager.replace_store(fresh / str(rank)), MismatchError),
-            error_of(lambda: manager.replace_store(fresh), MismatchError),
-            error_of(lambda: manager.replace_store(path if node else None), StorageError),
-            error_of(lambda: manager.replace_store(f"s3://{rank // 2}"), StorageError),
-        ]
-        assert manager.store.root == node_store()
-        save(manager, state_of(rank, 3), 3, queue)
-        assert resume(manager, rank, 3) == "own node"
+        assert len(list(manager.store.root.rglob("*.safetensors"))) == 12
         return told
 
 
-def test_what_cannot_be_replaced_is_said_on_all_ranks_and_nothing_is_changed(
-    node_dirs: Dirs, tmp_path: Path
+@pytest.mark.fault("lost-nodes")
+def test_a_store_that_is_replaced_is_filled_and_used_or_all_ranks_are_told_why_not(
+    node_dirs: Dirs,
 ) -> None:
-    fresh = tmp_path / "fresh"
-    fresh.mkdir()
-    (fresh / "file").write_text("in the way")
+    first, second, fresh = node_dirs(3)
 
-    told = run_ranks(_replace_wrongly, 4, fresh, store_per_node=node_dirs(2))
+    told = run_ranks(_replace, 4, fresh, store_per_node=[first, second])
 
     assert told == [told[0]] * 4
     in_flight, nobody, apart, shared, file, url = told[0]
@@ -499,30 +320,22 @@ def test_what_cannot_be_replaced_is_said_on_all_ranks_and_nothing_is_changed(
     assert "ranks 0 to 3 would have one store" in shared
     assert str(fresh / "file") in file
     assert "is a URL" in url
+    again = run_ranks(_resume, 4, 5, store_per_node=[first, fresh / "store"])
+    assert again == ["own node"] * 4
 
 
-def _replace_in_a_loop(rank: int, world_size: int, fresh: Path) -> tuple[int, list[str], str]:
-    weight = torch.zeros(9)
+def test_a_training_loop_goes_on_with_another_disk_and_resumes_from_it(tmp_path: Path) -> None:
+    first, fresh, weight = tmp_path / "first", tmp_path / "fresh", torch.zeros(9)
     state = {"weight": (lambda: weight, weight.copy_)}
-    options: dict[str, Any] = {"every": 1, "timeout_s": MAX_S, "keep_last": 3}
-    with localckpt.Checkpointer(state, local=node_store(), **options) as checkpointer:
-        first = checkpointer.resume()
-        loaded = int(weight[0])
-        for step in range(first, first + 4):
+    options: dict[str, Any] = {"every": 1, "timeout_s": MAX_S, "events": ()}
+    with localckpt.Checkpointer(state, local=first, **options) as checkpointer:
+        for step in range(checkpointer.resume(), 3):
             weight.fill_(step)
             checkpointer.step(step)
-            if step == 2:
-                checkpointer.replace_store(fresh if rank == 1 else None)
+            if step == 1:
+                checkpointer.replace_store(fresh)
         checkpointer.wait_until_finished()
-        return loaded, _await_whole(checkpointer.manager), str(checkpointer.manager.store.root)
-
-
-def test_a_training_loop_goes_on_with_another_disk_and_resumes_from_it(node_dirs: Dirs) -> None:
-    first, second, fresh = node_dirs(3)
-
-    told = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, second])
-
-    assert told == [(0, _whole(3, 2, 1), str(first)), (0, _whole(3, 2, 1), str(fresh))]
-    shutil.rmtree(second)
-    again = run_ranks(_replace_in_a_loop, 2, fresh, store_per_node=[first, fresh])
-    assert [loaded for loaded, *_ in again] == [3, 3]
+    weight.zero_()
+    with localckpt.Checkpointer(state, local=fresh, **options) as checkpointer:
+        assert checkpointer.resume() == 3
+    assert weight[0] == 2

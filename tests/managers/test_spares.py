@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.stores import CountingStore, serve_store
+from benchmarks.stores import serve_store
 from localckpt import Spare
-from localckpt.availability.prefetch import SpareRecord
 from localckpt.errors import MismatchError, PeerLostError, StorageError
 from localckpt.ids import Checkpoint, Generation
 from localckpt.replication.spares import Order, Push, SpareRegistry
@@ -254,16 +252,3 @@ def test_a_spare_leaves_when_ranks_begin_in_its_directory_and_comes_to_no_live_o
         given: dict[str, Any] = {"store": store, "local": tmp_path / "new", **wrong}
         assert str(*wrong) in error_of(lambda given=given: Spare(**given))  # type: ignore[misc]
     assert not (tmp_path / "new").exists()
-
-
-def test_the_first_rank_asks_the_store_once_a_save_and_forgets_who_has_ended() -> None:
-    registry = SpareRegistry(serve_store(), "job")
-    counting = registry._part = CountingStore(registry._part)  # type: ignore[assignment]
-    for count in range(3):
-        before = counting.operations
-
-        assert len(registry.waiting()) == count
-        assert counting.operations - before == 1
-        registry.put(SpareRecord(f"{count:016x}", "host", 1, 1 << 40, 1e9, ()))
-    registry._seen = {f"{0:016x}": (1, -math.inf), f"{1:016x}": (0, -math.inf)}
-    assert [record.name for record in registry.waiting()] == [f"{n:016x}" for n in (1, 2)]

@@ -13,7 +13,6 @@ from tests.managers.jobs import (
     Dirs,
     cliques,
     error_of,
-    in_job,
     make_manager,
     resume,
     save,
@@ -81,38 +80,6 @@ def _wipe_in_turn(rank: int, world_size: int) -> None:
 
 def test_a_node_that_is_wiped_holds_nothing_and_is_loaded_from_its_peers(node_dirs: Dirs) -> None:
     run_ranks(_wipe_in_turn, 4, store_per_node=node_dirs(2), timeout_s=120.0)
-
-
-def _wipe_while_saving(rank: int, world_size: int) -> str:
-    told = ""
-    with in_job() as (manager, queue):
-        save(manager, state_of(rank, 1), 1)
-        request = manager.save(state_of(rank, 2), 2, is_async=True)
-        dist.barrier()
-        if rank == 1:
-            _wipe(manager, "store")
-        dist.barrier()
-        queue.schedule_async_request(request)
-        try:
-            queue.maybe_finalize_async_calls(blocking=True)
-        except StorageError as error:
-            told = str(error)
-        # Whichever comes first: the write, or the folder for the other's copy.
-        newest = 1 if told else 2
-        here = "own node" if rank == 0 or newest == 2 else "peer rank 0"
-        assert resume(manager, rank, newest) == here
-        save(manager, state_of(rank, 3), 3, queue)
-        assert resume(manager, rank, 3) == "own node"
-    return told
-
-
-def test_a_save_during_which_a_node_is_wiped_ends_alike_on_all_ranks_and_the_next_is_complete(
-    node_dirs: Dirs,
-) -> None:
-    told = run_ranks(_wipe_while_saving, 2, store_per_node=node_dirs(2))
-
-    assert told[0] == told[1]
-    assert not told[0] or "rank 1" in told[0]
 
 
 def _mount_another_store(rank: int, world_size: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Sequence
 from unittest import mock
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localckpt.errors import PeerLostError
 from localckpt.parity import chains as chaining
 from localckpt.parity.chains import (
     BUFFERS_NBYTES,
@@ -19,8 +22,16 @@ from localckpt.parity.chains import (
     schedule,
     tasks_of,
 )
-from localckpt.parity.encode import encoding_chains
+from localckpt.parity.encode import encode, encoding_chains
+from localckpt.parity.pipeline import Pipeline
 from localckpt.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.transport import connect
+from localckpt.state_dict.source import ShardSource
+from tests.ranks import announce, await_announced, start_ranks
+from tests.replication.sources import ScratchSource, SignallingSource
+from tests.simulated import gather
 
 _RANKS = 5
 _MESSAGE = 10
@@ -94,3 +105,49 @@ def test_memory_for_messages_does_not_grow_with_images_or_members(members: int, 
     when = schedule(encoding_chains(layout, range(members)))
 
     assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES
+
+
+def _pipeline(rank: int, world_size: int) -> Pipeline:
+    return Pipeline(connect("parity", range(world_size), rank, 20.0))
+
+
+def _encode_while_rank_1_stops(rank: int, world_size: int, timeout_s: float) -> tuple[str, float]:
+    layout = ParityLayout((4_000_000,) * world_size, 1)
+    content = bytes(layout.image_nbytes[rank])
+    source: ShardSource = ScratchSource(content)
+    if rank == 1:
+        source = SignallingSource(content, 2_000_000, signal.SIGSTOP)
+    pipeline = _pipeline(rank, world_size)
+    parity = memoryview(bytearray(layout.parity_nbytes))
+    ranks = Ranks("clique", timeout_s=60.0)
+    gather(ranks, "begin", None)
+    chaining._LARGEST_MESSAGE_NBYTES = 300_000
+    started = time.monotonic()
+    with Attempt() as encoding:
+        encode(layout, pipeline, source, parity, timeout_s)
+    with pytest.raises(PeerLostError) as raised:
+        ranks.decide("encode parity", encoding, grace_s=timeout_s)
+    took = time.monotonic() - started
+    with pytest.raises(PeerLostError, match="broke before"):
+        encode(layout, pipeline, source, parity, timeout_s)
+    if rank != 1:
+        then = bytes(parity)
+        announce(f"gave up {rank}")
+        await_announced("resumed")
+        assert bytes(parity) == then, "a late peer wrote into memory that was given back"
+    return str(raised.value), took
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> None:
+    with start_ranks(_encode_while_rank_1_stops, 4, 2.0) as ranks:
+        for rank in (0, 2, 3):
+            ranks.await_announced(f"gave up {rank}")
+        ranks.kill(1, signal.SIGCONT)
+        ranks.announce("resumed")
+        results = ranks.join()
+
+    for rank in (0, 2, 3):
+        told, took = results[rank]
+        assert "and rank 1 (last seen: begin) did not come" in told
+        assert 1.5 < took < 20.0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import durability_found, durability_saved
-from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
+from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
 from localckpt.parity.code import ParityCode
@@ -81,51 +78,6 @@ def test_exactly_what_can_be_solved_counts_as_computable(g: int, m: int, long_fo
             assert ParityCode().rebuilds(group, rank, images, parities) == _brute_force(
                 g, m, rank, images, parities
             )
-
-
-_RANKS = st.lists(st.integers(0, 7), min_size=3, max_size=6, unique=True)
-_GROUPS = st.builds(
-    lambda ranks, parity: Group(tuple(ranks), min(parity, len(ranks) - 2), PARITY_KIND),
-    _RANKS,
-    st.integers(1, 2),
-)
-
-
-@st.composite
-def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
-    """Shards of a checkpoint of eight ranks, and parities of up to two groups, on five nodes."""
-    found: dict[str, list[ShardRecord]] = {node: [] for node in "abcde"}
-    for rank in range(8):
-        for node in draw(st.sets(st.sampled_from("abcde"), max_size=2)):
-            found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
-    for group in draw(st.lists(_GROUPS, max_size=2)):
-        for rank in group.ranks:
-            for node in draw(st.sets(st.sampled_from("abcde"), max_size=1)):
-                parity = _CHECKPOINT.shard(rank, "run").of_kind(PARITY_KIND)
-                found[node].append(ShardRecord(parity, 7, group))
-    return found
-
-
-@settings(deadline=None)
-@given(_found())
-def test_parities_are_taken_as_they_were_reported(found: dict[str, list[ShardRecord]]) -> None:
-    inventory = Inventory(ranks_by_node(list("abcde")), SCHEMES)
-
-    for node, records in found.items():
-        inventory.merge(node, json.loads(json.dumps(node_report(records))))
-
-    known = {
-        (node, owner, group)
-        for group, on in inventory.groups(_CHECKPOINT).items()
-        for owner, nodes in on.items()
-        for node in nodes
-    }
-    first: dict[tuple[str, int], Group] = {}
-    for node, records in found.items():
-        for record in records:
-            if record.group is not None:
-                first.setdefault((node, record.identity.rank), record.group)
-    assert known == {(node, owner, group) for (node, owner), group in first.items()}
 
 
 @pytest.mark.parametrize(

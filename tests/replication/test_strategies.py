@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,10 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
-    PeerLostError,
     SameMachineReplicationException,
     StorageError,
 )
 from localckpt.ids import CkptID
-from localckpt.replication import transport
-from localckpt.replication.connections import HostConnections
 from localckpt.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -27,7 +23,7 @@ from localckpt.replication.strategies import (
     ReplicationStrategy,
 )
 from localckpt.state_dict.source import ShardSource
-from tests.ranks import announce, await_announced, run_ranks
+from tests.ranks import run_ranks
 from tests.replication.plans import plan_exchange
 from tests.replication.sources import FailingSource, ScratchSource, image
 
@@ -152,70 +148,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works() -> No
     for case, (kind, told) in _FAILURES.items():
         assert results[0][case][0] == kind
         assert told in results[0][case][1]
-
-
-def _never_call(
-    rank: int, world_size: int, strategy_s: float, caller_s: float | None, announces: bool
-) -> float:
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=strategy_s)
-    started = time.monotonic()
-    mine = CkptID(1, rank, "s")
-    source, accept = ScratchSource(_image_of(mine)), _Memory().accept
-    if rank == 0:
-        with pytest.raises(
-            PeerLostError, match=r"rank 1 \(last seen: agree on cliques\)|rank 1 \(|ranks \[0, 1\]"
-        ):
-            strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
-    elif announces:
-
-        def connect(*_: Any, **__: Any) -> Any:
-            raise PeerLostError("this rank does not connect")
-
-        transport.HostConnections = connect  # type: ignore[assignment, misc]
-        with pytest.raises(PeerLostError):
-            strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
-    took = time.monotonic() - started
-    dist.barrier()
-    strategy.close()
-    return took
-
-
-@pytest.mark.fault("silent-peer")
-@pytest.mark.parametrize(
-    ("strategy_s", "caller_s", "announces"),
-    [(1.0, None, False), (60.0, 1.0, True)],
-)
-def test_a_member_that_never_saves_or_connects_is_named_at_the_deadline(
-    strategy_s: float, caller_s: float | None, announces: bool
-) -> None:
-    assert 0.9 < run_ranks(_never_call, 2, strategy_s, caller_s, announces)[0] < 20.0
-
-
-def _give_up_when_connected(rank: int, world_size: int) -> float:
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=20)
-
-    def connected(*args: Any, **more: Any) -> HostConnections:
-        connections = HostConnections(*args, **more)
-        if rank == 0:
-            # By another thread, which finds no connection yet that it could cut.
-            strategy.give_up()
-        else:
-            await_announced("zero has given up")
-        return connections
-
-    transport.HostConnections = connected  # type: ignore[assignment, misc]
-    started = time.monotonic()
-    with pytest.raises(PeerLostError):
-        _replicate(strategy, rank, 1)
-    took = time.monotonic() - started
-    if rank == 0:
-        announce("zero has given up")
-    strategy.close()
-    return took
-
-
-def test_what_is_given_up_while_it_connects_waits_for_nobody() -> None:
-    assert max(run_ranks(_give_up_when_connected, 2)) < 10.0
 
 
 _NOT_RETRIEVED = {

@@ -2,71 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from localckpt.errors import CheckpointingException
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.marks import set_marks
+from localckpt.state_dict.reader import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import read_header
-from tests.state_dict.states import assert_same, image_of, round_trip, source_of
+from localckpt.state_dict.targets import find_targets
+from tests.state_dict.states import IDENTITY, assert_same, image_of, round_trip, source_of
 
 pytestmark = pytest.mark.fault("hard-state")
 
 
 def tensor_nbytes(state: Any) -> int:
     return sum(slot.nbytes for slot in read_header(source_of(image_of(state))).slots.values())
-
-
-def test_one_tensor_in_many_places_is_one_tensor_again() -> None:
-    weight = torch.nn.Parameter(torch.rand(8, 8))
-    state = {"embedding": weight, "head": weight, "list": [weight, (weight,)]}
-
-    loaded = round_trip(state)
-
-    assert loaded["head"] is loaded["embedding"]
-    assert loaded["list"][0] is loaded["embedding"]
-    assert loaded["list"][1][0] is loaded["embedding"]
-    assert tensor_nbytes(state) == weight.nbytes
-
-
-def test_views_of_a_whole_tensor_are_stored_in_its_bytes() -> None:
-    whole = torch.arange(24.0).view(4, 6)
-    state = {
-        "row": whole[1],
-        "whole": whole,
-        "transposed": whole.t(),
-        "column": whole[:, 2],
-        "flat": whole.view(-1)[3:20:2],
-        "as int": whole.view(torch.int32),
-        "half": whole.view(torch.float64)[2:],
-    }
-
-    loaded = round_trip(state)
-
-    assert tensor_nbytes(state) == whole.nbytes
-    assert_same(loaded, state)
-    loaded["whole"].fill_(7.0)
-    assert all((loaded[name] == 7).all() for name in ("row", "transposed", "column", "flat"))
-    assert [t.stride() for t in loaded.values()] == [t.stride() for t in state.values()]
-
-
-def test_views_that_overlap_without_a_whole_share_bytes_again() -> None:
-    storage = torch.arange(1000, dtype=torch.int32)
-    left, right, sparse = storage[101:203], storage[150:290], storage[120:280:5]
-    state = {"left": left, "right": right, "sparse": sparse}
-
-    loaded = round_trip(state)
-
-    assert_same(loaded, state)
-    loaded["left"][50] = -1
-    assert loaded["right"][1] == -1
-    loaded["right"][10] = -2
-    assert loaded["sparse"][8] == -2
-    assert tensor_nbytes(state) < 1.1 * (290 - 101) * 4
 
 
 def test_disjoint_views_of_one_storage_do_not_carry_the_rest_of_it() -> None:
@@ -77,36 +35,6 @@ def test_disjoint_views_of_one_storage_do_not_carry_the_rest_of_it() -> None:
 
     assert tensor_nbytes(state) == 80
     assert_same(loaded, state)
-
-
-def test_an_expanded_tensor_takes_the_bytes_of_one_copy() -> None:
-    row = torch.rand(1, 100)
-    state = {"expanded": row.expand(1000, 100)}
-
-    loaded = round_trip(state)["expanded"]
-
-    assert tensor_nbytes(state) <= row.nbytes + 16
-    assert loaded.stride() == (0, 1)
-    assert_same(loaded, state["expanded"])
-
-
-def test_arrays_of_numpy_that_share_memory_come_back() -> None:
-    array = numpy.arange(20)
-    state = [torch.from_numpy(array[:6])[::2], torch.from_numpy(array)[::3]]
-
-    loaded = round_trip(state)
-
-    assert_same(loaded, state)
-
-
-def test_tensors_of_one_name_are_distinguished() -> None:
-    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.ones(3)}
-
-    loaded = round_trip(state)
-
-    assert_same(loaded, state)
-    names = read_header(source_of(image_of(state))).slots
-    assert len(names) == 4
 
 
 @pytest.mark.parametrize("name", ["__skeleton__", "__digests__", "__metadata__", "", "\ud800", '"'])
@@ -161,3 +89,69 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.itemsize
+
+
+def _marked(tensor: torch.Tensor, **marks: Any) -> torch.Tensor:
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+    return tensor
+
+
+def test_attributes_that_are_no_data_are_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weight = _marked(torch.nn.Parameter(torch.rand(2)), hook=lambda: None, shared=True)
+    weight.main_grad = torch.rand(2)
+    weight.itself = [weight]
+    weight._private = 1
+    planner = ImagePlanner()
+
+    with caplog.at_level(logging.WARNING):
+        for more in range(3):
+            image = pack({"model": {"weight": weight}, "more": [weight] * more}, IDENTITY, planner)
+
+    assert vars(unpack(image)["model"]["weight"]) == {"shared": True}
+    for name in ("hook", "main_grad", "itself"):
+        (told,) = [r for r in caplog.messages if f"attribute {name!r} of tensors is not saved" in r]
+        assert "model.weight has one of class" in told
+
+
+def test_tensors_that_are_given_keep_their_own_attributes() -> None:
+    saved = _marked(torch.ones(2), shared=True, partition_dim=1)
+    given = _marked(torch.zeros(2), shared=False)
+
+    target = find_targets({"weight": given})
+    source = pack({"weight": saved}, IDENTITY)
+    loaded = ImageReader(source, SafeGlobals()).restore(target)
+
+    assert loaded["weight"] is given
+    assert torch.equal(given, saved)
+    assert vars(given) == {"shared": False}
+
+
+class _Made:
+    """Pickles as a call that no state of ours has."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return set_marks, self.arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([], {}),
+        (torch.ones(1), {1: 2}),
+        (torch.ones(1), {"_private": 2}),
+        (torch.ones(1), {"a": object}),
+        (torch.ones(1), []),
+    ],
+    ids=["no tensor", "no name", "private", "no data", "no dict"],
+)
+def test_attributes_are_set_on_tensors_alone_and_are_data(arguments: Any) -> None:
+    allowed = SafeGlobals([object])
+
+    with pytest.raises(CheckpointingException, match="attribute"):
+        unpack(pack({"made": _Made(*arguments)}, IDENTITY, ImagePlanner(allowed)), allowed=allowed)

@@ -13,7 +13,7 @@ import torch
 from localckpt import BasicTensorAwareStateDict, TensorAwareStateDict
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import PlainState
-from localckpt.state_dict.containers import map_tensors, named_tensors
+from localckpt.state_dict.containers import named_tensors
 from tests.state_dict.states import FrozenSettings, Point, Settings, assert_same, round_trip
 
 
@@ -101,93 +101,6 @@ def test_a_wrong_number_of_tensors_is_refused_and_the_state_stays_hollow(change:
 
     state.insert_tensors(iter(popped))
     assert_same(list(state.tensors), popped)
-
-
-def test_init_tensors_gives_tensors_of_the_same_shape_dtype_and_device() -> None:
-    state = BasicTensorAwareStateDict(
-        [torch.zeros(2, 3, dtype=torch.bfloat16), torch.empty(5, device="meta"), torch.tensor(1)]
-    )
-    popped = state.pop_tensors()
-
-    state.init_tensors()
-
-    assert not state.is_hollow
-    for made, old in zip(state.tensors, popped, strict=True):
-        assert (made.shape, made.dtype, made.device) == (old.shape, old.dtype, old.device)
-        assert made is not old
-
-
-def test_a_copy_in_host_memory_is_a_copy() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    state = BasicTensorAwareStateDict({"weight": weight})
-
-    state.copy_tensors_to_cpu(non_blocking=True)
-
-    with torch.no_grad():
-        weight.fill_(1)
-    (copied,) = state.tensors
-    assert copied.tolist() == [0, 0, 0]
-    assert not copied.requires_grad
-
-
-def test_tensors_go_back_to_the_device_they_came_from() -> None:
-    # The meta device is the only other one that is always here.
-    original = BasicTensorAwareStateDict([torch.empty(2, device="meta"), torch.ones(2)])
-    state = BasicTensorAwareStateDict([torch.ones(2), torch.ones(2)])
-    state.remember_devices(original)
-
-    state.restore_tensor_device(non_blocking=False)
-
-    assert [str(tensor.device) for tensor in state.tensors] == ["meta", "cpu"]
-    state.restore_tensor_device()
-    assert [str(tensor.device) for tensor in state.tensors] == ["meta", "cpu"]
-
-
-def test_a_state_without_tensors_can_be_hollow_too() -> None:
-    state = BasicTensorAwareStateDict({"iteration": 5})
-
-    assert state.pop_tensors() == []
-    assert state.is_hollow
-    state.insert_tensors([])
-    assert state.to_state_dict() == {"iteration": 5}
-
-
-def test_a_tensor_in_two_places_is_taken_out_once_for_each() -> None:
-    weight = torch.rand(2)
-    state = BasicTensorAwareStateDict([weight, {"again": weight}])
-
-    popped = state.pop_tensors()
-
-    assert [id(t) for t in popped] == [id(weight)] * 2
-
-
-def test_a_container_in_two_places_stays_one() -> None:
-    shared = [torch.ones(1)]
-    state = BasicTensorAwareStateDict({"a": shared, "b": shared})
-
-    state.copy_tensors_to_cpu()
-
-    assert state.state_dict["a"] is state.state_dict["b"]
-    assert state.state_dict["a"] is not shared
-
-
-def test_a_container_that_holds_itself_is_walked_once() -> None:
-    given: dict[str, Any] = {"weight": torch.ones(1)}
-    given["self"] = given
-
-    names = [name for name, _ in named_tensors(given)]
-    mapped = map_tensors(given, lambda t: t + 1)
-
-    assert names == ["weight"]
-    assert mapped["self"] is mapped
-    assert mapped["weight"].item() == 2
-
-
-def test_names_are_paths_through_the_containers() -> None:
-    names = [name for name, _ in named_tensors(nested())]
-
-    assert names[:2] == ["dict.a", "ordered.z"]
-    assert {"list.2.1", "point.x", "point.y.y", "dataclass.value", "frozen.value.0"} <= set(names)
 
 
 @pytest.mark.parametrize("kind", [BasicTensorAwareStateDict, PlainState])

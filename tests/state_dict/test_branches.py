@@ -332,14 +332,3 @@ def test_one_layout_serves_while_only_values_change(layouts: list[Any]) -> None:
         _saved(planner, state)
 
     assert len(layouts) == 1
-
-
-def test_a_capture_outlives_the_plan_it_was_made_by() -> None:
-    planner, state = ImagePlanner(), {"a": torch.rand(20), "b": torch.rand(5)}
-    first = planner.capture(state)
-
-    planner.capture({"a": torch.ones(20), "b": torch.ones(5)})
-    planner.capture({"other": torch.ones(7)})
-
-    loaded = unpack(source_of(written(first)))
-    assert _described(loaded, {}) == _described(state, {})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from localckpt.errors import CheckpointingException
 from localckpt.memory.copying import BlockCopies, Copier
+from localckpt.memory.gpu_copies import CopiesUnderWay
 from localckpt.memory.host_memory import address_of
 from tests.interrupts import Interrupter
 from tests.ranks import run_ranks
@@ -72,26 +75,42 @@ def test_an_interrupt_ends_the_other_threads_before_it_is_raised() -> None:
     assert working <= {threading.get_ident()}
 
 
-def test_an_error_of_another_thread_is_raised() -> None:
-    copier = Copier(2)
+class Event:
+    """What happens after so many questions, as on a GPU that takes its time."""
 
-    def work(left: Iterator[int]) -> None:
-        for _ in left:
-            time.sleep(0.01)
-            if threading.current_thread() is not threading.main_thread():
-                raise ValueError("of another thread")
+    def __init__(self, questions: float) -> None:
+        self._left = questions
 
-    with pytest.raises(ValueError, match="of another thread"):
-        copier.share(range(50), work)
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
 
-def test_what_is_copied_is_let_go_when_the_copies_are_over() -> None:
-    copier = Copier(4)
-    memory = mmap.mmap(-1, _NBYTES)
-    view = memoryview(memory)
-    sources = [address_of(view[_NBYTES // 2 :])]
-    BlockCopies([(0, 1000)]).copy(view, 0, 0, sources, copier, None, view)
+def test_a_wait_returns_when_the_copies_of_all_gpus_are_over() -> None:
+    events = {torch.device("cuda", n): Event(10 * n) for n in range(3)}
+    tensor = torch.zeros(1)
+    kept = weakref.ref(tensor)
+    copies = CopiesUnderWay([tensor], events, timeout_s=20.0)
+    del tensor
+    assert kept() is not None
 
-    view.release()
-    ctypes.memset(address_of(memoryview(memory)), 0, 1)
-    memory.close()
+    copies.wait()
+
+    assert copies.over
+    assert kept() is None
+
+
+def test_a_gpu_that_hangs_is_an_error_in_time_and_its_tensors_stay() -> None:
+    events = {torch.device("cuda", 0): Event(0), torch.device("cuda", 1): Event(float("inf"))}
+    tensor = torch.zeros(1)
+    kept = weakref.ref(tensor)
+    copies = CopiesUnderWay([tensor], events, timeout_s=0.1)
+    del tensor
+    began = time.monotonic()
+
+    with pytest.raises(CheckpointingException, match=r"not finished copying .* after 0\.1 s"):
+        copies.wait()
+
+    assert time.monotonic() - began < 10.0
+    assert not copies.over
+    assert kept() is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickletools
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import take_tensors
 from tests.global_tier.models import MISDESCRIBED, misdescribed
 from tests.ranks import run_ranks
 from tests.state_dict.states import IDENTITY, bits
@@ -30,7 +27,6 @@ class Rows(Shard):
 
 
 _ALLOWED = SafeGlobals([Rows, TwoTensor])
-_NESTING = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"})
 
 
 def _zoo(flat: DeviceMesh, square: DeviceMesh) -> dict[str, DTensor]:
@@ -133,23 +129,3 @@ def test_a_dtensor_that_is_a_view_at_an_offset_is_refused_by_name() -> None:
 def _meshes(world_size: int) -> tuple[DeviceMesh, DeviceMesh]:
     square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("one", "other"))
     return init_device_mesh("cpu", (world_size,)), square
-
-
-def _count(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    # Of the specs, a third are objects of their own and the others are torch's, as in a training.
-    state: list[Any] = []
-    for number in range(734):
-        local = torch.rand(1 + number % 10, 3)
-        weight = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
-        state += [weight, torch.zeros_like(weight), torch.zeros_like(weight)]
-
-    skeleton = take_tensors(state).skeleton
-
-    nesting = [code.name for code, _, _ in pickletools.genops(skeleton) if code.name in _NESTING]
-    assert len(state) > 2200
-    assert len(nesting) < 2 * len(state) + 150 < MAX_DEPTH
-
-
-def test_a_state_of_2200_dtensors_is_checked_without_the_exact_depth_of_its_tuples() -> None:
-    run_ranks(_count, 1)

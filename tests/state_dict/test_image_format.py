@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from typing import Any
 
@@ -12,22 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.errors import CorruptShardError, MismatchError
-from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.copying import Copier
-from localckpt.memory.digests import BLOCK_NBYTES, digests_nbytes
+from localckpt.memory.digests import digests_nbytes
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.state_dict.header import (
     DIGESTS,
     SKELETON,
-    header_length,
-    parse_safetensors,
-    render_header,
 )
 from localckpt.state_dict.image import ImagePlanner, unpack, write_digests
 from localckpt.state_dict.layout import ITEM_NBYTES, TensorSlot, lay_out
-from localckpt.state_dict.source import MemorySource, read_header, read_verified_record
+from localckpt.state_dict.source import MemorySource, read_header
 from tests.state_dict.states import IDENTITY, assert_same, bits, image_of, source_of
 
 # What both torch and the safetensors library have a name for.
@@ -80,28 +74,6 @@ def test_the_safetensors_library_reads_every_tensor_of_an_image() -> None:
         assert bits(read[name]) == bits(tensor), name
 
 
-def test_the_safetensors_library_reads_the_metadata_from_a_file(tmp_path: Any) -> None:
-    identity = ShardIdentity("a/b \n 漢 \" '", Generation(4, 5), 10**9, 127, 128)
-    file = tmp_path / "shard"
-    file.write_bytes(image_of({"weight": torch.ones(2)}, identity))
-
-    with safetensors.safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-        names = list(opened.keys())
-
-    assert metadata == {
-        "format": "localckpt-6",
-        "session": identity.session_id,
-        "epoch": "4",
-        "sequence": "5",
-        "iteration": "1000000000",
-        "rank": "127",
-        "world_size": "128",
-    }
-    assert set(names) == {"weight", SKELETON, DIGESTS}
-    assert read_verified_record(source_of(file.read_bytes())).identity == identity
-
-
 @pytest.mark.parametrize("count", [0, 1, 40, 2000])
 def test_the_data_begins_on_a_page_and_the_skeleton_and_digests_follow(count: int) -> None:
     state = {f"t{n}": torch.zeros(n % 5) for n in range(count)}
@@ -114,73 +86,6 @@ def test_the_data_begins_on_a_page_and_the_skeleton_and_digests_follow(count: in
     tensors_nbytes = sum(slot.nbytes for slot in header.slots.values())
     assert header.skeleton_start == header.data_start + tensors_nbytes
     assert header.nbytes - header.digests_start == digests_nbytes(header.digests_start)
-
-
-def test_the_digests_cover_every_byte_before_them_in_blocks_of_a_mebibyte() -> None:
-    image = image_of({"weight": torch.zeros(3 * BLOCK_NBYTES, dtype=torch.uint8)})
-
-    header = read_header(source_of(image))
-
-    assert 3 * BLOCK_NBYTES < header.digests_start < 4 * BLOCK_NBYTES
-    assert header.nbytes - header.digests_start == 4 * 8
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-def test_our_parser_reads_the_header_of_a_file_that_the_library_wrote() -> None:
-    tensors = {name: t for name, t in mixed_state().items() if isinstance(t, torch.Tensor)}
-    written = safetensors.torch.save(tensors, metadata={"made by": "the library"})
-
-    start = header_length(written, len(written))
-    metadata, slots = parse_safetensors(written[:start])
-
-    assert metadata == {"made by": "the library"}
-    assert {slot.name for slot in slots} == set(tensors)
-    assert start + sum(slot.nbytes for slot in slots) == len(written)
-    for slot in slots:
-        assert slot.shape == tuple(tensors[slot.name].shape)
-        found = written[start + slot.offset : start + slot.offset + slot.nbytes]
-        assert found == bits(tensors[slot.name])
-
-
-def test_our_parser_reads_an_image_that_the_library_wrote_out_again() -> None:
-    image = image_of({"weight": torch.rand(5), "bias": torch.rand(3), "mask": torch.ones(2) > 0})
-    start = header_length(image, len(image))
-    metadata = json.loads(image[8:start])["__metadata__"]
-    tensors = safetensors.torch.load(bytes(image))
-    rewritten = safetensors.torch.save(tensors, metadata=metadata)
-
-    found, slots = parse_safetensors(rewritten[: header_length(rewritten, len(rewritten))])
-
-    assert found == metadata
-    ours = parse_safetensors(image[:start])[1]
-    assert {(s.name, s.dtype, s.shape) for s in slots} == {(s.name, s.dtype, s.shape) for s in ours}
-    # The library orders tensors by itself, so its file is no image, and is not taken for one.
-    with pytest.raises(CorruptShardError, match="not where they belong"):
-        read_header(source_of(rewritten))
-
-
-def test_a_plain_safetensors_file_is_refused_with_a_reason() -> None:
-    plain = safetensors.torch.save({"weight": torch.ones(3)}, metadata={"format": "pt"})
-
-    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*localckpt-6"):
-        unpack(source_of(plain))
-
-
-def test_the_header_keeps_its_size_while_its_figures_grow() -> None:
-    planner = ImagePlanner()
-    capture = planner.capture({"weight": torch.ones(3)})
-    sizes = set()
-    for power in range(12):
-        identity = ShardIdentity("run", Generation(10**power, 10**power), 10**power, 1, 2)
-
-        sizes.add(capture.nbytes(identity))
-
-    assert len(sizes) == 1
-
-
-def test_a_header_that_the_library_could_not_read_is_refused_when_saving() -> None:
-    with pytest.raises(MismatchError, match="fewer, larger tensors"):
-        render_header(b" " * 100_000_000, 0, 0, IDENTITY)
 
 
 _SLOTS = st.lists(

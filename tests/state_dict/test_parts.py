@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError, RestoreError
 from localckpt.ids import Generation, ShardIdentity
@@ -18,6 +20,7 @@ from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.header import Skeleton
 from localckpt.state_dict.image import Capture, ImagePlanner
+from localckpt.state_dict.parts import deal
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -81,15 +84,6 @@ def test_the_parts_of_all_ranks_are_the_state() -> None:
     for key, tensor in _state()["all"].value.items():
         assert torch.equal(loaded["all"].value[key], tensor)
     assert torch.equal(loaded["own"], torch.ones(4))
-
-
-def test_nothing_is_divided_without_neighbours() -> None:
-    planner = ImagePlanner(job=Job(0, range(_RANKS)))
-
-    reader = _reader(0, planner.capture(wrapped(_state())))
-
-    assert reader.co_owners == []
-    assert not reader.tables.parts
 
 
 def test_an_image_of_parts_is_not_loaded_by_itself() -> None:
@@ -157,3 +151,27 @@ def test_another_rank_that_does_not_hold_its_part_is_refused(owner: int) -> None
 
     with pytest.raises(CorruptShardError, match="the header 160000"):
         _load(_reader(0, _captured(0)), co_owners)
+
+
+_sizes = st.dictionaries(st.text(max_size=4), st.integers(0, 4000), max_size=20)
+
+
+@given(_sizes, st.integers(1, 9))
+def test_each_tensor_has_one_owner_and_no_part_is_much_larger_than_another(
+    sizes: dict[str, int], parts: int
+) -> None:
+    owners = deal(sizes, parts)
+
+    totals = [sum(sizes[key] for key, owner in owners.items() if owner == n) for n in range(parts)]
+    assert owners.keys() == sizes.keys()
+    assert max(totals) - min(totals) <= max(sizes.values(), default=0)
+
+
+@given(_sizes, st.integers(1, 9), st.randoms())
+def test_every_rank_computes_the_same_in_whatever_order_its_tensors_are(
+    sizes: dict[str, int], parts: int, random: object
+) -> None:
+    shuffled = list(sizes.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+
+    assert deal(dict(shuffled), parts) == deal(sizes, parts)

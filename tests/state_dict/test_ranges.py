@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt import CorruptShardError
+from localckpt import StorageError
+from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
-from localckpt.memory.tensor_bytes import is_host_run
-from localckpt.state_dict.boxes import Box, Rectangle, Region, private_box, rectangles_of, volume
+from localckpt.state_dict.boxes import Box, Rectangle, Region, rectangles_of, volume
 from localckpt.state_dict.image import pack
 from localckpt.state_dict.part_reads import Part, read_parts
+from localckpt.state_dict.reader import OpenImages
 from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.saved_shard import SavedShard
-from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes
+from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes, MemorySource
 
 _IDENTITY = ShardIdentity("runs", Generation(1, 5), 3, 0, 1)
 _NBYTES = 2 * PIECE_NBYTES + 1000
@@ -74,45 +76,6 @@ def test_each_run_goes_where_it_belongs(
         assert sum(read) == end
     else:
         assert sum(read) == sum(min(BLOCK_NBYTES, end - n * BLOCK_NBYTES) for n in blocks)
-
-
-def test_nothing_is_given_of_a_damaged_piece() -> None:
-    damaged = pack(torch.arange(_NBYTES // 4, dtype=torch.int32), _IDENTITY)
-    damaged.view[PIECE_NBYTES + BLOCK_NBYTES] ^= 1
-    part = _Part()
-
-    with pytest.raises(CorruptShardError):
-        ImageBytes(damaged).read_ranges([ByteRange(PIECE_NBYTES, _NBYTES, part.take)])
-
-    assert not any(offset < PIECE_NBYTES for offset, _ in part.got)
-
-
-def _flat(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int16)
-
-
-def _turned(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(shape[::-1], dtype=torch.int16).permute(*range(len(shape))[::-1])
-
-
-@pytest.mark.parametrize("make", [_flat, _turned])
-@given(data=st.data())
-def test_only_rows_of_a_tensor_that_lies_in_order_are_one_run_of_memory(
-    make: Callable[[tuple[int, ...]], torch.Tensor], data: st.DataObject
-) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=3)))
-    first = data.draw(st.integers(0, shape[0] - 1))
-    rows = data.draw(st.integers(1, shape[0] - first))
-    tensor = make(shape)
-    wanted = WantedTensor(private_box("w", shape), tensor)
-
-    place = wanted.place_of(Rectangle((first, *[0] * len(shape[1:])), (rows, *shape[1:])))
-
-    # One row of a turned matrix may be one, too.
-    assert is_host_run(place) or not tensor.is_contiguous()
-    place.fill_(257)
-    assert int((tensor == 257).sum()) == rows * torch.Size(shape[1:]).numel()
-    assert bool((tensor[first : first + rows] == 257).all())
 
 
 def _side(data: st.DataObject, count: int, runs: int) -> tuple[tuple[int, int], ...]:
@@ -187,24 +150,6 @@ def test_a_part_comes_whole_wherever_it_is_in_the_tensors_of_both_sides(
     assert volume(saved_region) == saved.numel()
 
 
-def test_items_that_are_not_where_integers_may_be_come_as_they_were_saved() -> None:
-    storage = torch.arange(12, dtype=torch.uint8).untyped_storage()
-    number = torch.empty(0, dtype=torch.float64).set_(storage, 0, (), ())
-    beside = torch.empty(0, dtype=torch.int32).set_(storage, 1, (2,), (1,))
-    state = {"a": torch.ones(1, dtype=torch.int32), "number": number, "beside": beside}
-    source = pack(state, _IDENTITY)
-    shard = SavedShard(source, SafeGlobals(), _IDENTITY)
-    shard.read_values(())
-    numbers = {box.key: number for number, box in shard.tensors.items()}
-    start, _ = shard.run_of(numbers["number"]) or (0, 0)
-    assert start % 8
-    target = torch.zeros((), dtype=torch.float64)
-
-    shard.read_parts([(numbers["number"], Rectangle((), ()), target)])
-
-    assert target == number
-
-
 @pytest.mark.parametrize("columns", [1, 2, 5])
 @pytest.mark.parametrize("most_nbytes", [1 << 20, 3 << 20, 64 << 20])
 def test_parts_of_the_same_rows_are_read_once_a_window_at_a_time(
@@ -233,3 +178,45 @@ def test_parts_of_the_same_rows_are_read_once_a_window_at_a_time(
     # The blocks at the borders of windows twice.
     windows = 1 + image.end // most_nbytes
     assert read[0] <= image.end + windows * BLOCK_NBYTES
+
+
+_GOOD, _DAMAGED, _GONE = (ShardIdentity("job", Generation(1, 1), 3, rank, 3) for rank in range(3))
+
+
+def _open(identity: ShardIdentity) -> MemorySource:
+    if identity == _GONE:
+        raise StorageError("it is gone")
+    source = pack({"w": torch.arange(1000.0)}, identity)
+    if identity == _DAMAGED:
+        source.view[5000] ^= 1
+    return source
+
+
+@pytest.fixture
+def images() -> Iterator[OpenImages]:
+    with closing(OpenImages(_open, SafeGlobals())) as opened:
+        yield opened
+
+
+def test_the_damaged_one_of_all_that_are_open_is_found(images: OpenImages) -> None:
+    for identity in (_GOOD, _DAMAGED):
+        images.open(identity)
+
+    images.find_bad(CorruptShardError("a block does not match"))
+
+    assert list(images.bad) == [_DAMAGED]
+    assert isinstance(images.bad[_DAMAGED], CorruptShardError)
+
+
+def test_one_that_cannot_be_opened_is_bad_and_what_was_opened_is_closed(
+    images: OpenImages,
+) -> None:
+    good = images.source(_GOOD)
+
+    with pytest.raises(StorageError, match="it is gone"):
+        images.open(_GONE)
+
+    assert list(images.bad) == [_GONE]
+    images.close()
+    assert images.bad == {}
+    assert good.nbytes == 0

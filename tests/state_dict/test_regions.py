@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from localckpt.state_dict.boxes import (
     Region,
     common,
     local_starts,
+    overlapping_pairs,
     rectangles_of,
     volume,
     whole,
@@ -92,3 +94,53 @@ def test_a_rectangle_outside_of_a_region_is_refused() -> None:
             local_starts(region, (first,), (size,))
     assert local_starts(region, (4,), (2,)) == (2,)
     assert whole((2, 3)) == (((0, 2),), ((0, 3),))
+
+
+Chunks = list[Region]
+
+
+def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
+    return tuple((run,) for run in zip(offsets, sizes, strict=True))
+
+
+def pairs_by_definition(wanted: Chunks, saved: Chunks) -> list[tuple[int, int]]:
+    """All pairs whose intersection has a length in every dimension."""
+
+    def overlap(one: Region, other: Region) -> bool:
+        return all(
+            max(a, b) < min(a + a_size, b + b_size)
+            for ((a, a_size),), ((b, b_size),) in zip(one, other, strict=True)
+        )
+
+    return [
+        (w, s)
+        for w, one in enumerate(wanted)
+        for s, other in enumerate(saved)
+        if overlap(one, other)
+    ]
+
+
+@st.composite
+def two_lists_of_boxes(draw: st.DrawFn) -> tuple[Chunks, Chunks]:
+    """Boxes of one number of dimensions that lie in any way."""
+    dims = draw(st.integers(0, 4))
+    extent = draw(st.sampled_from([3, 12, 1000]))
+    size = st.integers(0, draw(st.sampled_from([2, 5, extent])))
+    box = st.tuples(*[st.tuples(st.integers(0, extent), size)] * dims)
+
+    def boxes() -> Chunks:
+        # Left alone, lists are mostly very short.
+        fewest = draw(st.sampled_from([0, 15, 40]))
+        drawn = draw(st.lists(box, min_size=fewest, max_size=40))
+        return [chunk([start for start, _ in b], [size for _, size in b]) for b in drawn]
+
+    return boxes(), boxes()
+
+
+@given(lists=two_lists_of_boxes())
+def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
+    lists: tuple[Chunks, Chunks],
+) -> None:
+    pairs = overlapping_pairs(*lists)
+
+    assert pairs == pairs_by_definition(*lists)

@@ -86,52 +86,12 @@ def test_any_flipped_bit_changes_the_digest_of_its_tensor_and_no_other(
     assert {k for k in after.tensors if after.tensors[k] != before.tensors[k]} == {f"model.{key}"}
 
 
-def test_dtype_and_shape_are_part_of_a_digest() -> None:
-    zeros = torch.zeros(2, 6)
-    one = {"a": zeros}, {"a": zeros.view(torch.int32)}, {"a": zeros.view(3, 4)}
-
-    assert len({_digests(_marked(model))[0].digest for model in one}) == 3
-
-
 def test_a_set_of_one_rank_and_a_job_of_one_rank_have_nothing_in_common() -> None:
     model = {"a": torch.ones(3)}
 
     assert _digests(_marked(model, [0])) == []
     assert _digests(_marked(model, [0]), world_size=1) == []
     assert _digests({"model": model}) == []
-
-
-def test_each_set_of_ranks_has_a_digest_of_its_own() -> None:
-    state = {
-        **_marked({"a": torch.ones(3)}),
-        "half": Replicated({"b": torch.ones(3)}, (0, 2)),
-        "other": Replicated({"c": torch.ones(3)}, (0, 2)),
-    }
-
-    found = _digests(state)
-
-    assert sorted(map(sorted, (of.tensors for of in found))) == [
-        ["half.b", "other.c"],
-        ["model.a"],
-    ]
-    assert len({of.set_id for of in found}) == 2
-
-
-def test_tensors_that_overlap_are_compared_each_by_itself() -> None:
-    def model(number: int) -> dict[str, torch.Tensor]:
-        storage = torch.arange(40.0) + torch.zeros(40)
-        storage[number] += 1
-        return {"a": storage[:20], "b": storage[10:30].view(4, 5).t(), "c": storage[33:40:3]}
-
-    before, *after = (_digests(_marked(model(number)))[0] for number in (32, 0, 15, 29, 36, 37))
-
-    changed = [
-        {key for key in of.tensors if of.tensors[key] != before.tensors[key]} for of in after
-    ]
-    expected = [{"a"}, {"a", "b"}, {"b"}, {"c"}, set()]
-    assert changed == [{f"model.{key}" for key in keys} for keys in expected]
-    apart = {key: tensor.clone() for key, tensor in model(32).items()}
-    assert _digests(_marked(apart)) == [before]
 
 
 def _boxed(boxes: Mapping[str, Box], monkeypatch: pytest.MonkeyPatch) -> list[PartDigest]:
@@ -165,11 +125,3 @@ def test_without_sets_of_ranks_those_with_the_same_boxes_are_compared(
         "decoder.weight [0:2, 0:3] of [4, 3]",
         "optimizer.weight [0:2, 0:3] of [8, 3]",
     ]
-
-
-def test_a_box_that_a_rank_has_twice_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = {"a": _box("tied", 0), "b": _box("tied", 0)}
-
-    (found,) = _boxed(twice, monkeypatch)
-
-    assert list(found.tensors) == ["tied", "tied#2"]

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt.state_dict.basic import PlainState, own_states, wrapped
-from localckpt.state_dict.containers import prefix_in
+from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.unpickler import check_skeleton
@@ -25,7 +23,6 @@ from localckpt.state_dict.values import (
     read_tree,
     root_of,
     units_of,
-    with_tensors,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -74,15 +71,6 @@ def test_values_are_the_largest_parts_that_hold_no_tensor_and_each_tensor() -> N
     }
 
 
-def test_rules_divide_values_and_the_longest_counts() -> None:
-    ruled, others = units_of({"a": {"b": 1, "c": {"d": 2}}, "e": 3}, lambda _: False, ["a.c", "x"])
-
-    assert [(unit.place, unit.value) for unit in ruled] == [(("a", "c"), {"d": 2})]
-    assert [(unit.place, unit.value) for unit in others] == [(("a", "b"), 1), (("e",), 3)]
-    assert prefix_in("a.c.d", ["a", "a.c", "a.cd"]) == "a.c"
-    assert prefix_in("ab", ["a"]) is None
-
-
 def test_values_are_put_back_without_a_change_of_the_containers_they_are_put_in() -> None:
     state = _state()
     root = root_of(wrapped(state))
@@ -106,23 +94,6 @@ def test_values_are_put_back_without_a_change_of_the_containers_they_are_put_in(
     assert result["model"] is state["model"]
     assert (state["step"], state["pair"].left, state["counters"].seen) == (7, 1, 4)
     assert "new" not in state["optimizer"]
-
-
-@pytest.mark.parametrize(
-    "place", [("list", 3), ("pair", "middle", "x"), ("nothing", "below"), ("step", "below")]
-)
-def test_a_place_that_is_not_there_is_an_error(place: tuple[Any, ...]) -> None:
-    with pytest.raises(LookupError):
-        placed(_state(), [Unit(place, 1)])
-
-
-def test_placeholders_become_tensors_again() -> None:
-    value = {"a": Placeholder((1,)), "b": [2]}
-
-    result = with_tensors(value, lambda number: torch.full((2,), float(number)))
-
-    assert torch.equal(result["a"], torch.ones(2))
-    assert result["b"] == [2]
 
 
 _VALUES = st.recursive(
@@ -175,11 +146,3 @@ def test_digests_mind_types_bytes_and_shapes_but_no_order_of_dicts_and_sets() ->
     nested: list[Any] = []
     nested.append(nested)
     assert _digest(nested) != _digest([])
-
-
-def test_a_stateful_value_is_looked_at_by_its_state() -> None:
-    state = PlainState(own_states({"model": torch.nn.Linear(2, 2)}))
-
-    _, others = units_of(_tree(state), lambda _: False, ())
-
-    assert [unit.key for unit in others] == ["model.weight", "model.bias"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from localckpt.storage.owner import Owner, owner_of
+from localckpt.storage.owner import Owner, Running, owner_of
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     another_process,
@@ -18,8 +22,6 @@ from tests.storage.shards import (
     found,
     identity,
     kill,
-    names,
-    older_than,
     save,
 )
 
@@ -79,32 +81,56 @@ def test_the_recycled_files_of_a_killed_process_are_used_by_the_one_after_it(
     assert_loads(again, identity(2))
 
 
-def test_the_recycled_files_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(
-    node: Node,
-) -> None:
-    gone = node(rank=3)
-    save(gone, identity(1, rank=3))
-    save(gone, identity(2, rank=3))
-    gone.prune(older_than(identity(2)), [])
-    assert names(gone.folder) >= {"recycled"}
-    (gone.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
-    store = node(rank=0)
-    store.list_stored()
+@pytest.mark.fault("two-jobs")
+def test_a_process_that_nobody_has_reaped_is_dead() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = Owner.of(process.pid)
+    assert owner is not None
+    assert owner in Running()
 
-    store.prune(everything, adopted_ranks=[3])
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert names(gone.folder) == {"owner"}
+    assert owner not in Running()
+    process.communicate(timeout=30)
 
 
-def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> None:
-    stores = [node(rank) for rank in range(2)]
-    for store, iteration in itertools.product(stores, range(4)):
-        save(store, identity(iteration, store.rank))
-        store.prune(older_than(identity(iteration)), [])
+@pytest.mark.fault("two-jobs")
+@pytest.mark.parametrize("change", [{"started": 1}, {"boot": "0123456789ab"}, {"pid": 2**22 + 1}])
+def test_a_pid_that_is_used_again_is_another_process(change: dict[str, object]) -> None:
+    me = Owner.me()
 
-    for store in stores:
-        store.close()
+    other = dataclasses.replace(me, **change)  # type: ignore[arg-type]
 
-    left = files(node.root)
-    assert {name for name in left if not name.endswith(".safetensors")} == {"node-token", ".lock"}
-    assert len(left) == 4
+    assert me in Running()
+    assert other not in Running()
+
+
+def test_a_name_with_brackets_and_blanks_does_not_confuse() -> None:
+    code = "open('/proc/self/comm', 'w').write(') R 1 (x'); print(1, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    owner = Owner.of(process.pid)
+
+    process.kill()
+    process.communicate(timeout=30)
+    assert owner is not None
+    assert owner.started >= Owner.me().started
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "--", "a-b-c", "a-1", "a-1-", "-1-2", "a-²-3", "a--1-3", "a-1.0-2", "\0"]
+)
+def test_what_is_no_owner_is_none(text: str) -> None:
+    assert Owner.parse(text) is None
+
+
+@given(st.text())
+def test_any_text_can_be_parsed(text: str) -> None:
+    owner = Owner.parse(text)
+
+    assert owner is None or Owner.parse(str(owner)) == owner

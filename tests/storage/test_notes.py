@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,17 +68,6 @@ def test_one_file_holds_all_and_is_the_users_alone(tmp_path: Path) -> None:
     assert _OTHER not in read_notes(tmp_path).noted
 
 
-def test_a_team_reads_what_one_of_them_notes_on_shared_storage(tmp_path: Path) -> None:
-    tmp_path.chmod(0o2770)
-    before = os.umask(0o007)
-    try:
-        NotesFile(tmp_path).count_start(_CHECKPOINT, 0, 3)
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE((tmp_path / ".notes").stat().st_mode) == 0o660
-
-
 def test_progress_ends_the_count_in_folders_that_no_rank_writes_any_more(tmp_path: Path) -> None:
     first, second = (RankFolder(tmp_path / "node", "run", rank, 5.0) for rank in (1, 2))
     left = NotesFile(first.session / "0")
@@ -119,26 +107,6 @@ def test_what_a_handler_takes_back_in_the_middle_of_a_change_follows_it(tmp_path
 
     noted = read_notes(tmp_path)
     assert (noted.noted, noted.starts) == ({_OTHER: Trust(mark="good")}, {})
-
-
-def test_a_handler_does_not_wait_for_the_change_of_another_thread(tmp_path: Path) -> None:
-    notes, begun, go_on = NotesFile(tmp_path), threading.Event(), threading.Event()
-    notes.count_start(_CHECKPOINT, 0, 3)
-
-    def change(noted: Notes) -> Notes:
-        begun.set()
-        go_on.wait(60)
-        return noted.but(_OTHER, mark="good")
-
-    thread = threading.Thread(target=notes.change, args=(change,))
-    thread.start()
-    begun.wait(60)
-    _in_a_handler(lambda: notes.take_back_start(_CHECKPOINT))
-    assert read_notes(tmp_path).starts
-    go_on.set()
-    thread.join()
-
-    assert not read_notes(tmp_path).starts
 
 
 def test_only_drains_of_complete_checkpoints_stay_noted(tmp_path: Path) -> None:

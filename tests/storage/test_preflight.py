@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,12 @@ import torch
 
 import localckpt
 from localckpt.errors import SaveFailedError, StorageError
-from localckpt.storage.preflight import file_system
-from tests.managers.jobs import assert_same, files, iterations_on
-from tests.ranks import node_store, run_ranks
+from localckpt.ids import Group
+from localckpt.memory import limits
+from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
+from localckpt.storage.preflight import MemoryNeeds, file_system, plan_buffers
+from tests.managers.jobs import MAX_S, assert_same, files, make_manager
+from tests.ranks import run_ranks
 
 MIB = 1 << 20
 
@@ -96,42 +101,198 @@ def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str
         manager.save(state(), 1)
 
 
-def test_a_disk_that_is_memory_is_logged(
-    small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+MB = 1_000_000
+
+# The files.
+
+
+def test_the_cgroups_of_a_process_and_their_parents_are_found_in_both_versions() -> None:
+    v1 = "31 1 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+    hybrid = "32 1 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
+    v2 = "33 1 0:30 / /sys/fs/a\\040cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+    container = "34 1 0:28 /docker/c /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+    base = Path("/sys/fs/cgroup/memory")
+
+    assert cgroup_folders("4:memory:/job/step\n0::/", f"{v1}\n{hybrid}") == [
+        *((base / "job/step", 1), (base / "job", 1), (base, 1)),
+        (Path("/sys/fs/cgroup/unified"), 2),
+    ]
+    assert cgroup_folders("0::/job\n", v2) == [
+        (Path("/sys/fs/a cgroup/job"), 2),
+        (Path("/sys/fs/a cgroup"), 2),
+    ]
+    assert cgroup_folders("4:memory,cpu:/docker/c/x\n", container) == [(base / "x", 1), (base, 1)]
+    # The process was moved out of what its container sees.
+    assert cgroup_folders("0::/../other\n", v2) == [(Path("/sys/fs/a cgroup"), 2)]
+    assert cgroup_folders("5:cpu:/\n", v1) == []
+
+
+def test_page_cache_and_swap_count_as_available_and_shared_memory_does_not() -> None:
+    v2 = {
+        "memory.max": f"{1600 * MB}\n",
+        "memory.current": f"{1000 * MB}\n",
+        "memory.stat": f"file {700 * MB}\nshmem {500 * MB}\nactive_file {150 * MB}\n"
+        f"inactive_file {50 * MB}\nslab_reclaimable 0\n",
+    }
+    swap = {"memory.swap.max": f"{30 * MB}", "memory.swap.current": f"{10 * MB}"}
+    v1 = {
+        "memory.limit_in_bytes": f"{1600 * MB}\n",
+        "memory.usage_in_bytes": f"{1000 * MB}\n",
+        "memory.stat": f"total_active_file {150 * MB}\ntotal_inactive_file {50 * MB}\n",
+        "memory.memsw.limit_in_bytes": "9223372036854771712\n",
+        "memory.memsw.usage_in_bytes": f"{1000 * MB}\n",
+    }
+    both = v1 | {"memory.memsw.limit_in_bytes": f"{1610 * MB}"}
+
+    def parse(files: dict[str, str], version: int, free_swap: int) -> tuple[int, int] | None:
+        return parse_cgroup(lambda name: files.get(name, ""), version, free_swap)
+
+    assert parse(v2, 2, 0) == (1600 * MB, 800 * MB)
+    assert parse(v2, 2, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse(v2 | swap, 2, 100 * MB) == (1600 * MB, 820 * MB)
+    assert parse(v2 | {"memory.max": "max\n"}, 2, 0) is None
+    assert parse(v1, 1, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse(both, 1, 100 * MB) == (1600 * MB, 810 * MB)
+    assert parse(v1 | {"memory.limit_in_bytes": "9223372036854771712"}, 1, 0) is None
+    assert parse({}, 1, 0) is None
+    assert parse({}, 2, 0) is None
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    """Files of a cgroup of version 1 that leaves its processes 35 MB of 45."""
+    job = tmp_path / "cgroups" / "job"
+    job.mkdir(parents=True)
+    for name, nbytes in (("limit", 45 * MB), ("usage", 10 * MB)):
+        for memory in ("memory", "memory.memsw"):
+            (job / f"{memory}.{name}_in_bytes").write_text(f"{nbytes}\n")
+    (job / "memory.stat").write_text("total_active_file 0\ntotal_inactive_file 0\n")
+    return job
+
+
+def _enter(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = limits._read
+    told = {
+        "/proc/self/cgroup": "4:memory:/job\n",
+        "/proc/self/mountinfo": f"31 1 0:28 / {job.parent} rw - cgroup cgroup rw,memory",
+    }
+    monkeypatch.setattr(limits, "_read", lambda *path: told.get(str(path[0])) or read(*path))
+
+
+def test_the_limit_of_a_container_is_read_and_named(
+    container: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = small_disk("size=64m")
+    _enter(container, monkeypatch)
 
-    with caplog.at_level(logging.WARNING), localckpt.LocalCheckpointManager(root) as manager:
-        manager.save(state(), 1)
+    found = {limit.name: limit.available_nbytes for limit in limits.memory_limits()}
 
-    assert f"{root} is on tmpfs: checkpoints there outlive processes, but not" in caplog.text
-
-
-def test_memory_that_is_a_disk_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if file_system(tmp_path) == "tmpfs":
-        pytest.skip("temporary files are in memory here")
-
-    with caplog.at_level(logging.WARNING), localckpt.InMemoryCheckpointManager(root=tmp_path):
-        pass
-
-    assert "which is not memory" in caplog.text
+    assert found[f"{container}/memory.limit_in_bytes, 45.0 MB"] == 35 * MB
 
 
-def _save_some(rank: int, world_size: int, iterations: list[int]) -> None:
-    with localckpt.LocalCheckpointManager(node_store(), keep_last=2) as manager:
-        manager.find_latest()
-        for iteration in iterations:
-            manager.save(state(3 * MIB), iteration)
+# The decision.
 
 
-@pytest.mark.fault("moved-ranks")
-def test_what_a_rank_left_that_runs_elsewhere_now_is_not_counted_as_taken(
-    small_disk: Callable[[str], Path],
+def test_replicas_and_checkpoints_in_memory_are_counted_and_what_is_there_already_is_not() -> None:
+    needs = [
+        MemoryNeeds(200 * MB, 2, 2, 0, [MemoryLimit("node", str(n), 900 * MB)]) for n in (0, 1)
+    ]
+    copies = {0: Group((0, 1), 1), 1: Group((1, 0), 1)}
+
+    assert plan_buffers(needs, {})[0] == 2
+    with pytest.raises(StorageError, match="keep fewer checkpoints"):
+        plan_buffers(needs, copies)
+    before = [MemoryNeeds(200 * MB, 2, 2, 400 * MB, of.limits) for of in needs]
+    assert plan_buffers(before, copies)[0] == 1
+
+
+def test_a_plan_fits_all_limits_and_is_refused_only_where_one_buffer_does_not() -> None:
+    chosen = random.Random(21)
+    for _ in range(3000):
+        ranks = chosen.randrange(1, 5)
+        limits = [chosen.randrange(1, 4000) * MB for _ in range(ranks)]
+        needs = []
+        for rank in range(ranks):
+            mine = [MemoryLimit("a", f"node {rank % 2}", limits[rank % 2 if ranks > 1 else 0])]
+            if chosen.random() < 0.5:
+                mine.append(MemoryLimit("own", "", limits[rank]))
+            had = chosen.randrange(500) * MB
+            needs.append(
+                MemoryNeeds(chosen.randrange(1, 900) * MB, 3, chosen.randrange(3), had, mine)
+            )
+
+        def fits(buffers: int, needs: list[MemoryNeeds] = needs) -> bool:
+            """Return whether no limit is exceeded, added up one rank at a time."""
+            taken: dict[str, int] = {}
+            left: dict[str, int] = {}
+            for rank, of in enumerate(needs):
+                for limit in of.limits:
+                    key = limit.scope or f"rank {rank}"
+                    more = max(0, of.nbytes * (of.kept + buffers) - of.had_nbytes)
+                    taken[key] = taken.get(key, 0) + more
+                    left[key] = limit.available_nbytes
+            return all(taken[key] <= left[key] for key in taken)
+
+        try:
+            buffers, _ = plan_buffers(needs, {})
+        except StorageError:
+            assert not fits(1)
+        else:
+            assert 1 <= buffers <= 3
+            assert fits(buffers)
+
+
+# The limits of a process.
+
+
+def _save(
+    rank: int, world_size: int, root: Path, nbytes: int, limit: int | Path
+) -> tuple[str, str]:
+    """Save four times within an address space, or a container; the outcome, and the log."""
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    if isinstance(limit, Path):
+        _enter(limit, pytest.MonkeyPatch())
+    else:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (taken + limit, -1))
+    state = {"w": torch.ones(nbytes // 4)}
+    with (
+        make_manager("disk", root, keep_last=1) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        for iteration in range(1, 5):
+            state["w"].fill_(float(iteration))
+            try:
+                queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+            except StorageError as error:
+                return str(error), "\n".join(log)
+        queue.maybe_finalize_async_calls(blocking=True)
+        return f"newest: {manager.find_latest()}", "\n".join(log)
+
+
+def test_ranks_in_one_container_are_planned_together(container: Path, tmp_path: Path) -> None:
+    ended = run_ranks(_save, 2, tmp_path, 10 * MB, container)
+
+    assert [newest for newest, _ in ended] == ["newest: 4"] * 2
+    assert all("saves of ranks 0, 1 take" in log for _, log in ended)
+    assert all("with 1 staging buffers for each image" in log for _, log in ended)
+
+
+def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
+    ((ended, log),) = run_ranks(_save, 1, tmp_path, 200 * MB, 850 * MB, init_group=False)
+
+    assert ended == "newest: 4"
+    assert "with 1 staging buffers for each image" in log
+    assert "RLIMIT_AS" in log
+
+
+def test_within_an_address_space_for_none_the_first_save_says_so_and_writes_nothing(
+    tmp_path: Path,
 ) -> None:
-    nodes = [small_disk("size=14m") for _ in range(2)]
-    run_ranks(_save_some, 2, [1, 2], store_per_node=nodes)
+    ((ended, _),) = run_ranks(_save, 1, tmp_path, 400 * MB, 700 * MB, init_group=False)
 
-    # Two old checkpoints of the other rank are there, which make room as saves complete.
-    run_ranks(_save_some, 2, [3, 4, 5], store_per_node=nodes[::-1])
-
-    assert iterations_on(*nodes) == {4, 5}
+    assert ended.startswith("saves of rank 0 take")
+    assert "RLIMIT_AS" in ended
+    assert files(tmp_path) == []

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+import localckpt
 from localckpt.errors import StorageError
-from localckpt.storage.catalog import Problem, why_quarantined
+from localckpt.events.jsonl import JsonLines
+from localckpt.exporters.prometheus import PrometheusTextfile
+from localckpt.storage.catalog import Problem
+from localckpt.storage.names import local_path
 from localckpt.storage.rank_folder import RankFolder
 from localckpt.storage.write import write_shard
+from tests.cli.commands import call
+from tests.events.sinks import make_event
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     PATIENCE_S,
@@ -30,34 +36,6 @@ from tests.storage.shards import (
     slots_of,
     staged,
 )
-
-
-def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
-    stores = [node(rank) for rank in range(3)]
-    # Rank 0 keeps a replica of rank 7, too.
-    shards = {save(store, identity(4, rank)) for rank, store in enumerate(stores)}
-    shards.add(save(stores[0], identity(4, rank=7)))
-
-    for store in stores:
-        assert found(store) == shards
-        assert_loads(store, identity(4, rank=7))
-
-    assert {store.claim.token for store in stores} == {stores[0].claim.token}
-    assert stores[1].claim.ranks() == {0, 1, 2}
-
-
-@pytest.mark.fault("two-jobs")
-def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None:
-    one, other = node(session="one"), node(session="other")
-    mine = save(one, identity(1, session="one"))
-    theirs = save(other, identity(1, session="other"))
-
-    assert found(one) == {mine}
-    assert found(other) == {theirs}
-    one.prune(everything, [])
-    assert found(other) == {theirs}
-    assert one.claim.token == other.claim.token
-
 
 NAMES = ["", ".", "..", "a/b", "a%2Fb", "../..", "a b\n", "漢字", "~", "-rf *", "x" * 200, "\0"]
 
@@ -81,35 +59,6 @@ def test_a_name_too_long_for_a_file_is_an_error_that_says_so(node: Node) -> None
         node(session="x" * 300)
 
 
-def test_files_are_for_this_user_alone(node: Node) -> None:
-    before = os.umask(0)
-    try:
-        store = node()
-        store.claim.begin_epoch(1, [store.claim.owner], 0.2)
-        save(store, identity(1))
-    finally:
-        os.umask(before)
-
-    modes = {}
-    for path in (node.root, *node.root.rglob("*")):
-        # Memory is made ahead in a thread, which removes files.
-        with suppress(FileNotFoundError):
-            modes[path] = path.stat().st_mode
-    assert {".owner", ".notes", "node-token"} < {path.name for path in modes}
-    assert [path for path, mode in modes.items() if mode & 0o077] == []
-    assert node.root.stat().st_mode & 0o777 == 0o700
-
-
-def test_the_token_stays_with_the_directory(node: Node) -> None:
-    first = node()
-    token = first.claim.token
-    first.close()
-
-    assert node().claim.token == token
-    shutil.rmtree(node.root)
-    assert node().claim.token != token
-
-
 def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> None:
     node().close()
     for text in (b"", b"\xff\xfe", b"hello", b"z" * 32):
@@ -119,25 +68,6 @@ def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> No
             node()
 
     (node.root / "node-token").unlink()
-
-
-@pytest.mark.fault("wrong-place")
-def test_what_a_shard_is_comes_from_the_file_not_from_its_name_or_folder(node: Node) -> None:
-    store = node()
-    for n in (1, 2, 3):
-        save(store, identity(n))
-    one, two, three = sorted(store.folder.glob("*.safetensors"))
-    elsewhere = store.folder.parent / "55"
-    elsewhere.mkdir()
-
-    os.rename(one, elsewhere / "anything.safetensors")
-    os.rename(two, two.with_name("tmp"))
-    os.rename(three, two)
-    os.rename(two.with_name("tmp"), three)
-
-    assert found(store) == {identity(n) for n in (1, 2, 3)}
-    for n in (1, 2, 3):
-        assert_loads(store, identity(n))
 
 
 @pytest.mark.fault("wrong-place")
@@ -170,40 +100,6 @@ def test_shards_of_other_folders_go_only_when_nobody_looks_after_them(node: Node
     assert names(stores[1].folder) == set()
 
 
-@pytest.mark.fault("two-jobs")
-def test_closing_the_older_of_two_stores_of_a_process_leaves_the_folder_to_the_newer(
-    node: Node,
-) -> None:
-    older, newer = node(), node()
-    save(newer, identity(1))
-    newer.prune(older_than(identity(2)), [])
-
-    older.close()
-
-    assert {"owner", "recycled"} <= names(newer.folder)
-    newer.close()
-    assert names(newer.folder) == set()
-
-
-def test_a_retired_file_is_written_into_again(node: Node) -> None:
-    store = node()
-    inodes = set()
-    for iteration in range(1, 15):
-        # Of changing size: larger, smaller, and larger again.
-        nbytes = 100_000 + 40_000 * (iteration % 3)
-
-        save(store, identity(iteration), nbytes)
-
-        inodes |= {path.stat().st_ino for path in store.folder.glob("*.safetensors")}
-        assert_loads(store, identity(iteration), nbytes)
-        if iteration > 1:
-            assert_loads(store, identity(iteration - 1), 100_000 + 40_000 * ((iteration - 1) % 3))
-        store.prune(older_than(identity(iteration - 1)), [])
-
-    assert len(inodes) == 3
-    assert sum(path.stat().st_size for path in store.folder.iterdir()) < 3 * 200_000
-
-
 def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) -> None:
     store = node()
     save(store, identity(1))
@@ -224,48 +120,6 @@ def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) 
     assert_loads(store, identity(4))
 
 
-@pytest.mark.fault("unusable-store")
-@pytest.mark.parametrize("end", ["release", "discard"])
-def test_saves_that_end_while_the_directory_is_gone_leave_their_memory_to_those_after_it(
-    node: Node, end: str
-) -> None:
-    store = node()
-    save(store, identity(1))
-    # As many as there are buffers.
-    for iteration in range(2, 2 + store.num_buffers):
-        filled(store, identity(iteration))
-    away = node.root.rename(node.root.with_name("away"))
-    node.root.write_text("")
-
-    with suppress(StorageError):
-        getattr(store, end)(store.slots)
-
-    node.root.unlink()
-    away.rename(node.root)
-    save(store, identity(10))
-    assert_loads(store, identity(10))
-    assert_loads(store, identity(1))
-
-
-def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node) -> None:
-    store = node()
-    for n, why in enumerate(("the first", "the second")):
-        save(store, identity(1), 1000 + n)
-        store.quarantine(identity(1), Problem("damaged", why))
-        # Of what is not there any more.
-        store.quarantine(identity(1), Problem("damaged", "once more"))
-
-    aside = sorted(store.folder.glob("*.corrupt"))
-
-    assert found(store) == set()
-    assert len(aside) == 2
-    assert sorted(why_quarantined(path).text for path in aside) == ["the first", "the second"]
-    told = [stored for stored in store.list_stored() if stored.problem]
-    assert [(stored.name, stored.problem) for stored in told] == [
-        (path.name, why_quarantined(path)) for path in aside
-    ]
-
-
 @pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("damage", [b"garbage", None])
 def test_a_file_with_a_damaged_header_is_quarantined_and_the_others_are_found(
@@ -282,19 +136,6 @@ def test_a_file_with_a_damaged_header_is_quarantined_and_the_others_are_found(
     assert found(store) == {identity(2)}
     assert names(store.folder) >= {"safetensors", "corrupt"}
     assert_loads(store, identity(2))
-
-
-def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node) -> None:
-    store = node()
-    save(store, identity(1))
-    save(store, identity(2))
-    file = min(store.folder.glob("*.safetensors"))
-    content = file.read_bytes().replace(b"localckpt-6", b"localckpt-9", 1)
-
-    file.write_bytes(content)
-
-    assert found(store) == {identity(2)}
-    assert file.read_bytes() == content
 
 
 @pytest.mark.fault("two-jobs")
@@ -348,21 +189,6 @@ def test_a_store_whose_directory_is_removed_holds_nothing_and_is_made_again(
     again = node()
     assert again.domain == domain
     again.close()
-
-
-@pytest.mark.fault("unusable-store")
-def test_a_store_whose_directory_cannot_be_made_again_says_so(node: Node) -> None:
-    store = node()
-    save(store, identity(1))
-
-    shutil.rmtree(node.root)
-    node.root.write_text("no directory")
-
-    with pytest.raises(StorageError, match="could not make again"):
-        store.list_stored()
-    with pytest.raises(StorageError, match="could not make again"):
-        save(store, identity(2))
-    node.root.unlink()
 
 
 def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(node: Node) -> None:
@@ -450,3 +276,65 @@ def test_pieces_that_are_made_again_take_no_memory_for_which_a_save_waits(node: 
     for who in again:
         assert_loads(store, who)
     assert store.slots == []
+
+
+_URL = "s3://bucket/run"
+
+
+@pytest.mark.fault("unusable-store")
+@pytest.mark.parametrize("name", ["LocalCheckpointManager", "InMemoryCheckpointManager"])
+def test_no_store_of_a_node_takes_it_for_a_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = {"root_local_ckpt_dir" if name[0] == "L" else "root": _URL}
+
+    with pytest.raises(localckpt.StorageError, match="s3://bucket/run is a URL, and this is kept"):
+        getattr(localckpt, name)(**where)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "clean", "explain", "inspect"])
+def test_the_command_line_says_so_or_what_it_needs(command: str) -> None:
+    answer = call(command, _URL)
+
+    assert answer.status == 2
+    said = "is a URL" if command == "inspect" else "run pip install fsspec s3fs"
+    assert said in answer.err
+    assert answer.out == ""
+
+
+@pytest.mark.parametrize("name", ["a", "a:b", "C:/x", "/x/s3:/y", "./x/https://y", "x y:/z"])
+def test_what_is_no_url_is_a_path(name: str) -> None:
+    assert local_path(name) == Path.cwd() / name
+
+
+def test_a_relative_path_is_that_of_where_the_object_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sinks = [JsonLines("lines"), PrometheusTextfile("metrics")]
+    writer = localckpt.FileSystemWriterAsync("first")
+    reader = localckpt.CachedMetadataFileSystemReader("first")
+    writer.reset("second")
+    reader.reset("second")
+    with (
+        localckpt.LocalCheckpointManager("node") as nodes,
+        localckpt.GlobalCheckpointManager("shared") as shared,
+    ):
+        monkeypatch.chdir("later")
+        nodes.save({"value": torch.ones(4)}, 1)
+        shared.save({"value": torch.ones(4)}, 1)
+
+    for sink in sinks:
+        sink.write(make_event())
+        sink.flush()
+        sink.close()
+
+    assert list(Path.cwd().iterdir()) == []
+    assert Path(writer.path) == Path(reader.path) == tmp_path / "second"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("later", "lines", "metrics", "node", "shared")
+    }

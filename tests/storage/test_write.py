@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.memory.digests import BlockHasher
-from localckpt.storage.buffers import PrivateBuffer
-from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.directory import DirectoryStore, MemoryStore
 from localckpt.storage.write import ShardWrite, write_shard
+from tests.faults.loop_disk import new_disk
+from tests.faults.traced import Fault, Watched, watch
+from tests.ranks import run_ranks
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     assert_loads,
     everything,
     found,
     identity,
+    names,
+    older_than,
     save,
     slots_of,
     staged,
@@ -58,13 +65,6 @@ def received(job: ShardWrite) -> ShardWrite:
     return dataclasses.replace(job, digests="check")
 
 
-def test_a_replica_is_checked_while_it_is_written(store: DirectoryStore) -> None:
-    write_shard(received(staged(store, identity(1, rank=5))))
-
-    assert identity(1, rank=5) in found(store)
-    assert_loads(store, identity(1, rank=5))
-
-
 @pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("place", [0, 50_000, -1])
 def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, place: int) -> None:
@@ -95,59 +95,203 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: Directo
     assert not job.final.exists()
 
 
-def test_a_file_that_is_in_the_way_is_not_overwritten_and_shards_before_it_stay(
-    store: DirectoryStore,
-) -> None:
-    earlier, job = (staged(store, identity(1, rank)) for rank in (1, 0))
-    job.dirty.write_bytes(b"somebody else's")
+MIB = 1 << 20
 
-    write_shard(earlier)
-    with pytest.raises(StorageError, match=r"\.dirty"):
-        write_shard(job)
 
-    assert not job.final.exists()
-    assert found(store) == {earlier.identity}
-    assert not job.buffer.in_use
+def free_nbytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+@pytest.fixture(params=[DirectoryStore, MemoryStore])
+def small_store(
+    request: pytest.FixtureRequest, small_disk: Callable[[str], Path]
+) -> Iterator[Callable[[str], DirectoryStore]]:
+    """``small_store(options)``: a store on a file system of its own."""
+    stores: list[DirectoryStore] = []
+
+    def make(options: str) -> DirectoryStore:
+        stores.append(request.param(small_disk(options), "run", 0, 5.0))
+        return stores[-1]
+
+    yield make
+
+    for store in stores:
+        store.close()
 
 
 @pytest.mark.fault("refused-io")
-def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
-    store: DirectoryStore,
+def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
+    small_store: Callable[[str], DirectoryStore],
 ) -> None:
-    save(store, identity(1))
+    store = small_store("size=8m")
+    for n in (1, 2):
+        save(store, identity(n), 3 * MIB)
+    before = free_nbytes(store.root)
+
+    with pytest.raises(StorageError, match=rf"{store.folder}.*it is full: free space") as raised:
+        save(store, identity(3), 3 * MIB)
+
+    assert "saved before are as they were" in str(raised.value)
+    assert free_nbytes(store.root) == before
+    assert found(store) == {identity(1), identity(2)}
+    for n in (1, 2):
+        assert_loads(store, identity(n), 3 * MIB)
+    save(store, identity(4), MIB)
+    assert_loads(store, identity(4), MIB)
+
+
+@pytest.mark.fault("refused-io")
+def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
+    small_store: Callable[[str], DirectoryStore],
+) -> None:
+    store = small_store("size=8m")
+    for n in (1, 2):
+        save(store, identity(n), 3 * MIB)
+    store.prune(older_than(identity(2)), [])
+
+    with pytest.raises(StorageError, match="it is full"):
+        save(store, identity(3), 6 * MIB)
+
+    assert free_nbytes(store.root) > 4 * MIB
+    assert found(store) == {identity(2)}
+    assert_loads(store, identity(2), 3 * MIB)
+    save(store, identity(4), 4 * MIB)
+    assert_loads(store, identity(4), 4 * MIB)
+
+
+@pytest.mark.fault("unusable-store")
+def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touched(
+    small_disk: Callable[[str], Path],
+) -> None:
+    store = MemoryStore(small_disk("size=8m"), "run", 0, 5.0)
+    save(store, identity(1), 5 * MIB)
     store.prune(everything, [])
+    save(store, identity(2), MIB)
+    store.prune(everything, [])
+    filler = store.root / "filler"
+    filler.write_bytes(bytes(5 * MIB))
+
+    # Touching a page that cannot be had would be a SIGBUS.
+    with pytest.raises(StorageError, match=r"it is full: .* enlarge it"):
+        save(store, identity(3), 5 * MIB)
+
+    filler.unlink()
+    save(store, identity(4), 5 * MIB)
+    assert_loads(store, identity(4), 5 * MIB)
+    store.close()
+
+
+def remount(path: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], timeout=30, check=True)
+
+
+@pytest.mark.fault("refused-io")
+def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
+    small_disk: Callable[[str], Path],
+) -> None:
+    disk = small_disk("size=8m")
+    store = DirectoryStore(disk, "run", 0, 5.0)
+    save(store, identity(1))
     job = staged(store, identity(2))
-    assert job.recycled
-    job.dirty.unlink()
+    remount(disk, "ro")
+    try:
+        with pytest.raises(StorageError, match=rf"{job.dirty}.*mounted read-only"):
+            write_shard(job)
+        with pytest.raises(StorageError, match=f"{disk}.*mounted read-only"):
+            DirectoryStore(disk, "another", 0, 5.0)
 
-    with pytest.raises(StorageError, match="could not write"):
-        write_shard(job)
-
-    assert not job.buffer.in_use
-    assert save(store, identity(3)) in found(store)
-
-
-def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DirectoryStore) -> None:
-    job = staged(store, identity(1), 1 << 20)
-    assert isinstance(job.buffer, PrivateBuffer)
-    closing = _ClosesWhenHashed(job.buffer)
-
-    write_shard(dataclasses.replace(job, buffer=closing))
-
-    assert store.holds(identity(1))
-    assert_loads(store, identity(1), 1 << 20)
-    assert len(job.buffer.view) == 0
+        assert found(store) == {identity(1)}
+        assert_loads(store, identity(1))
+    finally:
+        remount(disk, "rw")
+    save(store, identity(3))
+    store.close()
 
 
-class _ClosesWhenHashed(PrivateBuffer):
-    """A buffer that is closed as soon as a writer has looked at it."""
+# The system calls of a write.
 
-    def __init__(self, inner: PrivateBuffer) -> None:
-        self._inner = inner
-        self._in_use = True
 
-    @property
-    def view(self) -> memoryview:  # type: ignore[override]
-        view = self._inner.view
-        self._inner.close()
-        return view
+def _write(
+    rank: int, world_size: int, root: Path, address: str, recycled: bool, fault: Fault | None
+) -> tuple[list[str], str]:
+    """Write a shard; the calls on its file and its folder, and the error."""
+    watched, error = Watched(address), ""
+    store = DirectoryStore(root, "run", 0, 5.0)
+    if recycled:
+        save(store, identity(2))
+        store.prune(everything, [])
+    job = staged(store, identity(3))
+    with watched.section(fault) as section:
+        try:
+            write_shard(job)
+        except StorageError as raised:
+            error = str(raised)
+    if error:
+        assert not job.dirty.exists()
+    else:
+        assert store.holds(identity(3))
+        assert_loads(store, identity(3))
+    store.close()
+    places = {
+        str(job.dirty.relative_to(root)): "file",
+        str(store.folder.relative_to(root)): "folder",
+    }
+    steps = [(call.name, places.get(call.paths[0])) for call in section.calls]
+    kinds = ("pwrite64", "fsync", "fdatasync", "fallocate", "rename")
+    return [f"{name} {place}" for name, place in steps if place and name in kinds], error
+
+
+def _written(root: Path, recycled: bool = False, fault: Fault | None = None) -> Any:
+    with watch(root) as watching:
+        args = (root, watching.address, recycled, fault)
+        ((steps, error),) = run_ranks(_write, 1, *args, init_group=False)
+    return steps, error
+
+
+@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
+def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
+    tmp_path: Path, recycled: bool
+) -> None:
+    steps, error = _written(tmp_path, recycled)
+
+    assert error == ""
+    wanted = ["fallocate file", "pwrite64 file", "fsync file", "rename file", "fsync folder"]
+    # A recycled file's old name is gone for good before its bytes change.
+    assert list(dict.fromkeys(steps[recycled:-1])) + steps[-1:] == wanted
+    assert steps[0] == ("fsync folder" if recycled else "fallocate file")
+
+
+@pytest.mark.fault("partial-io")
+def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(tmp_path: Path) -> None:
+    _, error = _written(tmp_path, fault=Fault(1, "skip", only=("pwrite64",)))
+
+    assert error == ""
+
+    _, error = _written(tmp_path, fault=Fault(1, "skip", only=("pwrite64",), lasts=True))
+
+    assert "no byte after 0 is taken" in error
+
+
+@pytest.mark.fault("unusable-store")
+@pytest.mark.parametrize("kind", ["ext2", "ext3"])
+def test_saves_work_on_it_and_files_are_used_again(
+    kind: str, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+) -> None:
+    with new_disk(kind, shm_roots(1)[0] / "disk", tmp_path / "disk"):
+        store = DirectoryStore(tmp_path / "disk" / "node", "run", 0, 5.0)
+        for iteration, nbytes in ((1, 100_000), (2, 1_000_000), (3, 300_001)):
+            save(store, identity(iteration), nbytes)
+            assert_loads(store, identity(iteration), nbytes)
+            store.prune(everything, [])
+
+        save(store, identity(4))
+        job = staged(store, identity(5), 40_000_000)
+        with pytest.raises(StorageError, match="No space left"):
+            write_shard(job)
+
+        assert names(store.folder) == {"safetensors", "owner"}
+        assert found(store) == {identity(4)}
+        save(store, identity(6))
+        assert found(store) == {identity(4), identity(6)}
+        store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,6 @@ import pytest
 import localckpt
 from localckpt import AsyncRequest, SaveFailedError
 from tests.managers.jobs import (
-    assert_same,
     cliques,
     error_of,
     files,
@@ -26,7 +24,6 @@ from tests.managers.jobs import (
     state_of,
     take_away,
 )
-from tests.managers.own_managers import DictManager, FileManager
 from tests.ranks import node_store
 from tests.upstream.environment import needs_upstream, run_upstream_ranks
 
@@ -114,36 +111,6 @@ def test_both_queues_of_both_libraries_save_replicate_and_say_what_failed(
     for persistent, text in told.items():
         assert "rank 1" in text, persistent
         assert "Not a directory" in text, persistent
-
-
-class _InMemory(DictManager):
-    """Cannot be pickled, and what another process kept would be lost."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__({}, **options)
-        self.lock = threading.Lock()
-
-
-def _drive_own_managers(rank: int, world_size: int) -> None:
-    upstream = _upstream("nvrx")
-    for persistent in (False, True):
-        queue = upstream.AsyncCallsQueue(persistent=persistent)
-        options = {"session_id": f"{persistent}", "timeout": 60.0}
-        folder = node_store() / f"{persistent}-{rank}"
-        folder.mkdir()
-        for manager in (FileManager(folder, **options), _InMemory(**options)):
-            with manager:
-                for iteration in range(2):
-                    state = state_of(rank, iteration)
-                    queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-                    queue.maybe_finalize_async_calls(blocking=True)
-                    assert manager.find_latest() == iteration
-                    assert_same(manager.load()[0], state_of(rank, iteration))
-        queue.close()
-
-
-def test_managers_of_a_users_own_save_in_their_queues(node_dirs: Dirs) -> None:
-    run_upstream_ranks(_drive_own_managers, 2, store_per_node=node_dirs(2))
 
 
 def _take_theirs(rank: int, world_size: int) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _UPSTREAM = _ROOT / "constraints-integrations.txt"
+# NVIDIA's packages beside the newest torch; Python 3.11 has no wheels of these releases.
+_NEWEST_OF_NVIDIA = ("megatron-core==0.19.2", "nvidia-resiliency-ext==0.7.0")
 _NOT_RUN = "not run: "
 
 
@@ -93,20 +95,22 @@ def _install(folder: Path, python: Path, torch: str) -> bool:
     package = f"{_ROOT}[dev,bench]"
     if not _pip_install(folder, "--constraint", constraints, "--editable", package, wheel):
         return False
-    if not _install_frameworks(folder):
+    if not _install_frameworks(folder, torch == "newest"):
         print("not all frameworks could be installed, tests with those are skipped")
     stamp.write_text(wanted)
     return True
 
 
-def _install_frameworks(folder: Path) -> bool:
-    lines = [line for line in _UPSTREAM.read_text().splitlines() if "==" in line]
-    # They have no wheels for newer Pythons, and what is compiled in them is not used.
-    old = [line for line in lines if line.startswith(("megatron-core", "nvidia-resiliency-ext"))]
+def _install_frameworks(folder: Path, newest: bool) -> bool:
+    lines = {line for line in _UPSTREAM.read_text().splitlines() if "==" in line}
+    pinned = {line for line in lines if line.startswith(("megatron-core", "nvidia-resiliency-ext"))}
     target = ("--no-deps", "--target", folder / "upstream")
+    # They have wheels for few Pythons, and what is compiled in them is not used.
     wheels = ("--only-binary=:all:", "--python-version", "3.12")
-    is_old_installed = _pip_install(folder, *target, *wheels, *old)
-    return _pip_install(folder, *target, *(set(lines) - set(old))) and is_old_installed
+    systems = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (24, 28, 31, 39)]
+    of_nvidia = _NEWEST_OF_NVIDIA if newest else pinned
+    is_installed = _pip_install(folder, *target, *wheels, *systems, *of_nvidia)
+    return _pip_install(folder, *target, *(lines - pinned)) and is_installed
 
 
 def _pip_install(folder: Path, *arguments: str | Path) -> bool:

@@ -404,9 +404,9 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
     for seen, said, longest_s in outcomes:
         assert longest_s < 2.5
         assert "AbortedError" in said
-        # Connections of the last exchange are kept for the next: four descriptors. Of an abort a
-        # thread that is late may leave one key.
-        slacks = {"threads": 2, "descriptors": 6, "removed shared memory": 0, "keys": 40 + rounds}
+        # Connections of the last exchange are kept for the next: four descriptors. The keys of
+        # some parts that were aborted wait until all ranks come to the next of their name.
+        slacks = {"threads": 2, "descriptors": 6, "removed shared memory": 0, "keys": 40}
         for name, slack in slacks.items():
             assert seen[-1][name] <= seen[0][name] + slack, name
         assert seen[-1]["memory"] < seen[0]["memory"] + (96 << 20)

@@ -222,3 +222,10 @@ def test_the_lineage_is_read_as_it_was_written_and_moves_no_tensor() -> None:
 def test_a_lineage_that_cannot_be_read_or_is_of_another_epoch_is_refused(lineage: Any) -> None:
     with pytest.raises(CorruptShardError, match="lineage"):
         read_header(source_of(with_header(metadata(lineage=lineage))))
+
+
+@pytest.mark.fault("torn-file")
+@pytest.mark.parametrize("extra", [b"\0", b"\0" * 4096, b"garbage"])
+def test_bytes_behind_the_end_are_refused(extra: bytes) -> None:
+    with pytest.raises(CorruptShardError, match="its header describes"):
+        unpack(source_of(image_of(STATE) + extra))

@@ -14,6 +14,7 @@ np.product = np.prod  # type: ignore[attr-defined]
 
 # The CPU stands in for the one GPU. Torch looks these functions up, so none stands for two.
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
 torch.cuda.device_count = lambda: 1
 torch.cuda.set_device = lambda device: None
 torch.cuda.synchronize = lambda device=None: None

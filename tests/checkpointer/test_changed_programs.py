@@ -18,6 +18,7 @@ from localckpt import (
     Checkpointer,
     Elsewhere,
     MismatchError,
+    NoReplicasAvailableError,
 )
 from tests.checkpointer.loops import Part, save_once, stores
 from tests.managers.jobs import error_of
@@ -313,3 +314,15 @@ def test_a_loop_goes_back_after_a_loss_spike(to: int, tmp_path: Path) -> None:
 
     with Checkpointer(state, **places) as checkpointer:
         assert (checkpointer.resume(), float(weight)) == (to, 99 + to)
+
+
+def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared"
+    _loop(local, shared, 9, fill=0)
+
+    with pytest.raises(NoReplicasAvailableError) as caught:
+        _loop(local, shared, 0, fill=0, step=7777)
+
+    assert "iteration 7777" in str(caught.value)
+    assert "Complete are: 8, 7, 6, 5" in str(caught.value)
+    assert "has 8, 6, 4, 2, 0" in str(caught.value)

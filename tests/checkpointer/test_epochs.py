@@ -301,3 +301,9 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
         assert all(told in text for text in after)
     else:
         assert sorted(chain(*before, *after)) == list(range(24))
+
+
+def test_epochs_without_resume_is_an_error(tmp_path: Path) -> None:
+    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:  # noqa: SIM117
+        with pytest.raises(localckpt.CheckpointingException, match="call resume"):
+            next(checkpointer.epochs(1))

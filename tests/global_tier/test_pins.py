@@ -11,6 +11,7 @@ import torch
 
 from localckpt import (
     Best,
+    CheckpointingException,
     GlobalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
@@ -139,3 +140,14 @@ def test_a_checkpoint_whose_pin_cannot_be_seen_stays(tmp_path: Path) -> None:
 
     assert folder.path.is_dir()
     assert Folder(FilePlace(tmp_path), 2, 1).path.is_dir()
+
+
+def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, {1: None})
+    with manager_on(tmp_path, read_only=True) as manager:
+        for call in (manager.pin, manager.unpin):
+            with pytest.raises(CheckpointingException, match="read_only=True"):
+                call(1)
+
+    assert _reasons(tmp_path) == {1: ("newest", "all")}

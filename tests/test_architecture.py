@@ -117,7 +117,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (168, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 43_999
+_TEST_LINES = 44_014
 
 
 def _module_name(path: Path) -> str:

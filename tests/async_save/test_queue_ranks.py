@@ -20,7 +20,7 @@ from localckpt.ranks.ranks import Ranks
 from tests.async_save import work
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _STEPS = 300
 # (type, message) of an exception, since ranks are compared by what crosses process borders.
 Told = tuple[str, str]
@@ -112,7 +112,7 @@ _CALLS: dict[str, Callable[[int, Path], tuple[Any, ...]]] = {
 
 
 def _fail(rank: int, world_size: int, how: str, blocking: bool, path: Path) -> Any:
-    one = Rank(timeout_s=1.5 if how == "one hangs" else PATIENCE_S)
+    one = Rank(timeout_s=5.0 if how == "one hangs" else PATIENCE_S)
     one.schedule(*_CALLS[how](rank, path))
     raised = one.error_of(blocking)
     one.schedule(None if rank else work.nothing, name="next")

@@ -23,7 +23,7 @@ from localckpt.storage.owner import owner_of
 from tests.faults import shared
 from tests.faults.loop_disk import LoopDisk, new_disk
 from tests.faults.traced import Call, Watched, watch
-from tests.managers.jobs import MAX_S, assert_same, make_manager, save, state_of
+from tests.managers.jobs import assert_same, make_manager, save, state_of
 from tests.ranks import run_ranks
 
 # Two digest blocks, and not a whole number of pages.
@@ -55,7 +55,7 @@ class _Job:
         return make_manager("disk", root, "job", keep_last=self.keep_last, timeout=60.0)
 
     def shared_manager(self, root: Path) -> localckpt.GlobalCheckpointManager:
-        options = {"keep_last": self.keep_last, "thread_count": 1, "timeout": MAX_S}
+        options = {"keep_last": self.keep_last, "thread_count": 1, "timeout": 60.0}
         return localckpt.GlobalCheckpointManager(root, **options)
 
 

@@ -137,10 +137,9 @@ class _Breaking(localckpt.CliqueReplicationStrategy):
 
     breaking: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
-    is_repaired = False
 
     def lacking(self, checkpoint: Any, inventory: Any) -> Lacking:
-        return super().lacking(checkpoint, inventory) if self.is_repaired else Lacking({})
+        return Lacking({})
 
     def _host_transport(self, announced: Any, timeout_s: float) -> Any:
         iteration = announced[0].id_.iteration if self._world().rank == 1 else None
@@ -162,7 +161,6 @@ def _lose_a_peer_now_and_then(
     rank: int, world_size: int, strict: bool
 ) -> tuple[list[str], list[str]]:
     errors, standing = [], []
-    failed = (2, 5, 6) if strict else ()
     repl = _breaking(2, 5)
     # After the failure there are no connections any more.
     repl.unreachable = frozenset([6])
@@ -189,13 +187,30 @@ def _lose_a_peer_now_and_then(
             assert staging_nbytes(manager.store) <= 2 * sum(sizes)
         assert manager.degraded_saves == (0 if strict else 3)
         assert resume(manager, rank, 7) == "own node"
-        # Copies that the peer has cost are made once it is back.
-        repl.is_repaired = True
-        save(manager, state_of(rank, 8), 8)
-        _await(lambda: not any(standing.lacking for standing in manager.status()))
-        assert _standing(manager) == _whole(*(i for i in range(8, -1, -1) if i not in failed))
     assert _left_over() == []
     return errors, standing
+
+
+class _BackAgain(_Breaking):
+    lacking = localckpt.CliqueReplicationStrategy.lacking
+
+
+def _lose_a_peer_for_a_while(rank: int, world_size: int) -> list[str]:
+    repl = _BackAgain.from_replication_params(1, 2, timeout_s=MAX_S)
+    repl.breaking = frozenset([2])
+    with in_job(repl, keep_last=3) as (manager, _):
+        for iteration in (1, 2):
+            save(manager, state_of(rank, iteration), iteration)
+        told = _standing(manager)
+        save(manager, state_of(rank, 3), 3)
+        _await(lambda: _standing(manager) == _whole(3, 2, 1))
+    return told
+
+
+def test_copies_that_a_lost_peer_has_cost_are_made_once_it_is_back(node_dirs: Dirs) -> None:
+    told = run_ranks(_lose_a_peer_for_a_while, 2, store_per_node=node_dirs(2))
+
+    assert told == [[*_lacking(2), *_whole(1)]] * 2
 
 
 @pytest.mark.parametrize("strict", [False, True])

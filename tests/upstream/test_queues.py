@@ -116,7 +116,7 @@ def test_both_queues_of_both_libraries_save_replicate_and_say_what_failed(
 def _take_theirs(rank: int, world_size: int) -> str:
     request = _upstream("nvrx").AsyncRequest
     done: list[str] = []
-    with localckpt.AsyncCallsQueue(timeout_s=60.0) as queue:
+    with localckpt.AsyncCallsQueue(timeout_s=120.0) as queue:
         queue.schedule_async_request(request(done.append, ("ran",), [partial(done.append, "end")]))
         queue.maybe_finalize_async_calls(blocking=True)
         assert done in (["ran", "end"], ["end"])

@@ -32,6 +32,7 @@ _SECTIONS = {
     "check-replicas": "benchmarks.check_replicas",
     "in-memory": "benchmarks.in_memory",
     "replicate": "benchmarks.replicate",
+    "unchanged": "benchmarks.unchanged",
     "parity": "benchmarks.parity",
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",

@@ -30,7 +30,7 @@ from benchmarks.peers.section import INSTALLED
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from benchmarks.state import build_state, expected_nbytes
+from benchmarks.state import Training, build_state, expected_nbytes
 
 __all__ = ["measure"]
 
@@ -150,6 +150,7 @@ def _run_rank(directory: Path, rounds: int, width: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     state = build_state(width, rank)
+    training = Training(state)
     root = directory / f"node{rank}"
     libraries = {"NVRx": _Nvrx(root / "nvrx"), "localckpt": _Ours(root / "localckpt")}
     samples: Samples = {}
@@ -157,6 +158,7 @@ def _run_rank(directory: Path, rounds: int, width: int) -> None:
         # The first save makes buffers and starts workers.
         for iteration in range(rounds + 1):
             for name, library in libraries.items():
+                training.step()
                 for figure, seconds in library.save(state, iteration).items():
                     if iteration:
                         samples.setdefault(f"{name}, {figure}", []).append(seconds)

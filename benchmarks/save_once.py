@@ -25,7 +25,7 @@ import localckpt
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from benchmarks.state import build_state, state_nbytes
+from benchmarks.state import Training, build_state, state_nbytes
 
 __all__ = ["measure"]
 
@@ -74,6 +74,7 @@ def _run_rank(root: Path, width: int, rounds: int, nodes: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     plain = build_state(width)
+    training = Training(plain)
     # What is not said to be equal is private.
     states = plain, localckpt.replicated(plain)
     samples: dict[str, list[list[float]]] = {name: [] for name in _GOALS}
@@ -85,6 +86,7 @@ def _run_rank(root: Path, width: int, rounds: int, nodes: int) -> None:
             with _manager(root, nodes, divided=bool(which)) as manager:
                 # The first two saves make the memory, and the first two loads touch it.
                 for iteration in range(3):
+                    training.step()
                     save_times = _save(manager, state, iteration)
                     manager.find_latest()
                     loads = [_load(manager, state)]

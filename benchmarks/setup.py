@@ -15,7 +15,14 @@ import torch
 
 import localckpt
 from benchmarks.limits import HugeBuffer
-from benchmarks.state import GPT2_WIDTH, KINDS, build_state, state_nbytes, state_tensors
+from benchmarks.state import (
+    GPT2_WIDTH,
+    KINDS,
+    Training,
+    build_state,
+    state_nbytes,
+    state_tensors,
+)
 from localckpt.managers.reports import SaveReport
 
 __all__ = ["Options", "Saver", "Setting", "closing_all", "largest_file", "make_setting"]
@@ -91,12 +98,13 @@ class Saver:
     def __init__(self, manager: localckpt.CheckpointManager, state: dict[str, Any]) -> None:
         self.manager = manager
         self.queue = localckpt.AsyncCallsQueue()
-        self._state = state
+        self._state, self._training = state, Training(state)
         self._iterations = count()
 
     def start(self) -> float:
         """Seconds that training waits."""
         iteration = next(self._iterations)
+        self._training.step()
         # As in a training loop, in which no two states are equal around their tensors.
         self._state["iteration"] = iteration
         began = time.perf_counter()

@@ -19,6 +19,7 @@ from benchmarks.stores import serve_store
 __all__ = [
     "GPT2_WIDTH",
     "KINDS",
+    "Training",
     "build_state",
     "expected_nbytes",
     "flat_tensors",
@@ -102,6 +103,21 @@ def _filler(seed: int, device: str) -> Callable[[tuple[int, ...]], torch.Tensor]
         return tensor.to(device)
 
     return filled
+
+
+class Training:
+    """Changes one byte of each MiB of each tensor of a state, as a step changes all.
+
+    Else a save would have nothing to write: what a file has already is not written again.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        # The lowest bits of a value.
+        flat = (t.detach().view(-1).view(torch.uint8) for t in state_tensors(state) if t.numel())
+        self._bytes = [tensor[:: 1 << 20] for tensor in flat]
+
+    def step(self) -> None:
+        torch._foreach_add_(self._bytes, 1)
 
 
 def expected_nbytes(width: int) -> int:

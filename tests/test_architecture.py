@@ -104,18 +104,18 @@ _BUDGETS = {
     "exporters": (321, 500, 3),
     "global_tier": (6367, 4900, 17),
     "integrations": (3101, 2900, 20),
-    "managers": (5705, 3600, 19),
-    "memory": (777, 700, 7),
+    "managers": (5714, 3600, 19),
+    "memory": (846, 700, 7),
     "parity": (1676, 1700, 12),
     "ranks": (2587, 1600, 10),
-    "replication": (3189, 2900, 18),
-    "state_dict": (7462, 5000, 31),
-    "storage": (3380, 3100, 15),
+    "replication": (3308, 2900, 19),
+    "state_dict": (7472, 5000, 31),
+    "storage": (3455, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (168, 150)
+_CORE_MODULES = (169, 150)
 # All lanes; the goal is 36,000.
 _TEST_LINES = 44_014
 

@@ -29,7 +29,7 @@ from benchmarks.loops import LOOPS, lost_in, running
 from benchmarks.peers.base import Peer
 from benchmarks.peers.catalogue import peer_class
 from benchmarks.setup import Options, Setting, make_setting
-from benchmarks.state import state_tensors
+from benchmarks.state import Training, state_tensors
 
 __all__ = ["Samples", "Task"]
 
@@ -86,19 +86,19 @@ def _measure(task: Task) -> Samples:
     samples = Samples(
         behind=kind.behind, in_place=kind.in_place, note=kind.note, nbytes=setting.nbytes
     )
-    peer = kind(directory, setting.state)
+    peer, training = kind(directory, setting.state), Training(setting.state)
     try:
         peer.prepare()
         copy_s = setting.copy_flat_s()
         with sampled_peak() if task.with_memory else nullcontext([0]) as peak:
-            stall_s = _saved_s(peer)[0]
+            stall_s = _saved_s(peer, training)[0]
         samples.add("first stall", stall_s, copy_s)
         if task.with_memory:
             samples.extra_bytes.append(peak[0] - memory_before)
-        _measure_saves(samples, peer, setting, file, task.at_rest)
+        _measure_saves(samples, peer, training, setting, file, task.at_rest)
         _measure_loads(samples, peer, setting, file.path)
         if peer.behind and task.with_loops:
-            _measure_loops(samples, peer)
+            _measure_loops(samples, peer, training)
     finally:
         peer.close()
         file.close()
@@ -106,14 +106,19 @@ def _measure(task: Task) -> Samples:
 
 
 def _measure_saves(
-    samples: Samples, peer: Peer, setting: Setting, file: RecycledFile, at_rest: bool
+    samples: Samples,
+    peer: Peer,
+    training: Training,
+    setting: Setting,
+    file: RecycledFile,
+    at_rest: bool,
 ) -> None:
     for _ in range(_SAVES_AT_REST) if at_rest else _for_a_while(_SAVES_S):
         if at_rest:
             settle(_REST_S)
         write_s = file.write_s()
         copy_s = setting.copy_flat_s()
-        stall_s, durable_s = _saved_s(peer)
+        stall_s, durable_s = _saved_s(peer, training)
         samples.add("stall", stall_s, copy_s)
         samples.add("durable", durable_s, copy_s + write_s)
 
@@ -126,8 +131,9 @@ def _for_a_while(seconds: float) -> Iterator[None]:
         yield
 
 
-def _saved_s(peer: Peer) -> tuple[float, float]:
+def _saved_s(peer: Peer, training: Training) -> tuple[float, float]:
     """Seconds that training waits, and from the same moment until the bytes are on the disk."""
+    training.step()
     began = time.perf_counter()
     peer.start()
     stall_s = time.perf_counter() - began
@@ -189,10 +195,11 @@ def _digest(setting: Setting) -> str:
     return digest.hexdigest()
 
 
-def _measure_loops(samples: Samples, peer: Peer) -> None:
+def _measure_loops(samples: Samples, peer: Peer, training: Training) -> None:
     for name, loop in LOOPS.items():
         with running(loop) as (step, steps):
             for _ in _for_a_while(_LOOP_S):
+                training.step()
                 lost = lost_in(step, steps, peer)
                 peer.retire()
                 samples.add(f"lost, {name}", lost.lost_s)

@@ -17,7 +17,11 @@ class SaveReport:
         stall_s: How long training waited for ``save``.
         durable_s: When all that this rank keeps of it was durable; ``None`` until then.
         sent_nbytes: Bytes that this rank sent to others, which keep replicas of its image; ``None``
-            until that is done, and where no replicas are kept.
+            until that is done, and where no replicas are kept. Blocks of 1 MiB that the peer's
+            memory still has from an older save are not sent.
+        written_nbytes: Bytes that were written to the file of the image, without the blocks that
+            it had already; 0 in shared memory, where images are staged in their files. ``None``
+            until that is done.
         skipped: Nothing was saved, because older saves still used all staging buffers.
     """
 
@@ -28,6 +32,7 @@ class SaveReport:
     stall_s: float
     durable_s: float | None = None
     sent_nbytes: int | None = None
+    written_nbytes: int | None = None
     skipped: bool = False
 
     def __str__(self) -> str:
@@ -40,7 +45,10 @@ class SaveReport:
             steps.append(f"replicated in {self.replicate_s:.3f} s{sent}")
         steps.append(f"training waited {self.stall_s:.3f} s")
         if self.durable_s is not None:
-            steps.append(f"durable after {self.durable_s:.3f} s")
+            written = (
+                "" if not self.written_nbytes else f" with {self.written_nbytes} bytes written"
+            )
+            steps.append(f"durable after {self.durable_s:.3f} s{written}")
         return f"iteration {self.iteration}: {', '.join(steps)}"
 
 

@@ -500,6 +500,7 @@ class Save:
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
             self.replication.sent_nbytes,
+            self.slots[0].written_nbytes if self.slots else None,
         )
 
     def _all_slots(self) -> list[Slot]:

@@ -2,11 +2,15 @@
 
 Each hash is seeded with the identity of the image and the block's index, so that a good block in
 the wrong place, or of another save, does not verify. Hashes find accidents, not forgeries.
+
+With the seed of an older image its digests also tell which blocks of a new one are the same, so
+that memory or a file that has the older image needs only the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from struct import Struct
 from typing import Protocol
 
@@ -18,6 +22,13 @@ BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 8
 
 _DIGEST = Struct("<Q")
+_HELD = Struct("<QQ")
+
+LEAST_COMPARED_NBYTES = 8 * BLOCK_NBYTES
+"""Images with fewer bytes are written and sent whole, which takes no longer than to compare."""
+# One block of so many is looked at first. If few of those are unchanged, to look at all would cost
+# more than it saves.
+_PROBED, _LEAST_UNCHANGED = 16, 1 / 8
 
 
 def digests_nbytes(covered_nbytes: int) -> int:
@@ -44,10 +55,10 @@ class BlockHasher:
 
     def __init__(self, identity: Hashed) -> None:
         self._identity = identity
-        self._seed = xxhash.xxh3_64_intdigest(identity.seed.encode())
+        self.seed = xxhash.xxh3_64_intdigest(identity.seed.encode())
 
     def digest(self, index: int, block: memoryview | bytes) -> int:
-        return xxhash.xxh3_64_intdigest(block, self._seed_of(index))
+        return xxhash.xxh3_64_intdigest(block, _seed_of(self.seed, index))
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:
         """Write the digests of ``image[:covered_nbytes]`` right behind it."""
@@ -82,7 +93,7 @@ class BlockHasher:
                     index, part = index + 1, part[BLOCK_NBYTES:]
                     continue
                 if begun is None:
-                    begun, missing = xxhash.xxh3_64(seed=self._seed_of(index)), BLOCK_NBYTES
+                    begun, missing = xxhash.xxh3_64(seed=_seed_of(self.seed, index)), BLOCK_NBYTES
                 begun.update(part[:missing])
                 taken = min(missing, len(part))
                 missing, part = missing - taken, part[taken:]
@@ -92,5 +103,63 @@ class BlockHasher:
         if begun is not None:
             yield begun.intdigest()
 
-    def _seed_of(self, index: int) -> int:
-        return (self._seed + index) & 0xFFFFFFFFFFFFFFFF
+
+class HeldBlocks:
+    """Seed and digests of an image that a place has, which is to get another image.
+
+    Args:
+        seed: Of the hasher of the older image.
+        digests: Of its blocks, 8 bytes each; without any, all blocks are changed.
+    """
+
+    def __init__(self, seed: int = 0, digests: memoryview | bytes = b"") -> None:
+        self._seed, self._digests = seed, memoryview(digests)
+
+    def changed(self, read: Callable[[int, int], memoryview], covered_nbytes: int) -> bytearray:
+        """Find the changed blocks of a new image: one byte for each block, 1 for a changed one.
+
+        Args:
+            read: Returns bytes ``[start, stop)`` of the new image, valid until the next call.
+            covered_nbytes: Size of the new image without its digests.
+        """
+        changed = bytearray(b"\1") * (digests_nbytes(covered_nbytes) // DIGEST_NBYTES)
+        comparable = min(len(self._digests), covered_nbytes // BLOCK_NBYTES * DIGEST_NBYTES)
+        count = comparable // DIGEST_NBYTES
+
+        def is_unchanged(index: int) -> bool:
+            block = read(index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
+            found = xxhash.xxh3_64_intdigest(block, _seed_of(self._seed, index))
+            return _DIGEST.pack(found) == self._digests[index * DIGEST_NBYTES :][:DIGEST_NBYTES]
+
+        probes = range(min(1, count), count, max(1, min(_PROBED, count // 8)))
+        if sum(map(is_unchanged, probes)) > len(probes) * _LEAST_UNCHANGED:
+            for index in range(count):
+                changed[index] = not is_unchanged(index)
+        return changed
+
+    def packed(self, covered_nbytes: int) -> bytearray:
+        """Pack for a peer, in as many bytes as any that compares to an image of that size."""
+        nbytes = digests_nbytes(covered_nbytes)
+        fitting = self._digests[: min(nbytes, len(self._digests))]
+        return bytearray(_HELD.pack(self._seed, len(fitting)) + fitting).ljust(
+            _HELD.size + nbytes, b"\0"
+        )
+
+    @classmethod
+    def unpacked(cls, packed: memoryview) -> HeldBlocks:
+        seed, nbytes = _HELD.unpack_from(packed)
+        return cls(seed, packed[_HELD.size :][:nbytes])
+
+
+def block_ranges(
+    chosen: bytes | bytearray | memoryview, covered_nbytes: int
+) -> list[tuple[int, int]]:
+    """Return the bytes ``[start, stop)`` of consecutive blocks whose bytes in ``chosen`` are 1."""
+    pairs = enumerate(pairwise([0, *map(bool, chosen), 0]))
+    ends = [index * BLOCK_NBYTES for index, (before, here) in pairs if before != here]
+    ranges = zip(ends[::2], ends[1::2], strict=True)
+    return [(start, min(stop, covered_nbytes)) for start, stop in ranges]
+
+
+def _seed_of(seed: int, index: int) -> int:
+    return (seed + index) & 0xFFFFFFFFFFFFFFFF

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException
 from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
+from localckpt.memory.digests import LEAST_COMPARED_NBYTES, HeldBlocks
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S, MANAGER, refused_together
 from localckpt.replication.base import NoReplication as NoReplication
 from localckpt.replication.base import ReplicationStrategy as ReplicationStrategy
+from localckpt.replication.changed_blocks import exchange_changed
 from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.exchange import missing_copies
 from localckpt.replication.groups import GroupWrapper, check_replication_params
@@ -172,6 +174,7 @@ class CliqueReplicationStrategy(MemberStrategy):
                 identity.ckpt_id,
                 accept,
                 timeout_s=self.step_s(timeout_s, of_save=True),
+                held=lambda: [slot.held for slot in slots],
                 tensors_on_gpu=on_gpu,
                 error=error,
             )
@@ -189,13 +192,15 @@ class CliqueReplicationStrategy(MemberStrategy):
         accept: Callable[[CkptID, int], memoryview],
         *,
         timeout_s: float | None = None,
+        held: Callable[[], Sequence[HeldBlocks]] | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
         """Give this rank's image, or the error that it has none, to its peers, and take theirs.
 
         ``accept`` returns writable memory for a peer's shard, which is the caller's to release when
-        this raises. Returns the shards that were received.
+        this raises; ``held`` describes the older images in what it returned, of which unchanged
+        blocks are not sent again. Returns the shards that were received.
         """
         step_s = self.step_s(timeout_s)
         if self._device is not None and self._device.broken:
@@ -211,6 +216,7 @@ class CliqueReplicationStrategy(MemberStrategy):
             views = [
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
+            blocks = held() if held is not None else [HeldBlocks()] * len(views)
         deadline = Deadline.after(step_s)
         clique.decide(f"make room for replicas of {what}", accepting, deadline=deadline)
 
@@ -226,8 +232,10 @@ class CliqueReplicationStrategy(MemberStrategy):
                 )
                 for receiver, sender in rounds
             ]
-            self._exchange(announced, moves, over_device, step_s)
-            self.sent_nbytes = sum(image.nbytes for sends, _ in moves for _, image in sends)
+            if over_device:
+                self.sent_nbytes = self._exchange_on_device(moves, step_s)
+            else:
+                self.sent_nbytes = self._exchange(announced, moves, blocks, step_s)
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
@@ -282,16 +290,21 @@ class CliqueReplicationStrategy(MemberStrategy):
         self,
         announced: Sequence[Announcement],
         moves: Sequence[tuple[Sends, Receives]],
-        over_device: bool,
+        held: Sequence[HeldBlocks],
         timeout_s: float,
-    ) -> None:
-        if not over_device:
-            self._host_transport(announced, timeout_s).exchange(
-                [send for sends, _ in moves for send in sends],
-                [receive for _, receives in moves for receive in receives],
-                timeout_s,
-            )
-            return
+    ) -> int:
+        """Exchange images in host memory; return how many bytes were sent."""
+        sends = [send for sends, _ in moves for send in sends]
+        receives = [receive for _, receives in moves for receive in receives]
+        transport = self._host_transport(announced, timeout_s)
+        if max(peer.nbytes for peer in announced) >= LEAST_COMPARED_NBYTES:
+            deadline = Deadline.after(timeout_s)
+            return exchange_changed(transport, sends, receives, held, deadline)
+        transport.exchange(sends, receives, timeout_s)
+        return sum(source.nbytes for _, source in sends)
+
+    def _exchange_on_device(self, moves: Sequence[tuple[Sends, Receives]], timeout_s: float) -> int:
+        """Exchange images from GPU to GPU; return how many bytes were sent."""
         if self._device is None:
             device = torch.device("cuda", torch.cuda.current_device())
             self._device = DeviceTransport(self._clique, device, owns_group=self._owns_group)
@@ -303,6 +316,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         finally:
             if self._device.broken:
                 logger.warning("device memory could not be sent; replicas now go through the host")
+        return sum(source.nbytes for sends, _ in moves for _, source in sends)
 
 
 class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):

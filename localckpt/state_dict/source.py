@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.memory.copying import Copier
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, Hashed, covered_nbytes
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, Hashed, HeldBlocks, covered_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of, round_up
 from localckpt.state_dict.header import (
     ImageHeader,
@@ -116,6 +116,16 @@ def read_verified_record(source: ShardSource) -> ShardRecord:
         # read_header() parses all of the header, so its error may be more exact.
         read_header(source)
         raise
+
+
+def held_blocks(source: ShardSource) -> HeldBlocks:
+    """Return the digests of the image that a source has; of none if it has no image."""
+    try:
+        record = read_verified_record(source)
+    except CorruptShardError:
+        return HeldBlocks()
+    digests = source.read(covered_nbytes(source.nbytes), source.nbytes)
+    return HeldBlocks(BlockHasher(record.identity).seed, bytes(digests))
 
 
 _EVERY_S = 10.0

@@ -51,6 +51,8 @@ class Buffer(ABC):
         """Readers of the bytes in this process; the buffer is in use while there is one."""
         self.content: tuple[Hashable, int] | None = None
         """Name and size of the committed image that is in the buffer until it is taken again."""
+        self.held_nbytes = 0
+        """Size of the committed image that was there when it was taken; 0 for none."""
         self._view = memoryview(b"")
 
     @property
@@ -71,6 +73,7 @@ class Buffer(ABC):
     def take(self, owner: Hashable = None) -> None:
         """Reserve the buffer, and record its owner."""
         # Set before the buffer is in use, so that an interrupt leaves none in use without owner.
+        self.held_nbytes = 0 if self.content is None else self.content[1]
         self.owner, self.content = owner, None
 
     @abstractmethod

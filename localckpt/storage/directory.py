@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.ids import Checkpoint, Piece, ShardIdentity, ShardRecord
+from localckpt.memory.digests import LEAST_COMPARED_NBYTES
 from localckpt.memory.limits import memory_limits
-from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
+from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource, held_blocks
 from localckpt.storage.buffers import (
     Buffer,
     BufferPool,
@@ -37,7 +38,14 @@ from localckpt.storage.buffers import (
 from localckpt.storage.catalog import KnownFiles, Problem, SessionFolder, quarantine
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource, MappedFile
-from localckpt.storage.names import DIRTY, RECYCLED, SHARD, local_path, shard_name
+from localckpt.storage.names import (
+    DIRTY,
+    RECYCLED,
+    SHARD,
+    is_recycled_from,
+    local_path,
+    shard_name,
+)
 from localckpt.storage.owner import Running, owner_of
 from localckpt.storage.preflight import (
     IN_MEMORY,
@@ -257,8 +265,8 @@ class DirectoryStore(Store):
         return MemoryNeeds(nbytes, self.num_buffers, kept, had_nbytes, memory_limits())
 
     def commit(self, slots: Sequence[Slot]) -> None:
-        for write in self.writes(slots):
-            write_shard(write)
+        for slot, write in zip(slots, self.writes(slots), strict=True):
+            slot.written_nbytes = write_shard(write)
 
     @one_at_a_time
     def writes(self, slots: Sequence[Slot]) -> list[ShardWrite]:
@@ -354,7 +362,14 @@ class DirectoryStore(Store):
             buffer.take(slot)
             return buffer
         # A load also takes a staging buffer, since this rank's next save needs one anyway.
-        return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
+        buffer = self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
+        self._look_for_held(slot, buffer.view[: buffer.held_nbytes])
+        return buffer
+
+    def _look_for_held(self, slot: Slot, image: memoryview) -> None:
+        """Note the older image in a slot's memory, if a peer is to send what it has changed."""
+        if slot.identity.rank != self.rank and len(image) >= LEAST_COMPARED_NBYTES:
+            slot.held = held_blocks(MemorySource(image))
 
     @one_at_a_time
     def _map(self, slot: Slot) -> Buffer:
@@ -367,6 +382,7 @@ class DirectoryStore(Store):
             if buffer is None:
                 buffer = MappedFile(path, nbytes, create=claimed is None)
             else:
+                self._look_for_held(slot, buffer.view)
                 buffer.resize(path, nbytes)
         except StorageError:
             # Free the file's memory, since the node has too little.
@@ -578,13 +594,20 @@ class DirectoryStore(Store):
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
     def _claim_recycled(self, identity: ShardIdentity, nbytes: int) -> str | None:
-        """Rename the recycled file nearest in size to a shard's dirty name; return its old name."""
+        """Rename a recycled file to a shard's dirty name; return its old name.
+
+        The file is one of the same piece, which may have unchanged blocks, or the nearest in size.
+        """
         sizes = {}
         for path in sorted(self.folder.glob(f"*{RECYCLED}")):
             with suppress(FileNotFoundError):
                 sizes[path] = path.lstat()
         owner = self.folder.stat().st_uid if sizes else -1
-        for path, status in sorted(sizes.items(), key=lambda s: abs(s[1].st_size - nbytes)):
+
+        def unlike(one: tuple[Path, os.stat_result]) -> tuple[bool, int]:
+            return not is_recycled_from(one[0].name, identity), abs(one[1].st_size - nbytes)
+
+        for path, status in sorted(sizes.items(), key=unlike):
             try:
                 # With a second name, perhaps a backup's, its bytes must not change; and what
                 # another user may open is not for the next image.

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.ids import Generation, ShardIdentity
+from localckpt.ids import SHARD_KIND, Generation, ShardIdentity
 
 SHARD = ".safetensors"
 DIRTY = ".dirty"
@@ -35,6 +35,7 @@ OWNER_NAME, NOTES_NAME = ".owner", ".notes"
 SESSION_PREFIX = "session-"
 
 _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
+_RECYCLED_NAME = re.compile(r"\d+\.(\d+)\.\d+\.\d+(?:\.(.+))?\.[0-9a-f]{8}\.recycled")
 
 
 def url_of(given: str | os.PathLike[str]) -> str | None:
@@ -85,6 +86,15 @@ def shard_named(name: str) -> tuple[int, int, Generation] | None:
         return None
     iteration, rank, epoch, sequence = map(int, match.groups())
     return iteration, rank, Generation(epoch, sequence)
+
+
+def is_recycled_from(name: str, identity: ShardIdentity) -> bool:
+    """Return whether a recycled file had an image of the same piece, judged by its name."""
+    match = _RECYCLED_NAME.fullmatch(name)
+    if match is None:
+        return False
+    rank, kind = match.groups(SHARD_KIND)
+    return (int(rank), kind) == (identity.rank, identity.kind)
 
 
 def default_root() -> Path:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from localckpt.errors import MismatchError, StorageError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.lineage import Lineage
+from localckpt.memory.digests import HeldBlocks
 from localckpt.memory.limits import memory_limits
 from localckpt.state_dict.source import MemorySource, ShardSource, read_header
 from localckpt.storage.buffers import Buffer
@@ -221,6 +222,10 @@ class Slot:
         self.nbytes = nbytes
         self.is_kept = is_kept
         self.covered_nbytes = 0
+        self.held = HeldBlocks()
+        """The committed image that a peer's slot still has, of which a peer sends the changes."""
+        self.written_nbytes: int | None = None
+        """Bytes that were written to the file of the image; ``None`` until it is committed."""
         self.gpu: torch.device | None = None
         self.source: ShardSource | None = None
         self._buffer: Buffer | None = None

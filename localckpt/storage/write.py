@@ -1,13 +1,15 @@
 """Writes of images behind training: hash, write, fsync and rename.
 
 A :class:`ShardWrite` is plain data, which a thread of the trainer carries out. After any error the
-file is removed, and never written to again.
+file is removed, and never written to again. In a recycled file only the blocks are written that
+its older image does not have.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +19,21 @@ from typing import Literal
 
 from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BlockHasher
+from localckpt.memory.digests import (
+    BLOCK_NBYTES,
+    LEAST_COMPARED_NBYTES,
+    BlockHasher,
+    HeldBlocks,
+    block_ranges,
+)
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.state_dict.source import held_blocks
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.files import open_owned
+from localckpt.storage.files import FileSource, open_owned
 from localckpt.threads import Task, end_all
+
+logger = logging.getLogger(__name__)
 
 Digests = Literal["compute", "check", "done"]
 """Work on an image's digests that is left for its writer."""
@@ -54,8 +65,11 @@ class ShardWrite:
     direct: bool = False
 
 
-def write_shard(write: ShardWrite) -> None:
-    """Commit an image, or remove its file, and raise StorageError or CorruptShardError."""
+def write_shard(write: ShardWrite) -> int:
+    """Commit an image, and return the bytes that were written to its file.
+
+    After StorageError or CorruptShardError the file is removed.
+    """
     # This view keeps the memory mapped if the save is given up and its buffer closed meanwhile.
     view = write.buffer.view
     try:
@@ -70,8 +84,8 @@ def write_shard(write: ShardWrite) -> None:
                 digests.run()
             if write.in_place:
                 _commit_in_place(write, digests.take_result)
-            else:
-                _write_file(write, view, digests.take_result)
+                return 0
+            return _write_file(write, view, digests.take_result)
         finally:
             end_all([digests])
     finally:
@@ -141,7 +155,7 @@ def _finish_digests(write: ShardWrite, image: memoryview) -> None:
         hasher.check(0, [image[: write.covered_nbytes]], image[write.covered_nbytes :])
 
 
-def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[], None]) -> None:
+def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[], None]) -> int:
     with storage_errors("write", write.dirty):
         file = _open_dirty(write)
         try:
@@ -149,10 +163,13 @@ def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[],
                 fd = file.fileno()
                 # First, so that a full disk is an error before anything is written.
                 reserve(fd, write.nbytes)
-                written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
-                write_range(fd, view, 0, written, direct=write.direct)
+                # The last block, which may be short, goes with the digests, in whole pages.
+                rest = write.covered_nbytes // BLOCK_NBYTES * BLOCK_NBYTES
+                changed = [(start, min(stop, rest)) for start, stop in _changed(write, view)]
+                for start, stop in changed:
+                    write_range(fd, view, start, stop, direct=write.direct)
                 await_digests()
-                write_range(fd, view, written, write.nbytes, direct=write.direct)
+                write_range(fd, view, rest, write.nbytes, direct=write.direct)
                 os.ftruncate(fd, write.nbytes)
                 os.fsync(fd)
             os.rename(write.dirty, write.final)
@@ -160,6 +177,23 @@ def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[],
         except BaseException:
             write.dirty.unlink(missing_ok=True)
             raise
+    return sum(stop - start for start, stop in changed) + write.nbytes - rest
+
+
+def _changed(write: ShardWrite, view: memoryview) -> list[tuple[int, int]]:
+    """Return the ranges of an image that its file does not have yet; all of a new file."""
+    held = HeldBlocks()
+    if write.recycled and write.nbytes >= LEAST_COMPARED_NBYTES:
+        try:
+            source = FileSource(write.dirty)
+            try:
+                held = held_blocks(source)
+            finally:
+                source.close()
+        except StorageError as error:
+            logger.warning("a recycled file is overwritten as a whole: %s", error)
+    changed = held.changed(lambda start, stop: view[start:stop], write.covered_nbytes)
+    return block_ranges(changed, write.covered_nbytes)
 
 
 def _commit_in_place(write: ShardWrite, await_digests: Callable[[], None]) -> None:

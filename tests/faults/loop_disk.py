@@ -17,7 +17,7 @@ import pytest
 
 __all__ = ["LoopDisk", "new_disk"]
 
-_NBYTES = 24 << 20
+_NBYTES = 40 << 20
 # The kernel would commit by itself every 5 s; here only who asks for it gets it.
 _OPTIONS = {"ext4": "loop,commit=300,noinit_itable"}
 _MKFS = {"ext4": ["-J", "size=4", "-E", "lazy_itable_init=0,lazy_journal_init=0"]}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import localckpt
 from localckpt.global_tier import places
@@ -43,6 +44,7 @@ class _Job:
             O_DIRECT; else past it.
         names_at_once: The kernel makes names durable at once, not only when somebody asks.
         is_shared: The disk is shared storage.
+        frozen_nbytes: How much of the state never changes, so that files are patched.
     """
 
     keep_last: int
@@ -50,6 +52,12 @@ class _Job:
     is_buffered: bool
     names_at_once: bool
     is_shared: bool = False
+    frozen_nbytes: int = 0
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        # Each is smaller than the one before, so that a file that is used again ends differently.
+        changing = state_of(0, iteration, _NBYTES - 10_000 * iteration)
+        return {"frozen": torch.zeros(self.frozen_nbytes, dtype=torch.uint8), **changing}
 
     def manager(self, root: Path) -> Any:
         return make_manager("disk", root, "job", keep_last=self.keep_last, timeout=60.0)
@@ -71,7 +79,7 @@ def _train(
                     manager.load()
                 for iteration in iterations:
                     note(f"begins {iteration}")
-                    save(manager, _state(iteration), iteration, queue)
+                    save(manager, job.state(iteration), iteration, queue)
                     note(f"saved {iteration}")
 
 
@@ -97,11 +105,6 @@ def _take_no_direct_files() -> None:
         return open_owned(path, flags, *mode)
 
     places.open_owned = refuse  # type: ignore[assignment]
-
-
-def _state(iteration: int) -> dict[str, Any]:
-    # Each is smaller than the one before, so that a file that is used again ends differently.
-    return state_of(0, iteration, _NBYTES - 10_000 * iteration)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def _find_and_load(job: _Job, root: Path, saved: int, begun: int) -> None:
         if found != -1:
             state, ckpt_id = manager.load()
             assert ckpt_id == (found, 0, "job")
-            assert_same(state, _state(found))
+            assert_same(state, job.state(found))
     # What was not finished is gone, and no file that has its name is half of anything.
     assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".recycled", ".corrupt")]
 
@@ -174,7 +177,7 @@ def _check(job: _Job, store: Path, saved: int, begun: int) -> None:
         _find_and_load(job, store, saved - 1, begun - 1)
     # It goes on from there, whatever was left.
     with job.manager(store) as manager:
-        manager.save(_state(9), 9)
+        manager.save(job.state(9), 9)
     _find_and_load(job, store, 9, 9)
 
 
@@ -206,9 +209,9 @@ _LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "job",
     [
-        _Job(1, is_queued=False, is_buffered=False, names_at_once=False),
+        _Job(1, False, False, names_at_once=False, frozen_nbytes=7 << 20),
         _Job(2, is_queued=True, is_buffered=True, names_at_once=True),
-        pytest.param(_Job(2, False, True, False), marks=_LONG),
+        pytest.param(_Job(2, False, True, False, frozen_nbytes=7 << 20), marks=_LONG),
         pytest.param(_Job(1, True, False, True), marks=_LONG),
         _Job(1, is_queued=True, is_buffered=True, names_at_once=True, is_shared=True),
         pytest.param(_Job(1, True, False, False, is_shared=True), marks=_LONG),

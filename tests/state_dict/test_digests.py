@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import (
     BLOCK_NBYTES,
+    BlockHasher,
+    HeldBlocks,
+    block_ranges,
     covered_nbytes,
     digests_nbytes,
 )
@@ -105,3 +108,33 @@ def test_the_identity_is_read_only_from_a_header_that_is_intact() -> None:
 @example(BLOCK_NBYTES + 1)
 def test_the_size_of_an_image_determines_where_its_digests_begin(covered: int) -> None:
     assert covered_nbytes(covered + digests_nbytes(covered)) == covered
+
+
+_FEW, _MANY = st.sets(st.integers(0, 31), max_size=8), st.sets(st.integers(0, 31), min_size=30)
+
+
+@settings(max_examples=20)
+@given(_FEW | _MANY, st.integers(0, 34 * BLOCK_NBYTES), st.sampled_from([0, 1, 4097]))
+def test_a_place_that_has_an_older_image_needs_the_changed_blocks_alone(
+    indices: set[int], old_nbytes: int, more: int
+) -> None:
+    covered = 32 * BLOCK_NBYTES + more
+    old = memoryview(bytearray(old_nbytes + digests_nbytes(old_nbytes)))
+    new = memoryview(bytearray(covered))
+    for index in indices:
+        new[index * BLOCK_NBYTES + index] = 1
+    hasher = BlockHasher(IDENTITY)
+    hasher.fill(old, old_nbytes)
+
+    held = HeldBlocks(hasher.seed, old[old_nbytes:])
+    told = HeldBlocks.unpacked(memoryview(held.packed(covered)))
+    ranges = block_ranges(told.changed(lambda start, stop: new[start:stop], covered), covered)
+
+    place = memoryview(bytearray(old[:old_nbytes]).ljust(covered, b"x")[:covered])
+    for start, stop in ranges:
+        place[start:stop] = new[start:stop]
+    assert place == new
+    if old_nbytes >= 32 * BLOCK_NBYTES and len(indices) <= 8:
+        assert sum(stop - start for start, stop in ranges) == len(indices) * BLOCK_NBYTES + more
+    if len(indices) >= 30:
+        assert ranges == [(0, covered)]

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from localckpt.errors import CorruptShardError, StorageError
+from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BlockHasher
+from localckpt.memory.gpu_copies import SideStreams
+from localckpt.state_dict.image import ImagePlanner, unpack
+from localckpt.state_dict.source import MemorySource
 from localckpt.storage.directory import DirectoryStore, MemoryStore
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.faults.loop_disk import new_disk
@@ -96,6 +101,58 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: Directo
 
 
 MIB = 1 << 20
+
+
+def _cut_short(file: Path) -> None:
+    os.truncate(file, 10 * MIB)
+
+
+def _without_header(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.write(bytes(4096))
+
+
+def _flipped(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(8 * MIB)
+        opened.write(b"?")
+
+
+@pytest.mark.fault("flipped-bit")
+@pytest.mark.parametrize("harm", [_cut_short, _without_header, _flipped])
+def test_a_recycled_file_that_is_not_what_it_was_is_written_whole_or_found_damaged(
+    store: DirectoryStore, harm: Callable[[Path], None]
+) -> None:
+    # A state that does not depend on the iteration, in its large tensor.
+    state = {"weight": torch.arange(2 << 20)}
+
+    def save_again(iteration: int) -> int:
+        who = identity(iteration)
+        capture = ImagePlanner().capture({**state, "iteration": iteration})
+        slot = store.reserve(who, capture.nbytes(who), 5.0)
+        written = capture.write(slot.image, who, Copier(1), SideStreams())
+        slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=False)
+        store.commit([slot])
+        assert store.holds(who)
+        store.release([slot])
+        store.prune(older_than(who), ())
+        assert slot.written_nbytes is not None
+        return slot.written_nbytes
+
+    whole = [save_again(iteration) for iteration in (1, 2)]
+    assert save_again(3) < 3 * MIB < 16 * MIB < min(whole)
+    (recycled,) = store.folder.glob("*.recycled")
+    harm(recycled)
+
+    again = save_again(4)
+
+    with closing(store.open(identity(4))) as source:
+        if harm is _flipped:
+            with pytest.raises(CorruptShardError, match=f"bytes from {8 * MIB} on"):
+                unpack(source)
+        else:
+            assert again >= min(whole)
+            assert torch.equal(unpack(source)["weight"], state["weight"])
 
 
 def free_nbytes(path: Path) -> int:

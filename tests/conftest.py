@@ -245,14 +245,13 @@ def shm_roots() -> Iterator[Callable[[int], list[Path]]]:
 def job(
     node_dirs: Callable[[int], list[Path]],
     shm_roots: Callable[[int], list[Path]],
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., Job]]:
     """``job(nodes=2, ...)`` begins the history of a job on empty nodes; see tests/scenarios.py."""
     begun: list[Job] = []
 
     def begin(nodes: int, kind: str = "disk", **settings: Any) -> Job:
         directories = (node_dirs if kind == "disk" else shm_roots)(nodes)
-        made = Job(directories, tmp_path_factory.mktemp("kept"), kind=kind, **settings)
+        made = Job(directories, kind=kind, **settings)
         begun.append(made)
         return made
 

@@ -28,22 +28,15 @@ class Interrupter:
         self._usual_s: dict[str, float] = {}
         self._armed = False
         self._raised = 0
-        self.calls = 0
-        """How many calls were made."""
         self.interrupts = 0
         """How many of them were left with an interrupt."""
 
     def call(self, name: str, function: Callable[[], T]) -> T | None:
-        """Call it, and interrupt it at a random moment of the time that such a call takes.
-
-        Args:
-            name: What calls that take alike are called.
-            function: What is called, in the main thread.
+        """Interrupt a call at a random moment of the time that calls of its name take.
 
         Returns:
             What it returned; ``None`` if it was interrupted.
         """
-        self.calls += 1
         self._raised = 0
         after_s = max(1e-6, self._random.uniform(0.0, self._usual_s.get(name, 0.05)))
         before = signal.signal(signal.SIGALRM, self._interrupt)

@@ -11,7 +11,6 @@ iteration and compared bit for bit.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import localckpt
-from localckpt import NoReplicasAvailableError
+from localckpt.waiting import wait_until
 from tests.managers.jobs import (
     MAX_S,
     assert_same,
     cliques,
-    error_of,
     files,
     make_manager,
     state_of,
 )
 from tests.ranks import node_store, run_ranks
 
-__all__ = ["Begin", "Job"]
+__all__ = ["Begin", "Job", "require_whole"]
 
 Step = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -67,7 +65,6 @@ class Job:
 
     Args:
         nodes: The nodes' directories; verbs name a node by its number in this list.
-        base: Directory for what :meth:`keep` keeps.
         ranks: Of the job, dealt to the nodes in blocks; one on each node if not given.
         kind: Of manager.
         redundancy: ``(jump, factor)`` of the cliques, ``"parity m of g"``, or ``None``.
@@ -78,7 +75,6 @@ class Job:
     def __init__(
         self,
         nodes: Sequence[Path],
-        base: Path,
         ranks: int | None = None,
         kind: str = "disk",
         redundancy: tuple[int, int] | str | None = None,
@@ -87,10 +83,8 @@ class Job:
     ) -> None:
         self.nodes = list(nodes)
         self._nbytes = nbytes
-        self._base = base
         on = tuple(range(len(nodes)))
         self._start = _Start(kind, ranks or len(nodes), on, redundancy, options)
-        self._kept: dict[str, Path] = {}
         self.pending: list[Step] = []
 
     # Steps of the running ranks.
@@ -119,14 +113,6 @@ class Job:
         """This iteration is the latest; nothing is loaded, so a save may go back behind it."""
         return self._then(_find, iteration)
 
-    def expect_none(self, *texts: str) -> Job:
-        """No checkpoint is found, and the error of a load says each of ``texts``."""
-        return self._then(_expect_none, texts)
-
-    def expect_complete(self, *iterations: int) -> Job:
-        """These iterations are complete, in this order, the newest first."""
-        return self._then(_expect_complete, list(iterations))
-
     def status(self, text: str) -> Job:
         """The manager says this of its newest checkpoint."""
         return self._then(_status, text)
@@ -141,7 +127,7 @@ class Job:
 
     def whole(self, *iterations: int) -> Job:
         """These are all checkpoints, the newest first, and soon all are replicated."""
-        return self._then(_whole, iterations)
+        return self._then(require_whole, iterations)
 
     def call(self, fn: Callable[..., None], *args: Any) -> Job:
         """Run ``fn(manager, *args)`` on every rank; for what has no verb, with its assertions."""
@@ -180,22 +166,6 @@ class Job:
         for node in nodes:
             shutil.rmtree(self.nodes[node])
             self.nodes[node].mkdir()
-        return self
-
-    def keep(self, name: str) -> Job:
-        """End all ranks and keep a copy of all nodes as they are."""
-        self.run()
-        self._kept[name] = self._base / f"kept {name} {len(self._kept)}"
-        for number, node in enumerate(self.nodes):
-            shutil.copytree(node, self._kept[name] / str(number))
-        return self
-
-    def bring_back(self, name: str, *nodes: int) -> Job:
-        """End all ranks; these nodes, or all, are what was kept under this name."""
-        self.run()
-        for node in nodes or range(len(self.nodes)):
-            shutil.rmtree(self.nodes[node])
-            shutil.copytree(self._kept[name] / str(node), self.nodes[node])
         return self
 
     def remove(self, pattern: str, *nodes: int, count: int = 1) -> Job:
@@ -267,17 +237,6 @@ def _find(manager: Any, iteration: int) -> None:
     assert manager.find_latest() == iteration
 
 
-def _expect_none(manager: Any, texts: Sequence[str]) -> None:
-    assert manager.find_latest() == -1
-    told = error_of(manager.load, NoReplicasAvailableError)
-    for text in texts:
-        assert text in told
-
-
-def _expect_complete(manager: Any, iterations: list[int]) -> None:
-    assert manager.all_iterations() == iterations
-
-
 def _status(manager: Any, text: str) -> None:
     assert str(manager.status()[0]) == text
 
@@ -286,20 +245,16 @@ def _lacking(manager: Any, shards: int) -> None:
     assert manager.degraded == shards
 
 
-def _whole(manager: Any, iterations: Sequence[int]) -> None:
-    deadline = time.monotonic() + MAX_S
-    while any(s.lacking for s in manager.status()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+def require_whole(manager: Any, iterations: Sequence[int]) -> None:
+    """These are all checkpoints, the newest first, and soon all are replicated."""
+    wait_until(lambda: not any(s.lacking for s in manager.status()), MAX_S)
     manager._saves.repairs.finish()
     found = [(s.iteration, s.reached.partition(",")[0], s.lacking) for s in manager.status()]
     assert found == [(iteration, "replicated", 0) for iteration in iterations]
 
 
 def _repaired(manager: Any) -> None:
-    deadline = time.monotonic() + MAX_S
-    while manager.degraded and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert manager.degraded == 0
+    assert wait_until(lambda: manager.degraded == 0, MAX_S)
 
 
 Begin = Callable[..., Job]

@@ -117,7 +117,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (169, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 44_014
+_TEST_LINES = 39_788
 
 
 def _module_name(path: Path) -> str:

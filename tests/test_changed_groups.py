@@ -170,10 +170,7 @@ def _change(
     ],
 )
 def test_a_group_changed_in_place_is_seen_by_all_and_new_objects_work(
-    before: list[int],
-    after: list[int],
-    node_dirs: Callable[[int], list[Path]],
-    tmp_path: Path,
+    before: list[int], after: list[int], node_dirs: Callable[[int], list[Path]], tmp_path: Path
 ) -> None:
     told = run_ranks(
         *(_change, 4, tmp_path, before, after), init_group=False, store_per_node=node_dirs(4)

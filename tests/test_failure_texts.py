@@ -84,22 +84,19 @@ def test_what_failed_is_named_with_its_ranks_and_keeps_its_type(
     assert text in str(error)
 
 
-def test_an_error_keeps_its_fields_and_not_all_of_its_text() -> None:
+def test_an_error_keeps_its_fields_and_not_all_of_its_text_also_one_of_a_report() -> None:
+    def report() -> None:
+        raise CorruptShardError("bad bytes")
+
+    reported = _error_of(CallEnd.of(3, "write", None, report), _GOOD)
+    assert type(reported) is CorruptShardError
+    assert "failed on rank 0: CorruptShardError: bad bytes" in str(reported)
+
     error = _error_of(_GOOD, _failed(RestoreError("x" * 1_000_000, class_name="C", path="a.b")))
 
     assert isinstance(error, RestoreError)
     assert (error.class_name, error.path) == ("C", "a.b")
     assert len(str(error)) < 10_000
-
-
-def test_what_a_report_fails_with_is_what_the_call_failed_with() -> None:
-    def report() -> None:
-        raise CorruptShardError("bad bytes")
-
-    error = _error_of(CallEnd.of(3, "write", None, report), _GOOD)
-
-    assert type(error) is CorruptShardError
-    assert "failed on rank 0: CorruptShardError: bad bytes" in str(error)
 
 
 @pytest.mark.parametrize(

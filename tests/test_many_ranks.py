@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from localckpt.errors import PeerLostError
-from localckpt.ranks.ranks import PerRank
 from tests.simulated import World, gather
 
 _WORLD = 72
@@ -29,14 +27,6 @@ def world() -> Iterator[World]:
         yield World(_WORLD, _PATIENT_S)
     finally:
         threading.stack_size(before)
-
-
-@pytest.fixture
-def hurried(world: World) -> Iterator[World]:
-    """The same ranks, for a test in which some do not come, with a deadline that it waits for."""
-    world.set_timeout(_HURRIED_S)
-    yield world
-    world.set_timeout(_PATIENT_S)
 
 
 def test_a_decision_takes_few_operations_a_rank_and_its_verdict_is_the_same_on_all(
@@ -56,39 +46,14 @@ def test_a_decision_takes_few_operations_a_rank_and_its_verdict_is_the_same_on_a
     assert sum(taken) <= 3 * 12 * _WORLD
 
 
-def test_each_rank_gets_its_own_part_of_a_verdict_and_no_part_of_an_earlier_one(
-    world: World,
-) -> None:
-    def assign(to: range, size: int = 1) -> dict[int, Any]:
-        return world.all_do(
-            lambda ranks: ranks.decide(
-                "share out",
-                lambda: ranks.rank,
-                lambda all_: PerRank(sum(all_), {rank: [rank] * size for rank in to}),
-            )
-        )
-
-    total = sum(range(_WORLD))
-    # Two rounds later the parts of the first would lie where those of the third do.
-    for to, size in (
-        (range(_WORLD), 1),
-        (range(0), 1),
-        (range(5, 9), 1),
-        (range(70, 72), 2_000_000),
-    ):
-        outcomes = assign(to, size)
-        assert outcomes == {
-            rank: [total, [rank] * size if rank in to else None] for rank in range(_WORLD)
-        }
-
-
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("missing", [(17,), (0,), (3, 4, 71)], ids=["one", "root", "three"])
 @pytest.mark.rows(1)
 def test_ranks_that_do_not_come_are_named_in_time_and_raise_when_they_come(
-    hurried: World, missing: tuple[int, ...]
+    world: World, missing: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    world = hurried
+    request.addfinalizer(lambda: world.set_timeout(_PATIENT_S))
+    world.set_timeout(_HURRIED_S)
     world.all_do(lambda ranks: gather(ranks, "meet before", None))
     began = time.monotonic()
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,11 @@ def _say_and_hear(rank: int, world_size: int, root: int) -> None:
         assert common == nbytes
         assert part == Message([other], bytes([other]) * nbytes)
         assert ranks.commit("tell all", lambda: rank, lambda said: said) == list(range(world_size))
+    # Two rounds later the parts of the first would lie where those of the third do.
+    for to in (range(3), range(0), range(1, 2), range(2, 3)):
+        parts = PerRank("shared out", {other: [other] for other in to})
+        found = ranks.decide("share out", lambda: rank, lambda _, parts=parts: parts)
+        assert found == ["shared out", [rank] if rank in to else None]
 
 
 def test_bytes_of_any_size_come_to_the_root_and_each_rank_hears_its_own_part() -> None:
@@ -95,41 +101,34 @@ def test_the_ranks_of_a_group_act_by_themselves() -> None:
 # What fails.
 
 
-def _fail_in_turn(rank: int, world_size: int) -> list[str]:
+def _fail_in_turn(rank: int, world_size: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
-    told = []
     for failing in range(world_size):
-        for error, kind in (
-            (StorageError(f"full {failing}"), StorageError),
-            (ValueError(f"odd {failing}"), CheckpointingException),
+        for error, kind, said in (
+            (StorageError("full"), StorageError, "StorageError: could not try: rank {}: full"),
+            (
+                *(ValueError("odd"), CheckpointingException),
+                "CheckpointingException: could not try: rank {}: ValueError: odd",
+            ),
         ):
 
             def work(failing: int = failing, error: Exception = error) -> Message:
                 return _fail(error) if rank == failing else Message(0, b"data")
 
-            told.append(_told_at_once(lambda work=work: ranks.commit("try", work, list), kind))
+            told = _told_at_once(lambda work=work: ranks.commit("try", work, list), kind)
+            assert told == said.format(failing)
     no = StorageError("no")
-    told.append(_told_at_once(lambda: ranks.commit("try", int, lambda _: _fail(no)), StorageError))
+    told = _told_at_once(lambda: ranks.commit("try", int, lambda _: _fail(no)), StorageError)
+    assert told == "StorageError: could not try: rank 0: no"
     _go_on(ranks)
-    return told
 
 
 def test_what_fails_on_one_rank_is_raised_on_all_at_once_with_its_type() -> None:
-    told = run_ranks(_fail_in_turn, 3)
-
-    expected = []
-    for rank in range(3):
-        expected += [
-            f"StorageError: could not try: rank {rank}: full {rank}",
-            f"CheckpointingException: could not try: rank {rank}: ValueError: odd {rank}",
-        ]
-    expected.append("StorageError: could not try: rank 0: no")
-    assert told == [expected] * 3
+    run_ranks(_fail_in_turn, 3)
 
 
-def _end_work_in_vain(rank: int, world_size: int, failing: int) -> list[str]:
+def _end_work_in_vain(rank: int, world_size: int, failing: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
-    told = []
     for _ in range(2):
         on_failure = threading.Event()
 
@@ -140,22 +139,14 @@ def _end_work_in_vain(rank: int, world_size: int, failing: int) -> list[str]:
             on_failure.wait(10 * _TIMEOUT_S)
             raise ValueError("ended")
 
-        told.append(
-            _told_at_once(
-                lambda work=work, on_failure=on_failure: ranks.commit(
-                    "write", work, list, on_failure=on_failure.set
-                ),
-                StorageError,
-            )
-        )
+        commit = partial(ranks.commit, "write", work, list, on_failure=on_failure.set)
+        told = _told_at_once(commit, StorageError)
+        assert told == f"StorageError: could not write: rank {failing}: full"
         assert ranks.commit("go on", lambda: 1, sum, on_failure=on_failure.set) == world_size
-    return told
 
 
 def test_a_rank_at_work_is_told_that_another_has_failed_and_raises_the_same() -> None:
-    told = run_ranks(_end_work_in_vain, 3, 2)
-
-    assert told == [["StorageError: could not write: rank 2: full"] * 2] * 3
+    run_ranks(_end_work_in_vain, 3, 2)
 
 
 def _lose_the_store(rank: int, world_size: int) -> str:
@@ -190,33 +181,29 @@ class Unforeseen(BaseException):
     """As torch's own CheckpointException, no ``Exception``."""
 
 
-def _fail_with_what_is_no_exception(rank: int, world_size: int, failing: str) -> list[str]:
+def _fail_with_what_is_no_exception(rank: int, world_size: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     gather(ranks, "begin", None)
     error = Unforeseen("out of the ordinary")
-    work = (lambda: _fail(error)) if failing == "work" and rank == 1 else int
-    judge: Any = (lambda _: _fail(error)) if failing == "judge" else list
-    began = time.monotonic()
-    with pytest.raises((CheckpointingException, Unforeseen)) as raised:
-        ranks.commit("try", work, judge)
-    assert time.monotonic() - began < _AT_ONCE_S
-    _go_on(ranks)
-    return [raised.type.__name__, str(raised.value)]
+    for failing, at in (("work", 1), ("judge", 0)):
+        work = (lambda: _fail(error)) if failing == "work" and rank == 1 else int
+        judge: Any = (lambda _: _fail(error)) if failing == "judge" else list
+        began = time.monotonic()
+        with pytest.raises((CheckpointingException, Unforeseen)) as raised:
+            ranks.commit("try", work, judge)
+        assert time.monotonic() - began < _AT_ONCE_S
+        assert raised.type is (Unforeseen if rank == at else CheckpointingException)
+        text = f"could not try: rank {at}: Unforeseen: out of the ordinary"
+        assert str(raised.value) == ("out of the ordinary" if rank == at else text)
+        _go_on(ranks)
 
 
 @pytest.mark.fault("interrupted")
-@pytest.mark.parametrize("failing", ["work", "judge"])
-def test_what_is_no_exception_is_raised_on_all_at_once_too(failing: str) -> None:
-    told = run_ranks(_fail_with_what_is_no_exception, 2, failing)
-
-    at = 1 if failing == "work" else 0
-    assert told[at] == ["Unforeseen", "out of the ordinary"]
-    text = f"could not try: rank {at}: Unforeseen: out of the ordinary"
-    assert told[1 - at] == ["CheckpointingException", text]
+def test_what_is_no_exception_is_raised_on_all_at_once_too() -> None:
+    run_ranks(_fail_with_what_is_no_exception, 2)
 
 
-def _come_late(rank: int, world_size: int) -> list[str]:
-    told = []
+def _come_late(rank: int, world_size: int) -> None:
     ranks = Ranks("test", timeout_s=_LATE_S)
     for late in range(world_size):
 
@@ -226,36 +213,31 @@ def _come_late(rank: int, world_size: int) -> list[str]:
                     await_announced(f"told {late} {other}")
             return Message(0, bytes(_LARGE))
 
-        told.append(error_of(lambda work=work: ranks.commit("write", work, list), PeerLostError))
+        told = error_of(lambda work=work: ranks.commit("write", work, list), PeerLostError)
+        missing = f"rank {late} (last seen: write) did not come"
+        said = f"waited {_LATE_S:g} s to write, and {missing}"
+        assert (f"rank {late} came too late to write" if rank == late else said) in told
         announce(f"told {late} {rank}")
         await_announced(f"told {late} {late}")
         _go_on(ranks)
-    return told
 
 
 @pytest.mark.fault("silent-peer")
 def test_a_rank_that_is_too_late_is_named_with_what_it_began_and_the_next_call_works() -> None:
-    told = run_ranks(_come_late, 3)
-
-    for late in range(3):
-        for rank in {0, 1, 2} - {late}:
-            assert (
-                f"waited {_LATE_S:g} s to write, and rank {late} (last seen: write) did not come"
-            ) in told[rank][late]
-        assert f"rank {late} came too late to write" in told[late][late]
+    run_ranks(_come_late, 3)
 
 
 # Keys in the store.
 
 
-def _count_keys(rank: int, world_size: int, rounds: int) -> list[int]:
+def _count_keys(rank: int, world_size: int, rounds: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     counts = []
 
     def to_each(said: list[Message]) -> PerRank:
         return PerRank(0, dict(enumerate(said)))
 
-    def act_often() -> None:
+    for _ in range(2):
         for _ in range(rounds):
             ranks.commit("tell each", lambda: Message(0, b"said"), to_each)
             work = (lambda: _fail(StorageError("full"))) if rank == 1 else lambda: Message(0, b"x")
@@ -267,17 +249,11 @@ def _count_keys(rank: int, world_size: int, rounds: int) -> list[int]:
         dist.barrier()
         counts.append(default_store().num_keys())
         dist.barrier()
-
-    act_often()
-    act_often()
-    return counts
+    assert counts[0] == counts[1]
 
 
 def test_rounds_leave_no_more_in_the_store_than_those_before() -> None:
-    told = run_ranks(_count_keys, 3, 25)
-
-    for first, second in told:
-        assert first == second
+    run_ranks(_count_keys, 3, 25)
 
 
 # Late ranks.
@@ -308,7 +284,7 @@ def test_whenever_ranks_come_all_have_the_answer_or_none_has() -> None:
     assert {True, False} == set(told[0])
 
 
-def _succeed_and_wait(rank: int, world_size: int) -> str:
+def _succeed_and_wait(rank: int, world_size: int) -> None:
     coordinator = Ranks("patience", None, timeout_s=1.0)
     gather(coordinator, "wait for all", None)
     with Attempt() as exchanging:
@@ -316,29 +292,24 @@ def _succeed_and_wait(rank: int, world_size: int) -> str:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
     deadline = Deadline.after(31.0)
-    return error_of(lambda: coordinator.decide("exchange", exchanging, deadline=deadline))
+    told = error_of(lambda: coordinator.decide("exchange", exchanging, deadline=deadline))
+    assert told == "PeerLostError: could not exchange: rank 0: rank 7 is lost"
 
 
 def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:
-    told = run_ranks(_succeed_and_wait, 3)
-
-    assert told == ["PeerLostError: could not exchange: rank 0: rank 7 is lost"] * 3
+    run_ranks(_succeed_and_wait, 3)
 
 
-def _fall_apart(rank: int, world_size: int) -> list[Any]:
+def _fall_apart(rank: int, world_size: int) -> None:
     ranks = Ranks("order", None, timeout_s=30.0)
 
     def save(step: int) -> Any:
         return ranks.decide(f"save {step}", lambda: step, list, kind="save", order=step)
 
-    alone = [error_of(lambda: save(7), MismatchError)] if rank == 0 else []
-    return [*alone, save(9), save(10)]
+    if rank == 0:
+        assert "rank 0: save 7; ranks 1 and 2: save 9" in error_of(lambda: save(7), MismatchError)
+    assert [save(9), save(10)] == [[9, 9, 9], [10, 10, 10]]
 
 
-def test_of_calls_for_several_iterations_the_earlier_fails_and_the_ranks_meet_at_the_later() -> (
-    None
-):
-    (alone, *first), second, third = run_ranks(_fall_apart, 3)
-
-    assert "rank 0: save 7; ranks 1 and 2: save 9" in alone
-    assert first == second == third == [[9, 9, 9], [10, 10, 10]]
+def test_of_calls_for_several_iterations_the_earlier_fails_and_ranks_meet_at_the_later() -> None:
+    run_ranks(_fall_apart, 3)

@@ -15,11 +15,9 @@ import torch.distributed as dist
 import localckpt
 from localckpt import CheckpointingException
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import assert_same, cliques, error_of, make_manager, state_of
+from tests.managers.jobs import Dirs, assert_same, cliques, error_of, make_manager, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 # Far more than an answer takes, far less than the waits of the ranks that were refused nothing.
 _AT_ONCE_S = 8.0
@@ -69,10 +67,7 @@ _CONSTRUCTORS: list[tuple[Callable[[bool], Any], str]] = [
         "thread_count",
     ),
     (lambda bad: _protected(_Clique(replication_factor=2 - bad)), "=1 keeps no replica"),
-    (
-        lambda bad: _protected(_from_params(1, 2, rate_limit=0 if bad else 2**30)),
-        "rate_limit is 0",
-    ),
+    (lambda bad: _protected(_from_params(1, 2, rate_limit=0 if bad else 2**30)), "rate_limit is 0"),
     (lambda bad: _protected(_Lazy(replication_factor=2 - 2 * bad)), "must be an integer of"),
     (
         lambda bad: _protected(localckpt.ParityReplicationStrategy(1 - bad, group_size=3)),
@@ -80,10 +75,7 @@ _CONSTRUCTORS: list[tuple[Callable[[bool], Any], str]] = [
     ),
     (lambda bad: _in_group_of_others(lambda group: group), "is not a member"),
     (lambda bad: _in_group_of_others(localckpt.GroupWrapper), "is not a member"),
-    (
-        lambda bad: _of_lists([[0, 1, 2], [3]] if bad else [[0, 1, 2]]),
-        "not in the job: [3]",
-    ),
+    (lambda bad: _of_lists([[0, 1, 2], [3]] if bad else [[0, 1, 2]]), "not in the job: [3]"),
 ]
 
 

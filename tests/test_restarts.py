@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,11 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
             store_per_node=nodes,
         )
 
-    def found() -> list[int]:
-        return run_ranks(
-            *(_save, 2, job_store.port, tmp_path / "shared", None),
-            init_group=False,
-            store_per_node=nodes,
-        )
-
+    found = partial(
+        *(run_ranks, _save, 2, job_store.port, tmp_path / "shared", None),
+        init_group=False,
+        store_per_node=nodes,
+    )
     first = found()
     # The rank that died in its save may have written all of it before, and the other one, too.
     assert first in ([-1, -1], [1, 1])
@@ -161,12 +160,8 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
 
 
 def _make_before_the_group(rank: int, world_size: int, shared: Path) -> None:
-    def local() -> LocalCheckpointManager:
-        return LocalCheckpointManager(node_store(), "run", timeout=_TIMEOUT_S)
-
-    def global_() -> GlobalCheckpointManager:
-        return GlobalCheckpointManager(shared, timeout=_TIMEOUT_S)
-
+    local = partial(LocalCheckpointManager, node_store(), "run", timeout=_TIMEOUT_S)
+    global_ = partial(GlobalCheckpointManager, shared, timeout=_TIMEOUT_S)
     for make in (local, global_):
         assert "call torch.distributed.init_process_group()" in error_of(make, MismatchError)
     assert not any(node_store().glob("*"))

@@ -20,6 +20,7 @@ from localckpt import PeerLostError
 from localckpt.memory.copying import Copier
 from localckpt.ranks.deadline import Patience, StoreWait, ask_until_stopped, interruptible
 from localckpt.threads import Latch, Task, end_all
+from localckpt.waiting import wait_until
 from tests.interrupts import Interrupter
 
 _PATIENCE_S = 20.0
@@ -99,14 +100,11 @@ def test_an_interrupt_at_any_moment_of_a_wait_harms_neither_the_setter_nor_later
     assert number > 5
 
 
-def _running(name: str) -> list[threading.Thread]:
-    deadline = time.monotonic() + _PATIENCE_S
+def _is_running(name: str) -> bool:
     # In a thread that waits to say that it began, is_alive() is not true.
-    while (left := [t for t in threading.enumerate() if t.name == name and t.ident]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.001)
-    return left
+    return not wait_until(
+        lambda: not any(t.name == name and t.ident for t in threading.enumerate()), _PATIENCE_S
+    )
 
 
 def test_an_interrupt_at_any_moment_of_starting_a_thread_leaves_none_that_does_not_end() -> None:
@@ -119,7 +117,7 @@ def test_an_interrupt_at_any_moment_of_starting_a_thread_leaves_none_that_does_n
 
         end_all([task])
         begun += task.done()
-    assert not _running("started")
+    assert not _is_running("started")
     assert number > 5
     assert begun == number
 
@@ -139,7 +137,7 @@ def test_a_call_that_is_stopped_is_abandoned_and_its_thread_ends_with_it() -> No
     assert call.result(_PATIENCE_S) is None
     assert ask(lambda _: 1, Latch()) == 1
     over.set()
-    assert not _running("localckpt-ranks")
+    assert not _is_running("localckpt-ranks")
 
 
 def test_a_store_that_is_silent_ends_a_call_at_its_deadline() -> None:

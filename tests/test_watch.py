@@ -191,11 +191,7 @@ class _Dying:
 @pytest.mark.parametrize("dying", [0, 3, 16])
 @pytest.mark.rows(1)
 def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_say(
-    dying: int,
-    world: World,
-    long_form: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Any,
+    dying: int, world: World, long_form: bool, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     # How long a rank is waited for that may be about to say what it has found.
     monkeypatch.setattr("localckpt.ranks.round.AFTER_FIRST_S", 0.3)

@@ -1,11 +1,14 @@
-"""Who carries out a call, each on its own rank: a thread, a worker process, a forked child."""
+"""Who carries out a call: a thread, a worker process, a forked child, or a foreign queue."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -18,6 +21,7 @@ import pytest
 
 from localckpt.async_save.callers import (
     AsyncCaller,
+    HandedOver,
     PendingCall,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
@@ -61,29 +65,33 @@ def outcome(caller: AsyncCaller, function: Any, *args: Any, **kwargs: Any) -> Ba
 
 @pytest.mark.parametrize("kind", ALL)
 class TestEveryCaller:
-    def test_does_not_hold_up_who_schedules(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    def test_runs_calls_in_order_beside_who_schedules_and_leaves_nothing(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
         caller, gate = make(kind), tmp_path / "gate"
 
         call = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+        for word in "bcd":
+            caller.schedule_async_call(request(work.append, tmp_path / "log", word, after_s=0.02))
 
         assert not call.done()
         assert not caller.is_current_async_call_done()
         work.write(gate)
         assert caller.is_current_async_call_done(blocking=True)
         assert (tmp_path / "a").exists()
+        assert (tmp_path / "log").read_text() == "+b -b +c -c +d -d "
 
-    def test_runs_calls_one_after_another_in_order(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
-    ) -> None:
-        caller = make(kind)
+        caller.schedule_async_call(request(work.write_slowly, tmp_path / "e", 0.1))
+        caller.schedule_async_call(request(work.write, tmp_path / "f"))
+        caller.close()
+        caller.close()
 
-        for word in "abc":
-            caller.schedule_async_call(request(work.append, tmp_path / "log", word, after_s=0.02))
-
-        assert caller.is_current_async_call_done(blocking=True)
-        assert (tmp_path / "log").read_text() == "+a -a +b -b +c -c "
+        assert (tmp_path / "e").exists()
+        assert (tmp_path / "f").exists()
+        assert work.await_ends_of_threads()
+        assert not our_children()
+        with pytest.raises(CheckpointingException, match="closed"):
+            caller.schedule_async_call(request(work.nothing))
 
     def test_gives_back_the_error_with_type_text_and_place(
         self, make: Any, kind: type[AsyncCaller]
@@ -98,23 +106,6 @@ class TestEveryCaller:
             assert "in fail_storage" in str(error.__cause__)
         with pytest.raises(CheckpointingException, match="no space left"):
             caller.is_current_async_call_done()
-
-    def test_close_waits_for_what_is_scheduled_and_leaves_no_thread(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
-    ) -> None:
-        caller = make(kind)
-        caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.1))
-        caller.schedule_async_call(request(work.write, tmp_path / "b"))
-
-        caller.close()
-        caller.close()
-
-        assert (tmp_path / "a").exists()
-        assert (tmp_path / "b").exists()
-        assert work.await_ends_of_threads()
-        assert not our_children()
-        with pytest.raises(CheckpointingException, match="closed"):
-            caller.schedule_async_call(request(work.nothing))
 
     def test_an_idle_caller_holds_no_thread_and_is_collected(
         self, kind: type[AsyncCaller], our_children: Children
@@ -182,7 +173,7 @@ class TestEveryProcess:
         assert told["io_class"] == psutil.IOPRIO_CLASS_IDLE
         assert told["leads_session"]
 
-    def test_death_is_named_and_the_next_call_works(
+    def test_deaths_and_errors_that_cannot_be_rebuilt_are_named_and_the_next_call_works(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
     ) -> None:
         caller = make(kind)
@@ -192,34 +183,11 @@ class TestEveryProcess:
         assert type(error) is WorkerDiedError
         assert "SIGKILL: out of memory?" in str(error)
         assert "exit code 5" in str(outcome(caller, os._exit, 5))
-        assert outcome(caller, work.write, tmp_path / "a") is None
-
-    def test_an_error_that_cannot_be_rebuilt_comes_as_text(
-        self, make: Any, kind: type[AsyncCaller]
-    ) -> None:
-        error = outcome(make(kind), work.fail_unrebuildable)
-
+        error = outcome(caller, work.fail_unrebuildable)
         assert type(error) is CheckpointingException
         assert str(error) == "UnrebuildableError: kept apart: this"
         assert "in fail_unrebuildable" in str(error.__cause__)
-
-    def test_abort_ends_what_runs_and_what_waits(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
-    ) -> None:
-        caller, gate = make(kind), tmp_path / "gate"
-        runs = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
-        waits = caller.schedule_async_call(request(work.write, tmp_path / "b"))
-        pid = int(work.await_file(tmp_path / "a.started"))
-
-        start = time.monotonic()
-        caller.close(abort=True)
-
-        assert time.monotonic() - start < PATIENCE_S / 2
-        assert isinstance(runs.error, CheckpointingException)
-        assert isinstance(waits.error, CheckpointingException)
-        assert work.await_end(pid, 5.0)
-        assert not our_children()
-        assert not (tmp_path / "b").exists()
+        assert outcome(caller, work.write, tmp_path / "a") is None
 
 
 class TestWorker:
@@ -230,8 +198,8 @@ class TestWorker:
         with pytest.raises(NotSendableError, match="cannot be sent"):
             make(PersistentAsyncCaller).schedule_async_call(request(function, *args))
 
-    def test_an_argument_that_cannot_be_read_is_an_error_and_the_next_call_works(
-        self, make: Any, tmp_path: Path
+    def test_what_it_cannot_read_and_how_it_ends_is_told_and_one_that_died_idle_is_replaced(
+        self, make: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         caller = make(PersistentAsyncCaller)
 
@@ -239,22 +207,12 @@ class TestWorker:
 
         assert type(error) is ValueError
         assert str(error) == "a number is wrong"
-        assert outcome(caller, work.write, tmp_path / "a") is None
-
-    def test_its_output_is_logged_and_its_last_is_in_the_error(
-        self, make: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caller = make(PersistentAsyncCaller)
         assert outcome(caller, print, "a word on the way") is None
         assert "a word on the way" in caplog.text
-
         error = outcome(caller, work.die, signal.SIGABRT, "so it ends")
-
         assert "SIGABRT" in str(error)
         assert "so it ends" in str(error)
 
-    def test_a_worker_that_died_while_idle_is_replaced_without_an_error(self, make: Any) -> None:
-        caller = make(PersistentAsyncCaller)
         outcome(caller, work.nothing)
         first = caller.worker_pid
         os.kill(first, signal.SIGKILL)
@@ -274,3 +232,41 @@ def test_a_call_that_cannot_be_given_back_holds_up_no_call_after_it(make: Any) -
     caller._enqueue(PendingCall("first", release=fail))
 
     assert outcome(caller, work.nothing) is None
+
+
+def _handed_over(error: str | None = None) -> HandedOver:
+    return HandedOver(lambda: error, PATIENCE_S)
+
+
+def _ends_when(wait: Callable[[], object], event: Callable[[], object]) -> bool:
+    """Whether a waiting process waits until an event, and not after it."""
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    waited = waiting.is_alive()
+    event()
+    waiting.join(PATIENCE_S / 2)
+    return waited and not waiting.is_alive()
+
+
+_TRAINER = """
+import os, pickle, time
+from localckpt.async_save.callers import HandedOver
+call = HandedOver(lambda: None, 20.0)
+os.write(1, pickle.dumps(call.function))
+os.close(1)
+time.sleep(60)
+"""
+
+
+def test_a_process_waits_until_the_trainer_is_done_or_has_closed_or_is_dead() -> None:
+    good, bad, closed = _handed_over(), _handed_over("it went wrong"), _handed_over()
+
+    assert _ends_when(good.function, good.task.run)
+    assert _ends_when(bad.function, bad.task.run)
+    assert _ends_when(closed.function, closed.close)
+    assert good.await_error() is None
+    assert bad.await_error() == "it went wrong"
+    with subprocess.Popen([sys.executable, "-c", _TRAINER], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert _ends_when(pickle.loads(trainer.stdout.read()), trainer.kill)

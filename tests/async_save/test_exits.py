@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,41 +34,34 @@ def schedule(caller, function, *args):
 """
 
 
-class Trainer:
-    """A script that runs as a user's would: from a file, without a guard."""
-
-    def __init__(self, directory: Path, script: str) -> None:
-        file = directory / "train.py"
-        file.write_text(PRELUDE + textwrap.dedent(script))
-        self.process = subprocess.Popen(
-            [sys.executable, str(file), str(directory)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def ends(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, output
-
-
-Start = Callable[[str], Trainer]
+Start = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    trainers: list[Trainer] = []
+    """Runs a script as a user's would: from a file, without a guard."""
+    with contextlib.ExitStack() as trainers:
 
-    def begin(script: str) -> Trainer:
-        trainers.append(Trainer(tmp_path, script))
-        return trainers[-1]
+        def begin(script: str) -> subprocess.Popen[str]:
+            file = tmp_path / "train.py"
+            file.write_text(PRELUDE + textwrap.dedent(script))
+            trainer = subprocess.Popen(
+                [sys.executable, str(file), str(tmp_path)],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            trainers.enter_context(trainer)
+            trainers.callback(trainer.kill)
+            return trainer
 
-    yield begin
+        yield begin
 
-    for trainer in trainers:
-        trainer.process.kill()
-        trainer.process.communicate(timeout=PATIENCE_S)
+
+def _end(trainer: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = trainer.communicate(timeout=PATIENCE_S)
+    return trainer.returncode, output
 
 
 @pytest.mark.fault("interrupted")
@@ -86,7 +80,7 @@ def test_interpreter_exit_lets_calls_end_well(
         """
     )
 
-    code, output = trainer.ends()
+    code, output = _end(trainer)
 
     assert code == (1 if "/" in way else 0), output
     assert (tmp_path / "a").exists(), output
@@ -113,8 +107,8 @@ def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_all_process
     work.await_file(tmp_path / "a.started")
     pids = [int(pid) for pid in work.await_file(tmp_path / "pids").split()]
 
-    trainer.process.kill()
-    trainer.process.wait(PATIENCE_S)
+    trainer.kill()
+    trainer.wait(PATIENCE_S)
     work.write(tmp_path / "gate")
 
     assert work.await_file(tmp_path / "a") == "done"
@@ -144,44 +138,8 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: st
     work.await_file(tmp_path / "waits")
 
     os.kill(pid, signal.SIGINT)
-    os.kill(trainer.process.pid, signal.SIGINT)
+    trainer.send_signal(signal.SIGINT)
 
-    code, output = trainer.ends()
+    code, output = _end(trainer)
     assert code == 0
     assert output.strip() == "True None"
-
-
-@pytest.mark.fault("interrupted")
-def test_a_forked_child_neither_uses_nor_ends_the_callers_of_its_parent(
-    start: Start, tmp_path: Path
-) -> None:
-    trainer = start(
-        """
-        made = [callers.ThreadAsyncCaller(), callers.PersistentAsyncCaller()]
-        for caller in made:
-            assert schedule(caller, work.nothing).wait(20)
-        worker = made[1].worker_pid
-        child = os.fork()
-        if child == 0:
-            for caller in made:
-                try:
-                    schedule(caller, work.nothing)
-                except callers.CheckpointingException as error:
-                    assert "fork" in str(error)
-                else:
-                    os._exit(9)
-                caller.close()
-            sys.exit(7)  # through all exit handlers
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        call = schedule(made[1], work.write, here / "a")
-        assert call.wait(20) and call.error is None, call.error
-        assert made[1].worker_pid == worker
-        for caller in made:
-            caller.close()
-        """
-    )
-
-    code, output = trainer.ends()
-
-    assert code == 0, output
-    assert (tmp_path / "a").exists()

@@ -18,6 +18,7 @@ from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ranks.ranks import Ranks
 from tests.async_save import work
+from tests.async_save.test_queue import Owner
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 PATIENCE_S = 60.0
@@ -26,22 +27,14 @@ _STEPS = 300
 Told = tuple[str, str]
 
 
-class Rank:
+class Rank(Owner):
     """One rank's queue, and what it was told."""
 
-    def __init__(self, timeout_s: float = PATIENCE_S, **options: Any) -> None:
-        self.queue = AsyncCallsQueue(timeout_s=timeout_s, **options)
-        self.finalized: list[str] = []
-        self.failed: list[Told] = []
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        super().__init__(AsyncCallsQueue(timeout_s=timeout_s))
 
-    def schedule(self, function: Any, *args: Any, name: str = "") -> int:
-        return self.queue.schedule_async_request(
-            AsyncRequest(
-                AsyncCall(function, failure_fns=[lambda error: self.failed.append(told(error))]),
-                args,
-                [lambda: self.finalized.append(name)],
-            )
-        )
+    def told(self) -> list[Told]:
+        return [told(error) for error in self.failed]
 
     def error_of(self, blocking: bool = True) -> Told | None:
         """What a poll raises; without ``blocking``, what the first of many does."""
@@ -117,7 +110,7 @@ def _fail(rank: int, world_size: int, how: str, blocking: bool, path: Path) -> A
     raised = one.error_of(blocking)
     one.schedule(None if rank else work.nothing, name="next")
     one.queue.close()
-    return raised, one.failed, one.finalized
+    return raised, one.told(), one.finalized
 
 
 @pytest.mark.fault("worker-dies", "disagreement")
@@ -153,10 +146,7 @@ def test_an_error_of_one_rank_is_the_same_error_on_every_rank(
     assert finalized == ["next"]
 
 
-# Ranks that do not poll alike.
-
-
-def _polls_ahead(rank: int, directory: Path) -> Any:
+def _polls_ahead(rank: int, world_size: int, directory: Path) -> Any:
     one, gate = Rank(), directory / "gate"
     one.schedule(work.write_when, directory / f"{rank}", gate, name="a")
     one.queue.maybe_finalize_async_calls()
@@ -171,13 +161,13 @@ def _polls_ahead(rank: int, directory: Path) -> Any:
     return one.finalized
 
 
-def _polls_and_then_asks_nobody(rank: int, directory: Path) -> Any:
-    one, gate = Rank(), directory / f"gate {rank}"
+def _polls_and_then_asks_nobody(rank: int, world_size: int, directory: Path) -> Any:
+    one, gate = Rank(), directory / f"gate of {rank}"
     one.schedule(None, name="polled")
     one.queue.maybe_finalize_async_calls()
     dist.barrier()
     one.queue.maybe_finalize_async_calls(no_dist=True)
-    one.schedule(work.write_when, directory / f"{rank}", gate, name="next")
+    one.schedule(work.write_when, directory / f"next of {rank}", gate, name="next")
     start = time.monotonic()
     early = one.queue.maybe_finalize_async_calls()
     seconds = time.monotonic() - start
@@ -186,28 +176,11 @@ def _polls_and_then_asks_nobody(rank: int, directory: Path) -> Any:
     return early, seconds < 2.0, one.finalized
 
 
-_POLLS: dict[str, Callable[[int, Path], Any]] = {
-    "one poll ahead of the first": _polls_ahead,
-    "a verdict that is void": _polls_and_then_asks_nobody,
-}
-
-
-def _poll(rank: int, world_size: int, how: str, directory: Path) -> Any:
-    return _POLLS[how](rank, directory)
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("one poll ahead of the first", [["a"]] * 2),
-        # Since the call was finalized without the ranks.
-        ("a verdict that is void", [([], True, ["polled", "next"])] * 2),
-    ],
-)
-def test_polls_ask_no_more_of_the_others_than_they_must(
-    how: str, expected: Any, tmp_path: Path
-) -> None:
-    assert run_ranks(_poll, 2, how, tmp_path) == expected
+def test_polls_ask_no_more_of_the_others_than_they_must(tmp_path: Path) -> None:
+    assert run_ranks(_polls_ahead, 2, tmp_path) == [["a"]] * 2
+    # The verdict is void, since the call was finalized without the ranks.
+    told = run_ranks(_polls_and_then_asks_nobody, 2, tmp_path)
+    assert told == [([], True, ["polled", "next"])] * 2
 
 
 def _one_is_ahead(rank: int, world_size: int) -> Any:
@@ -232,9 +205,6 @@ def test_a_rank_that_is_ahead_keeps_its_call_for_when_the_others_have_come_there
     assert (first, second) == (["second of 0"], ["alone", "first of 1"])
 
 
-# Ranks that do not come.
-
-
 def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
     one = Rank(timeout_s=1.0)
     one.schedule(None)
@@ -246,7 +216,7 @@ def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
     raised = one.error_of()
     seconds = time.monotonic() - start
     one.queue.close()
-    return raised, seconds, one.failed, one.queue.get_num_unfinalized_calls()
+    return raised, seconds, one.told(), one.queue.get_num_unfinalized_calls()
 
 
 @pytest.mark.fault("silent-peer")
@@ -264,9 +234,6 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> N
         assert seconds < 1.0 + 0.5
         assert failed == [(kind, text)]
         assert left == 0
-
-
-# What a call reports, and who agrees.
 
 
 def _tell_what_came_of_it(rank: int, world_size: int, bad: int | None) -> Any:

@@ -28,19 +28,7 @@ class _OtherTuple(NamedTuple):
     name: str
 
 
-def test_the_fields_stand_in_the_order_that_other_queues_expect() -> None:
-    assert AsyncRequest._fields == (
-        "async_fn",
-        "async_fn_args",
-        "finalize_fns",
-        "async_fn_kwargs",
-        "preload_fn",
-        "is_frozen",
-        "call_idx",
-    )
-
-
-def test_a_finalize_function_can_be_added_until_the_request_is_frozen() -> None:
+def test_a_frozen_request_takes_no_more_finalize_functions_and_has_what_can_be_sent() -> None:
     request = AsyncRequest(None, (), [])
 
     request.add_finalize_fn(work.nothing)
@@ -51,6 +39,12 @@ def test_a_finalize_function_can_be_added_until_the_request_is_frozen() -> None:
         frozen.add_finalize_fn(work.nothing)
     with pytest.raises(CheckpointingException, match="list"):
         AsyncRequest(None, (), ()).add_finalize_fn(work.nothing)
+    # Frozen for another process, a call is what that can run.
+    handed = AsyncRequest(AsyncCall(print, hand_over=lambda: work.nothing), (1,), []).freeze()
+    plain = AsyncRequest(AsyncCall(print), (1,), []).freeze()
+    assert (handed.async_fn, handed.async_fn_args) == (work.nothing, ())
+    assert (plain.async_fn, plain.async_fn_args) == (print, (1,))
+    assert pickle.loads(pickle.dumps(AsyncCall(work.write, failure_fns=[print]))) is work.write
 
 
 def test_execute_sync_does_everything_in_order() -> None:
@@ -128,20 +122,6 @@ def test_the_mark_is_seen_through_methods_partials_and_callable_objects(
     assert must_run_in_trainer(function) is marked
 
 
-def test_another_process_gets_the_function_of_a_call_and_nothing_else() -> None:
-    call = AsyncCall(work.write, failure_fns=[lambda _: None])
-
-    assert pickle.loads(pickle.dumps(call)) is work.write
-
-
-def test_who_freezes_a_request_is_handed_what_another_process_can_run() -> None:
-    handed = AsyncRequest(AsyncCall(print, hand_over=lambda: work.nothing), (1,), []).freeze()
-    plain = AsyncRequest(AsyncCall(print), (1,), []).freeze()
-
-    assert (handed.async_fn, handed.async_fn_args) == (work.nothing, ())
-    assert (plain.async_fn, plain.async_fn_args) == (print, (1,))
-
-
 class _OtherRequest(NamedTuple):
     async_fn: Any
     async_fn_args: Any
@@ -166,18 +146,18 @@ def test_a_request_that_was_pickled_passes_as_one_of_each_library_that_is_loaded
 
     assert isinstance(there, AsyncRequest)
     assert isinstance(there, _OtherRequest)
+    # The fields are in the order that other queues expect.
+    assert there._fields == _OtherRequest._fields == AsyncRequest._fields
     assert tuple(there) == tuple(request)
     assert pickle.loads(pickle.dumps(there._replace(call_idx=3))).call_idx == 3
 
 
-def test_a_request_of_another_library_is_taken_for_its_fields() -> None:
+def test_a_request_of_another_library_is_taken_for_its_fields_and_what_is_none_refused() -> None:
     ours = AsyncRequest.of(_OtherRequest(work.write, (1,), [], call_idx=4))
 
     assert type(ours) is AsyncRequest
     assert ours == AsyncRequest(work.write, (1,), [], call_idx=4)
-
-
-@pytest.mark.parametrize("other", [None, (work.write, (), []), _OtherTuple(1, "write")])
-def test_what_is_no_request_is_refused_with_the_fields_that_one_has(other: Any) -> None:
-    with pytest.raises(CheckpointingException, match="async_fn_args, finalize_fns"):
-        AsyncRequest.of(other)
+    others: list[Any] = [None, (work.write, (), []), _OtherTuple(1, "write")]
+    for other in others:
+        with pytest.raises(CheckpointingException, match="async_fn_args, finalize_fns"):
+            AsyncRequest.of(other)

@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: 
 
 
 @pytest.mark.fault("world-size")
-def test_another_number_of_ranks_is_refused_with_what_can_be_done() -> None:
+def test_another_number_of_ranks_or_fewer_than_nodes_is_refused_with_what_can_be_done() -> None:
     checkpoint = Checkpoint(Generation(1, 1), 7, 4)
 
     judge_newest([], 2)
@@ -109,6 +109,9 @@ def test_another_number_of_ranks_is_refused_with_what_can_be_done() -> None:
 
     assert "Start with 4 ranks" in str(raised.value)
     assert "session_id" in str(raised.value)
+    judge_nodes(checkpoint, 2, least_nodes=2)
+    with pytest.raises(MismatchError, match="spread over 2 nodes at least, 1 rank cannot be on"):
+        judge_nodes(checkpoint, 1, least_nodes=2)
 
 
 def test_ranks_that_resume_from_different_points_are_named() -> None:
@@ -116,14 +119,6 @@ def test_ranks_that_resume_from_different_points_are_named() -> None:
     for other in ([8, None], [7, [3, 1, 0, -1, [], [], 0]]):
         with pytest.raises(MismatchError, match="the same iteration of the same lineage: 7 on"):
             judge_resumed([[7, None], other, [7, None]])
-
-
-def test_fewer_ranks_than_nodes_with_shards_are_refused() -> None:
-    checkpoint = Checkpoint(Generation(1, 1), 7, 4)
-
-    judge_nodes(checkpoint, 2, least_nodes=2)
-    with pytest.raises(MismatchError, match="spread over 2 nodes at least, 1 rank cannot be on"):
-        judge_nodes(checkpoint, 1, least_nodes=2)
 
 
 def _outcome(**changes: object) -> SaveOutcome:
@@ -151,7 +146,12 @@ _CHECKPOINTS = st.builds(
     )
 )
 def test_outcomes_survive_the_way_to_the_other_ranks(outcome: SaveOutcome) -> None:
-    assert SaveOutcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+    fields = json.loads(json.dumps(outcome.to_json()))
+
+    assert SaveOutcome.from_json(fields) == outcome
+    for count in range(len(fields)):
+        with pytest.raises(ValueError, match="not enough values"):
+            SaveOutcome.from_json(fields[:count])
 
 
 @given(st.integers(2, 9), st.data())
@@ -163,30 +163,16 @@ def test_exactly_the_ranks_on_which_a_save_failed_are_named(ranks: int, data) ->
     assert save_problems(outcomes) == named
 
 
-def test_a_shard_that_is_not_there_is_named_with_its_keeper_and_its_owner() -> None:
-    problems = save_problems([_outcome(), _outcome(missing=(CkptID(5, 0, "s"),))])
-
-    assert problems == ["rank 1 was to keep rank 0's shard of iteration 5, and does not have it"]
-
-
-def test_ranks_that_saved_different_things_are_named() -> None:
-    iterations = save_problems([_outcome(), _outcome(iteration=6), _outcome()])
-    numbers = save_problems([_outcome(), _outcome(generation=Generation(1, 3))])
-
-    assert iterations == [
+def test_a_shard_that_is_not_there_is_named_and_so_are_ranks_that_saved_different_things() -> None:
+    assert save_problems([_outcome(), _outcome(missing=(CkptID(5, 0, "s"),))]) == [
+        "rank 1 was to keep rank 0's shard of iteration 5, and does not have it"
+    ]
+    assert save_problems([_outcome(), _outcome(iteration=6), _outcome()]) == [
         "the ranks saved different iterations: '5' on ranks 0 and 2, '6' on rank 1"
     ]
-    assert numbers == ["the ranks saved different save numbers: '1.2' on rank 0, '1.3' on rank 1"]
-
-
-def test_an_outcome_of_which_a_field_is_missing_is_none() -> None:
-    outcome = SaveOutcome(3, Generation(1, 2), None, (CkptID(3, 1, ""),), (2,))
-    fields = json.loads(json.dumps(outcome.to_json()))
-
-    assert SaveOutcome.from_json(fields) == outcome
-    for count in range(len(fields)):
-        with pytest.raises(ValueError, match="not enough values"):
-            SaveOutcome.from_json(fields[:count])
+    assert save_problems([_outcome(), _outcome(generation=Generation(1, 3))]) == [
+        "the ranks saved different save numbers: '1.2' on rank 0, '1.3' on rank 1"
+    ]
 
 
 _CHECKPOINT = Checkpoint(Generation(1, 2), 3, 4)

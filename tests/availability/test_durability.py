@@ -146,28 +146,16 @@ def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_wi
 
 
 def test_a_level_is_told_with_the_copies_on_the_nodes() -> None:
-    told = [
-        Durability(5, "captured", 0, 1),
-        Durability(5, "local", 1, 1),
-        Durability(5, "local", 1, 2, 3),
-        Durability(5, "replicated", 2, 2),
-        Durability(5, "drained", 1, 1),
-        Durability(5, "drained", 2, 2),
-    ]
-
-    assert [durability.reached for durability in told] == [
-        "captured",
-        "local",
-        "local, 1 of 2",
-        "replicated, 2 of 2",
-        "drained",
-        "drained, 2 of 2",
-    ]
-    # Of the loss of a node, whatever shared storage has.
-    assert [durability.survives_node_loss for durability in told] == [
-        *(False, False, False, True),
-        *(False, True),
-    ]
+    for durability, reached, survives in (
+        (Durability(5, "captured", 0, 1), "captured", False),
+        (Durability(5, "local", 1, 1), "local", False),
+        (Durability(5, "local", 1, 2, 3), "local, 1 of 2", False),
+        (Durability(5, "replicated", 2, 2), "replicated, 2 of 2", True),
+        # Of the loss of a node, whatever shared storage has.
+        (Durability(5, "drained", 1, 1), "drained", False),
+        (Durability(5, "drained", 2, 2), "drained, 2 of 2", True),
+    ):
+        assert (durability.reached, durability.survives_node_loss) == (reached, survives)
 
 
 def _verdict(*outcomes: SaveOutcome) -> SaveVerdict:

@@ -58,9 +58,7 @@ def _newest(inventory: Found, without: Collection[str] = ()) -> Checkpoint | Non
 
 
 def _explain(
-    inventory: Found,
-    world_size: int | None = None,
-    bad: Mapping[str, Sequence[str]] | None = None,
+    inventory: Found, world_size: int | None = None, bad: Mapping[str, Sequence[str]] | None = None
 ) -> Explanation:
     files = {node: [_bad(text) for text in texts] for node, texts in (bad or {}).items()}
     return explain(Inventory.found(inventory), world_size, files)
@@ -72,30 +70,25 @@ def _bad(text: str) -> Stored:
     return Stored(name, problem=Problem("damaged", why))
 
 
-@given(_any_inventory)
-def test_what_is_called_complete_is_what_coverage_finds_in_its_order(inventory: Found) -> None:
+@given(_any_inventory | _jobs())
+def test_an_explanation_says_what_coverage_finds_and_who_holds_each_shard(inventory: Found) -> None:
     explanation = _explain(inventory)
 
-    found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
+    standings = explanation.checkpoints
+    found = [standing.checkpoint for standing in standings if standing.is_complete]
     assert found == complete_checkpoints(Inventory.found(inventory))
     assert explanation.newest == explanation.loads == _newest(inventory)
     # None of them says what it resumed from.
     versions = [
-        (c.iteration, *c.generation, c.world_size)
-        for c in (standing.checkpoint for standing in explanation.checkpoints)
+        (c.iteration, *c.generation, c.world_size) for c in (s.checkpoint for s in standings)
     ]
     assert versions == sorted(versions, reverse=True)
-
-
-@given(_any_inventory | _jobs())
-def test_every_holder_of_every_shard_is_named_and_no_other(inventory: Found) -> None:
     told = {
         (node, standing.checkpoint.shard(rank, "run"))
-        for standing in _explain(inventory).checkpoints
+        for standing in standings
         for rank, nodes in enumerate(standing.holders)
         for node in nodes
     }
-
     held = {(node, record.identity) for node, records in inventory.items() for record in records}
     assert told == {(node, i) for node, i in held if i.rank < i.world_size}
 
@@ -104,9 +97,8 @@ def test_every_holder_of_every_shard_is_named_and_no_other(inventory: Found) -> 
 def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
     inventory: Found,
 ) -> None:
-    explanation = _explain(inventory)
+    explanation, newest = _explain(inventory), _newest(inventory)
 
-    newest = _newest(inventory)
     smallest: list[set[str]] = []
     for count in range(1, len(inventory) + 1):
         for lost in map(set, combinations(inventory, count)):
@@ -114,22 +106,9 @@ def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newes
             if breaks and not any(known <= lost for known in smallest):
                 smallest.append(lost)
     assert sorted(map(sorted, explanation.breaking)) == sorted(map(sorted, smallest))
-
-
-@given(_any_inventory | _jobs())
-def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(inventory: Found) -> None:
-    explanation = _explain(inventory)
-    newest, most = _newest(inventory), explanation.survives_any
-
-    if newest is None:
-        assert most == 0
-        assert explanation.may_be_lost_alone == ()
-        return
-    assert all(_newest(inventory, lost) == newest for lost in combinations(inventory, most))
-    assert any(_newest(inventory, lost) != newest for lost in combinations(inventory, most + 1))
-    assert set(explanation.may_be_lost_alone) == {
-        node for node in inventory if _newest(inventory, [node]) == newest
-    }
+    assert explanation.survives_any == min((len(lost) - 1 for lost in smallest), default=0)
+    alone = {node for node in inventory if {node} not in smallest and newest is not None}
+    assert set(explanation.may_be_lost_alone) == alone
 
 
 @given(_any_inventory | _jobs())

@@ -218,12 +218,7 @@ def _judge(world: _World, inventory: Inventory, complete: list[Checkpoint]) -> N
 
 
 def _retire(
-    world: _World,
-    nodes: str,
-    known: JobCheckpoints,
-    attempt: _Attempt,
-    saved: int,
-    keep_last: int,
+    world: _World, nodes: str, known: JobCheckpoints, attempt: _Attempt, saved: int, keep_last: int
 ) -> None:
     over = known.keep(saved, Retention(last=keep_last))
     if over is None:

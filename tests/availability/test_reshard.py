@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 from math import floor
 from typing import Any
@@ -26,26 +25,9 @@ from localckpt.errors import MismatchError, NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation
 from localckpt.state_dict.boxes import Region, whole
 from localckpt.state_dict.saved_shard import PRIVATE
+from tests.state_dict.states import elements_of, runs_of
 
 Element = tuple[int, ...]
-
-
-def _elements(region: Region) -> set[Element]:
-    sides = [[i for start, count in runs for i in range(start, start + count)] for runs in region]
-    return set(itertools.product(*sides))
-
-
-def _runs(draw: Any, size: int) -> tuple[tuple[int, int], ...]:
-    chosen = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    runs: list[tuple[int, int]] = []
-    for index, is_in in enumerate(chosen):
-        if not is_in:
-            continue
-        if runs and sum(runs[-1]) == index:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return tuple(runs) or ((0, 0),)
 
 
 @st.composite
@@ -56,10 +38,14 @@ def _worlds(draw: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]]]:
         for number in range(draw(st.integers(1, 4)))
     }
 
+    def runs(size: int) -> tuple[tuple[int, int], ...]:
+        chosen = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        return runs_of(index for index, is_in in enumerate(chosen) if is_in)
+
     def side(most: int) -> dict[int, list[Any]]:
         return {
             rank: [
-                (key, "float32", shape, tuple(_runs(draw, size) for size in shape))
+                (key, "float32", shape, tuple(runs(size) for size in shape))
                 for key, shape in shapes.items()
                 if draw(st.booleans())
             ]
@@ -69,20 +55,26 @@ def _worlds(draw: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]]]:
     return side(4), side(3)
 
 
+def _grouped(*sides: dict[int, list[Any]]) -> tuple[list[dict[int, list[TensorGroup]]], Any]:
+    tables: dict[str, Keys] = {}
+    groups: list[dict[int, list[TensorGroup]]] = []
+    for side in sides:
+        groups.append({})
+        for rank, rows in side.items():
+            found, named = group_tensors([row if len(row) > 4 else (*row, "") for row in rows])
+            groups[-1][rank] = list(found)
+            tables |= named
+    return groups, tables
+
+
 def _planned(
     saved: dict[int, list[Any]], wanted: dict[int, list[Any]], nodes: int = 2
 ) -> dict[int, dict[str, list[tuple[int, Element]]]]:
     """For each rank and key the elements that it takes, with the shard of each."""
-    tables: dict[str, Keys] = {}
-    groups: list[dict[int, list[TensorGroup]]] = [{}, {}]
-    for number, side in enumerate((saved, wanted)):
-        for rank, rows in side.items():
-            found, named = group_tensors([row if len(row) > 4 else (*row, "") for row in rows])
-            groups[number][rank] = list(found)
-            tables |= named
+    groups, tables = _grouped(saved, wanted)
     readers = {shard: shard % len(wanted) for shard in saved}
     where = [f"node{rank % nodes}" for rank in wanted]
-    plan = plan_reshard(groups[0], groups[1], tables, readers, where)
+    plan = plan_reshard(*groups, tables, readers, where)
     taken: dict[int, dict[str, list[tuple[int, Element]]]] = {rank: {} for rank in wanted}
     for take in plan.takes:
         assert take.wanted in groups[1][take.receiver]
@@ -91,7 +83,7 @@ def _planned(
         for key in keys:
             assert key in tables[take.saved.name].keys
             mine = taken[take.receiver].setdefault(key, [])
-            mine += [(take.shard, element) for element in _elements(take.region)]
+            mine += [(take.shard, element) for element in elements_of(take.region)]
     return taken
 
 
@@ -103,13 +95,13 @@ def test_each_element_is_taken_once_from_a_shard_that_has_it_or_the_plan_is_refu
     held: dict[tuple[int, str], set[Element]] = {}
     for shard, rows in saved.items():
         for key, _, _, region in rows:
-            held.setdefault((shard, key), set()).update(_elements(region))
+            held.setdefault((shard, key), set()).update(elements_of(region))
     everything: dict[str, set[Element]] = {}
     for (_, key), elements in held.items():
         everything.setdefault(key, set()).update(elements)
     given_keys = {key for rows in wanted.values() for key, *_ in rows}
     can = given_keys == everything.keys() and all(
-        _elements(region) <= everything[key]
+        elements_of(region) <= everything[key]
         for rows in wanted.values()
         for key, _, _, region in rows
     )
@@ -123,7 +115,7 @@ def test_each_element_is_taken_once_from_a_shard_that_has_it_or_the_plan_is_refu
     for rank, rows in wanted.items():
         for key, _, _, region in rows:
             elements = [element for _, element in taken[rank].get(key, [])]
-            assert sorted(elements) == sorted(_elements(region))
+            assert sorted(elements) == sorted(elements_of(region))
             assert all(
                 element in held.get((shard, key), set())
                 for shard, element in taken[rank].get(key, [])
@@ -146,15 +138,8 @@ _EVEN, _ODD = (((0, 4),),), (((4, 4),),)
 
 
 def _plan(saved: dict[int, list[Any]]) -> ReshardPlan:
-    tables: dict[str, Keys] = {}
-    groups = {}
-    wanted = {0: [(key, "float32", (8,), whole((8,)), "") for key in ("v", "w")]}
-    for rank, rows in (saved | {-1: wanted[0]}).items():
-        found, named = group_tensors(rows)
-        groups[rank] = list(found)
-        tables |= named
-    mine = {0: groups.pop(-1)}
-    return plan_reshard(groups, mine, tables, dict.fromkeys(groups, 0), ["a"])
+    groups, tables = _grouped(saved, {0: [(key, "float32", (8,), whole((8,))) for key in "vw"]})
+    return plan_reshard(*groups, tables, dict.fromkeys(saved, 0), ["a"])
 
 
 def _unsettled(saved: dict[int, list[Any]]) -> list[tuple[tuple[str, ...], list[int]]]:
@@ -179,10 +164,7 @@ def _rows(region: Region, equal_on: str, keys: str = "vw") -> list[Any]:
             {s: _rows((_EVEN, _ODD)[s % 2], str(s)) for s in range(4)},
             [(("v", "w"), [0, 2]), (("v", "w"), [1, 3])],
         ),
-        (
-            {0: _rows(whole((8,)), "0"), 1: _rows(whole((8,)), "1", "w")},
-            [(("w",), [0, 1])],
-        ),
+        ({0: _rows(whole((8,)), "0"), 1: _rows(whole((8,)), "1", "w")}, [(("w",), [0, 1])]),
     ],
 )
 def test_what_shards_do_not_say_is_equal_is_to_be_compared(

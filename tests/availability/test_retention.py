@@ -117,15 +117,11 @@ def test_no_rule_keeps_more_than_it_says(
         assert sum(reason in reasons for reasons in stay.values()) <= most
 
 
-@given(METRICS)
-def test_metrics_come_back_from_json_as_they_were(metrics: dict[str, float]) -> None:
-    back = metrics_from_json(metrics_to_json(metrics))
-
-    assert str(back) == str(metrics)
-
-
-@given(RETENTIONS)
-def test_rules_come_back_from_json_as_they_were(retention: Retention) -> None:
+@given(METRICS, RETENTIONS)
+def test_metrics_and_rules_come_back_from_json_as_they_were(
+    metrics: dict[str, float], retention: Retention
+) -> None:
+    assert str(metrics_from_json(metrics_to_json(metrics))) == str(metrics)
     assert Retention.from_json(retention.to_json()) == retention
 
 
@@ -163,10 +159,10 @@ def test_a_checkpoint_stays_while_any_rule_keeps_it_and_each_rule_is_named() -> 
         600: ("last",),
         700: ("newest", "last", "every"),
     }
-
-
-def test_without_a_rule_all_stay() -> None:
-    assert kept(Retention(), one_epoch({1: {}, 2: {}})) == {1: ("all",), 2: ("newest", "all")}
+    most = kept(
+        Retention(last=1, best=Best("loss", "max")), one_epoch({1: {"loss": 2.0}, 2: {"loss": 1.0}})
+    )
+    assert most == {1: ("best",), 2: ("newest", "last")}
 
 
 def test_what_was_left_behind_pushes_out_nothing_and_goes_when_others_are_there() -> None:
@@ -311,11 +307,7 @@ def test_what_the_job_went_back_from_is_not_best() -> None:
         (0, None, "keep_last is 0; it must be at least 1"),
         (None, Retention(best=Best("loss")), "which need last=, at least 1: a restart loads"),
         (None, Retention(), "which need last=, at least 1"),
-        (
-            None,
-            Retention(last=2, every=10),
-            "every= would fill them: .* has no bound. Give it",
-        ),
+        (None, Retention(last=2, every=10), "every= would fill them: .* has no bound. Give it"),
         (None, Retention(2, None, Best("l" * 201)), "has 201 characters, and the nodes note at"),
         (None, "best", r"retention='best': give the rules as Retention\(last=2, ...\)"),
     ],
@@ -331,5 +323,6 @@ def test_the_short_form_is_the_rule() -> None:
     assert node_rules(3, None) == Retention(last=3)
     assert node_rules(None, None) == Retention(last=2)
     assert rules(None, None) == Retention()
+    assert kept(Retention(), one_epoch({1: {}, 2: {}})) == {1: ("all",), 2: ("newest", "all")}
     with pytest.raises(CheckpointingException, match="shared_retention=, not both"):
         rules(3, Retention(), "shared_")

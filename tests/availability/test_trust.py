@@ -71,30 +71,19 @@ def test_notes_are_read_as_they_were_written(epoch: int, noted: dict[Checkpoint,
 
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
-def test_every_complete_checkpoint_is_used_or_told_of_once(
-    complete: list[Checkpoint], notes: list[dict[Checkpoint, Trust]], most: int | None
-) -> None:
-    choice = choose(complete, Trusts.of(notes), most)
-
-    told = [*choice.usable, *choice.quarantined, *choice.exhausted]
-    assert len(told) == len(complete)
-    assert set(told) == set(complete)
-    bad = Trusts.of(notes).marked("bad")
-    in_order = [c for c in complete if c in choice.usable]
-    assert list(choice.usable) == [
-        *(c for c in in_order if c not in bad),
-        *(c for c in in_order if c in bad),
-    ]
-
-
-@given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
-def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_can_load(
+def test_each_complete_checkpoint_is_used_or_told_of_and_what_failed_leaves_another_to_load(
     complete: list[Checkpoint], notes: list[dict[Checkpoint, Trust]], most: int | None
 ) -> None:
     trusts = Trusts.of(notes)
 
     choice = choose(complete, trusts, most)
 
+    told = [*choice.usable, *choice.quarantined, *choice.exhausted]
+    assert len(told) == len(complete)
+    assert set(told) == set(complete)
+    bad = trusts.marked("bad")
+    in_order = [c for c in complete if c in choice.usable]
+    assert list(choice.usable) == sorted(in_order, key=bad.__contains__)
     for checkpoint in choice.quarantined.keys() - trusts.marked("quarantined").keys():
         assert most is not None
         assert trusts[checkpoint].failed_starts >= most

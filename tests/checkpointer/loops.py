@@ -11,7 +11,6 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -22,30 +21,9 @@ import torch.distributed as dist
 import localckpt
 from tests.ranks import announce, node_store
 
-__all__ = [
-    "Loader",
-    "Outcome",
-    "Part",
-    "Sharding",
-    "full_weights",
-    "save_once",
-    "slow_down",
-    "stores",
-    "train",
-]
-
 Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
 
 _WIDTH, _SAMPLES, _BATCH = 24, 40, 4
-
-
-@dataclass
-class Outcome:
-    """What one rank's loop has done: its first step, the losses from there on, and its values."""
-
-    first: int
-    losses: list[str] = field(default_factory=list)
-    weights: str = ""
 
 
 class Part:
@@ -120,8 +98,8 @@ def train(
     steps: int,
     options: dict[str, Any],
     step_s: float = 0.0,
-) -> Outcome:
-    """Run the loop of the README; it announces ``step <n>`` on rank 0."""
+) -> tuple[int, list[str], str]:
+    """Run the loop of the README; its first step, the losses from there on, and its weights."""
     # What is drawn before the state is loaded must not matter.
     random.seed(time.time_ns())
     model = make_model(sharding)
@@ -140,9 +118,9 @@ def train(
     with localckpt.Checkpointer(
         state, local=node_store(), timeout_s=60.0, **options
     ) as checkpointer:
-        outcome = Outcome(checkpointer.resume())
-        assert seen[0] == outcome.first * _BATCH
-        for step in range(outcome.first, steps):
+        first, losses = checkpointer.resume(), []
+        assert seen[0] == first * _BATCH
+        for step in range(first, steps):
             batch = loader.next()
             loss = model(batch * random.uniform(0.5, 1.0)).square().mean()
             loss.backward()
@@ -150,7 +128,7 @@ def train(
             scheduler.step()
             optimizer.zero_grad()
             seen[0] += len(batch)
-            outcome.losses.append(float(loss.item()).hex())
+            losses.append(float(loss.item()).hex())
             time.sleep(step_s)
             if rank == 0:
                 announce(f"step {step}")
@@ -158,30 +136,7 @@ def train(
     tensors = [*model.parameters(), *model.buffers()]
     # This rank's part of each.
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    outcome.weights = str([t.detach().reshape(-1).view(torch.uint8).tolist() for t in local])
-    return outcome
-
-
-def full_weights(rank: int, world_size: int, options: dict[str, Any]) -> str:
-    """The step that a job with FSDP2 resumes at, and its whole parameters and moments."""
-    model = make_model("fsdp2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "loader": Loader(rank),
-        "seen": (lambda: 0, lambda _: None),
-    }
-    with localckpt.Checkpointer(
-        state, local=node_store(), timeout_s=60.0, **options
-    ) as checkpointer:
-        first = checkpointer.resume()
-        moments = [values["exp_avg"] for values in optimizer.state.values()]
-        whole = [tensor.full_tensor() for tensor in [*model.parameters(), *moments]]  # type: ignore[attr-defined]
-        texts = [str(tensor.flatten().tolist()) for tensor in whole]
-        return f"{first} {scheduler.last_epoch} {texts}"
+    return first, losses, str([t.detach().reshape(-1).view(torch.uint8).tolist() for t in local])
 
 
 def save_once(state: dict[str, Any], **options: Any) -> None:
@@ -195,19 +150,10 @@ def stores(tmp_path: Path, count: int) -> list[Path]:
     return [tmp_path / f"node {number}" for number in range(count)]
 
 
-_BY_PATH = ("open", "rename", "unlink", "mkdir", "rmdir")
-_BY_FD = ("fsync", "pwrite")
-_DURABLE = ("fsync",)
-
-
 def slow_down(root: Path, flag: Path, seconds: float, *, hangs: bool) -> None:
     """Have system calls below a directory take longer while ``flag`` is there.
 
-    Args:
-        root: The directory.
-        flag: A file elsewhere.
-        seconds: How much longer each call takes.
-        hangs: Whether it is all calls that change something; else those that make it durable.
+    ``hangs`` is for all calls that change something; without it, for those that make it durable.
     """
 
     def is_slow(place: Any) -> bool:
@@ -222,7 +168,8 @@ def slow_down(root: Path, flag: Path, seconds: float, *, hangs: bool) -> None:
 
         return slow
 
-    for name in (*_BY_PATH, *_BY_FD) if hangs else _DURABLE:
+    changes = ("open", "rename", "unlink", "mkdir", "rmdir", "fsync", "pwrite")
+    for name in changes if hangs else ("fsync",):
         setattr(os, name, slowed(getattr(os, name)))
 
 

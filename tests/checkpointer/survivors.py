@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import localckpt
-from tests.ranks import node_store
+from tests.checkpointer.loops import stores
+from tests.ranks import DeadRank, node_store, run_ranks
 
 STEPS_OF_A_LIFE = 7
 SAVE_EVERY = 3
@@ -47,7 +49,9 @@ def connect(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False))
 
 
-def begin(life: int, world: Sequence[int], home: int, *, in_place: bool = False) -> None:
+def begin(
+    life: int, world: Sequence[int], home: int, *, in_place: bool = False, limit_s: float = 30.0
+) -> None:
     if in_place:
         _change_in_place(life, world, home)
         return
@@ -56,7 +60,7 @@ def begin(life: int, world: Sequence[int], home: int, *, in_place: bool = False)
         store=connect(f"life{life}"),
         rank=world.index(home),
         world_size=len(world),
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=limit_s),
     )
 
 
@@ -74,12 +78,17 @@ def _change_in_place(life: int, world: Sequence[int], home: int) -> None:
     dist._reconfigure(life + 1, handles, timeout=limit).wait()  # type: ignore[attr-defined]
 
 
-def make_state(*, sharded: bool, width: int = 64) -> dict[str, Any]:
+def make_state(shape: tuple[int, ...] = (), width: int = 64) -> dict[str, Any]:
+    """A model sharded over a mesh of this shape, (-1,) for all ranks, or equal on all."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
-    if sharded:
-        fully_shard(model)
-    trained = model if sharded else torch.nn.parallel.DistributedDataParallel(model)
+    trained: torch.nn.Module = model
+    if shape:
+        sizes = shape if shape != (-1,) else (dist.get_world_size(),)
+        names = ("replicate", "shard")[-len(sizes) :]
+        fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    else:
+        trained = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
     return {"model": trained, "optimizer": optimizer}
 
@@ -115,9 +124,10 @@ def train_through(
     digests: Path,
     worlds: Sequence[Sequence[int]],
     options: dict[str, Any],
-    sharded: bool = False,
+    shape: tuple[int, ...] = (),
     width: int = 64,
     in_place: bool = False,
+    keep: Literal["live"] | None = None,
 ) -> Survivor:
     """Train through all lives; what it was at the end of each step is noted in ``digests``."""
     seen, checkpointer = Survivor(), None
@@ -125,7 +135,7 @@ def train_through(
         if home not in world:
             continue
         begin(number, world, home, in_place=in_place)
-        state = make_state(sharded=sharded, width=width)
+        state = make_state(shape, width)
         rejoined, read_before = None, read_nbytes()
         if checkpointer is None:
             checkpointer = localckpt.Checkpointer(
@@ -136,9 +146,13 @@ def train_through(
                 timeout_s=20.0,
                 **options,
             )
+            if keep is not None:
+                checkpointer.whole_step(state["optimizer"])
             first = checkpointer.resume()
         else:
-            rejoined = checkpointer.rejoin(state)
+            if keep is not None:
+                checkpointer.whole_step(state["optimizer"])
+            rejoined = checkpointer.rejoin(state, keep=keep)
             first = rejoined.step
         read = read_nbytes() - read_before
         known = digests / str(first - 1)
@@ -155,10 +169,11 @@ def train_through(
                 checkpointer.step(step)
                 if not is_last and step == first + STEPS_OF_A_LIFE - 2:
                     checkpointer.wait_until_finished()
-                if is_lost and step == first + STEPS_OF_A_LIFE - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
             if not is_last:
-                # Somebody does not come.
+                # All are cut off in the next step, before its gradients.
+                state["model"](torch.ones(16, 8))
+                if is_lost:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()
         except RuntimeError:
             assert not is_last
@@ -169,3 +184,26 @@ def train_through(
         if is_last or not in_place:
             dist.destroy_process_group()
     return seen
+
+
+def survive(
+    worlds: list[list[int]],
+    tmp_path: Path,
+    shape: tuple[int, ...] = (),
+    width: int = 64,
+    in_place: bool = False,
+    keep: Literal["live"] | None = None,
+) -> dict[int, Survivor]:
+    """Run the job; what each process has seen that is not lost."""
+    homes = 1 + max(home for world in worlds for home in world)
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    outcomes = run_ranks(
+        *(train_through, homes, digests, worlds, {"replication_factor": 2}),
+        *(shape, width, in_place, keep),
+        init_group=False,
+        store_per_node=stores(tmp_path / "nodes", homes),
+        expect_dead=[home for home in range(homes) if home not in worlds[-1]],
+        timeout_s=120.0,
+    )
+    return {n: seen for n, seen in enumerate(outcomes) if not isinstance(seen, DeadRank)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import Checkpointer, Every, MismatchError, Values
-from tests.checkpointer.loops import Part, full_weights, save_once, stores, train
+from localckpt import Checkpointer, MismatchError, Values
+from tests.checkpointer.loops import Part, save_once, stores
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
@@ -29,65 +30,59 @@ class _Loader(Part):
 
 
 class _Sampled(torch.utils.data.Sampler[int], Part):  # type: ignore[misc]
-    """Sampler of torch's with a place in its state."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-def _pair(value: Any) -> Any:
+_Made = tuple[Any, Callable[[], Any]]
+"""A part, and what reads its value."""
+
+
+def _part(value: Any, kind: Any = Part) -> _Made:
+    part = kind(value)
+    return part, lambda: part.value
+
+
+def _pair(value: Any) -> _Made:
     box = Part(value)
-    return (lambda: box.value), lambda loaded: setattr(box, "value", loaded)
+    return (lambda: box.value, partial(setattr, box, "value")), lambda: box.value
 
 
-def _linear(value: Any) -> torch.nn.Module:
+def _values(value: Any) -> _Made:
+    run = Values(best=value)
+    return run, lambda: run.best
+
+
+def _linear(value: Any) -> _Made:
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, float(value))
-    return module
+    return module, lambda: module.weight
 
 
-def _norm(value: Any) -> torch.nn.Module:
+def _norm(value: Any) -> _Made:
     module = torch.nn.BatchNorm1d(1, affine=False)
     module.running_mean.fill_(float(value))
-    return module
+    return module, lambda: module.running_mean
 
 
-def _marked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: localckpt.replicated(make(value))
-
-
-def _seen(part: Any) -> Any:
-    part = getattr(part, "value", part) if type(part).__name__ == "Replicated" else part
-    if isinstance(part, torch.nn.Module):
-        part = part.weight if isinstance(part, torch.nn.Linear) else part.running_mean
-    elif isinstance(part, tuple):
-        part = part[0]()
-    elif isinstance(part, Values):
-        part = part.best
-    elif isinstance(part, Part):
-        part = part.value
-    return part.item() if isinstance(part, torch.Tensor) else part
+def _marked(value: Any, kind: Any = Part) -> _Made:
+    part, read = _part(value, kind)
+    return localckpt.replicated(part), read
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Kind of a value, and what becomes of it.
+    """Kind of a value, and what becomes of it on another number of ranks."""
 
-    Attributes:
-        make: Makes the part with a value.
-        becomes: What each rank has after a resume by another number of ranks.
-        differs: Whether the ranks that save have different values.
-        saved_as, made_as: Class of the value when it is saved, and when the part is made.
-        options: Options of who loads.
-        below: Key of the rule of these options, below the name of the part.
-    """
-
-    make: Callable[[Any], Any]
+    make: Callable[[Any], _Made]
     becomes: Becomes
+    # Whether the ranks that save have different values.
     differs: bool = False
+    # Class of the value when it is saved, and when the part is made.
     saved_as: Callable[[float], Any] = float
     made_as: Callable[[float], Any] = float
     rule: Any = None
+    # Key of the rule, below the name of the part.
     below: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -121,8 +116,8 @@ _VALUE_ROWS = {
     )
     for name, make, below in (
         ("pair", _pair, ""),
-        ("values", lambda value: Values(best=value), ".best"),
-        ("part", Part, ".value"),
+        ("values", _values, ".best"),
+        ("part", _part, ".value"),
     )
     for saved_as, made_as, of in ((float, float, ""), (_TENSOR, float, " now a tensor"))
     for kind, differs, becomes, rule, options in (
@@ -142,10 +137,10 @@ _VALUE_ROWS = {
 _ROWS = _VALUE_ROWS | {
     "tensor": _Row(_pair, "saved", saved_as=_TENSOR, made_as=_TENSOR),
     "tensor differing": _Row(_pair, "refused", True, _TENSOR, _TENSOR),
-    "marked number": _Row(_marked(Part), "saved"),
-    "marked tensor": _Row(_marked(Part), "saved", saved_as=_TENSOR),
-    "marked number differing": _Row(_marked(Part), "refused", True),
-    "marked number kept": _Row(_marked(Part), "own", True, rule="keep"),
+    "marked number": _Row(_marked, "saved"),
+    "marked tensor": _Row(_marked, "saved", saved_as=_TENSOR),
+    "marked number differing": _Row(_marked, "refused", True),
+    "marked number kept": _Row(_marked, "own", True, rule="keep"),
     "module": _Row(_linear, "saved"),
     "buffer": _Row(_norm, "of a rank", True),
     "buffer keep": _Row(_norm, "own", True, rule="keep", below=".running_mean"),
@@ -157,7 +152,10 @@ _ROWS = _VALUE_ROWS | {
     "stage function": _Row(_linear, "made by the rule", True, rule=_ruled),
     **{
         f"{name} {kind}{' differing' * differs}": _Row(make, becomes, differs, **options)
-        for name, make in (("loader", _Loader), ("sampler", _Sampled))
+        for name, make in (
+            ("loader", partial(_part, kind=_Loader)),
+            ("sampler", partial(_part, kind=_Sampled)),
+        )
         for differs in (False, True)
         for kind, becomes, options in (
             ("no rule", "refused", {}),
@@ -167,14 +165,14 @@ _ROWS = _VALUE_ROWS | {
             ("function", "made by the rule", {"rule": _ruled, "below": ".value"}),
         )
     },
-    "loader marked": _Row(_marked(_Loader), "saved"),
+    "loader marked": _Row(partial(_marked, kind=_Loader), "saved"),
 }
 _KEYS = {row: f"p{number}" for number, row in enumerate(_ROWS)}
 
 
 def _save(rank: int, world_size: int, shared: Path) -> None:
     state = {
-        key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank))) for n, key in _KEYS.items()
+        key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank)))[0] for n, key in _KEYS.items()
     }
     private = {key: "keep" for name, key in _KEYS.items() if name.startswith("stage")}
     save_once(state, local=node_store(), shared=shared, timeout_s=_S, private=private)
@@ -182,7 +180,6 @@ def _save(rank: int, world_size: int, shared: Path) -> None:
 
 def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:
     """Resume what loads together, and what is refused by itself; what became of each value."""
-    logging.disable(logging.WARNING)
     local, options = node_store(), dict[str, Any]()
     if tier == "shared":
         local, options = shared.parent / "empty", {"shared": shared}
@@ -193,13 +190,13 @@ def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]
         groups.setdefault(f"{alone}{row.options}", []).append(name)
     found: dict[str, Any] = {}
     for names in groups.values():
-        parts = {name: _ROWS[name].make(_ROWS[name].made_as(_MADE)) for name in names}
+        made = {name: _ROWS[name].make(_ROWS[name].made_as(_MADE)) for name in names}
         private = {
             _KEYS[name] + _ROWS[name].below: _ROWS[name].rule
             for name in names
             if _ROWS[name].rule is not None
         }
-        state = {_KEYS[name]: part for name, part in parts.items()}
+        state = {_KEYS[name]: part for name, (part, _) in made.items()}
         given = {**options, **_ROWS[names[0]].options, "private": private, "read_only": True}
         error = ""
         try:
@@ -207,9 +204,9 @@ def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]
                 checkpointer.resume(only=list(state))
         except MismatchError as refused:
             error = f"refused: {refused}"
-            assert [_seen(part) for part in parts.values()] == [_MADE] * len(parts)
+            assert [float(read()) for _, read in made.values()] == [_MADE] * len(made)
             assert all(f"'{key}" in error for key in state), error
-        found |= {name: error or _seen(part) for name, part in parts.items()}
+        found |= {name: error or float(read()) for name, (_, read) in made.items()}
     return found
 
 
@@ -225,7 +222,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 @pytest.mark.parametrize("world_size", [3, 1])
 @pytest.mark.parametrize("tier", ["nodes", "shared"])
 def test_each_kind_of_value_becomes_the_same_on_both_tiers(
-    tier: str, world_size: int, places: tuple[Path, list[Path]]
+    tier: str,
+    world_size: int,
+    places: tuple[Path, list[Path]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     shared, nodes = places
 
@@ -241,19 +241,6 @@ def test_each_kind_of_value_becomes_the_same_on_both_tiers(
             ):
                 wrong[name, rank] = row.becomes, got
     assert not wrong, "\n".join(f"{place}: {what}" for place, what in wrong.items())
-
-
-@pytest.mark.fault("world-size")
-def test_another_number_of_ranks_goes_on_from_the_nodes_with_one_of_them_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    nodes, options = stores(tmp_path, 4), {"every": Every(steps=2)}
-    run_ranks(train, 4, "fsdp2", 10, options, store_per_node=nodes, timeout_s=_S)
-
-    as_saved = run_ranks(full_weights, 4, options, store_per_node=nodes, timeout_s=_S)
-    dropping = {**options, "on_resize": "drop"}
-    found = run_ranks(full_weights, 3, dropping, store_per_node=nodes[1:], timeout_s=_S)
-
-    assert found == [as_saved[0]] * 3
-    assert "which differ in 'loader': dropped" in capfd.readouterr().out
-    assert found[0].startswith("10 ")
+    dropped = re.search(r"which differ in .*'(p\d+)'.*: dropped", capfd.readouterr().out)
+    assert dropped is not None
+    assert dropped[1] in _KEYS.values()

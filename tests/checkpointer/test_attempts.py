@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import localckpt
 from localckpt.state_dict.replica_digests import find_not_finite
 from localckpt.storage.notes import read_notes
 from localckpt.storage.owner import Owner
+from localckpt.waiting import wait_until
 from tests.checkpointer.loops import Part, stores
 from tests.cli.commands import call
 from tests.managers.jobs import MAX_S, error_of, files
@@ -37,9 +38,6 @@ def _checkpointer(
     return localckpt.Checkpointer(state, local=local, **(usual | options))
 
 
-# Ranks that are processes of their own.
-
-
 def _live(rank: int, world_size: int, poisons: bool) -> tuple[int, str]:
     """A start of a job, whose last rank crashes in its second step once it was poisoned."""
     # With it in the state, the next step cannot be done.
@@ -52,7 +50,7 @@ def _live(rank: int, world_size: int, poisons: bool) -> tuple[int, str]:
                 announce("crash")
                 os._exit(3)
             if is_crash:
-                _await(lambda: False)
+                time.sleep(60)
             poison.value = poison.value or (poisons and step >= 8)
             checkpointer.step(step)
             # So that it is known what there is.
@@ -66,20 +64,13 @@ def _crash(nodes: list[Path], *, poisons: bool) -> None:
         group.await_announced("crash", 60.0)
         group.kill(0, signal.SIGTERM)
         # It has heard of it: what it noted is gone.
-        _await(lambda: not _noted(nodes[0], 0))
+        assert wait_until(lambda: not _noted(nodes[0], 0), MAX_S)
         group.kill(0)
         group.join(60.0, expect_dead=range(2))
 
 
 def _noted(node: Path, rank: int) -> list[Owner]:
     return [*read_notes(node / "session-" / str(rank)).starts.values()]
-
-
-def _await(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.fault("trainer-dies")
@@ -100,9 +91,6 @@ def test_a_job_that_crashes_after_each_resume_gets_past_the_checkpoint_by_itself
     assert len(quarantined) == 4
 
 
-# One rank, whose starts end by what leaves the block.
-
-
 def _start(local: Path, steps: int, ends_by: BaseException | None = None, **options: Any) -> int:
     """A start that does so many steps and ends, or fails; its first step."""
     with (
@@ -118,17 +106,14 @@ def _start(local: Path, steps: int, ends_by: BaseException | None = None, **opti
     return first
 
 
-def _start_of_a_process(
-    rank: int, world_size: int, local: Path, steps: int, options: dict[str, Any]
-) -> int:
+def _fail_here(rank: int, world_size: int, local: Path, steps: int, options: Any) -> int:
     return _start(local, steps, RuntimeError("the loss is not finite"), **options)
 
 
 def _fail(local: Path, steps: int = 1, **options: Any) -> int:
     """A start in a process of its own that does so many steps and fails; its first step."""
-    first: int
-    (first,) = run_ranks(_start_of_a_process, 1, local, steps, options, init_group=False)
-    return first
+    (first,) = run_ranks(_fail_here, 1, local, steps, options, init_group=False)
+    return int(first)
 
 
 @pytest.mark.parametrize("told_by", [signal.SIGTERM, signal.SIGINT])
@@ -144,7 +129,7 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
         signal.raise_signal(told_by)
 
     assert len(noted) == 1
-    _await(lambda: not _noted(tmp_path, 0))
+    assert wait_until(lambda: not _noted(tmp_path, 0), MAX_S)
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
 
 
@@ -165,7 +150,7 @@ def _refusal(local: Path, **options: Any) -> str:
         return error_of(checkpointer.resume, localckpt.NoReplicasAvailableError)
 
 
-def test_the_last_checkpoint_is_kept_and_the_job_says_that_nothing_else_is_left(
+def test_the_last_checkpoint_is_kept_and_the_others_are_put_back_only_on_request(
     tmp_path: Path,
 ) -> None:
     _start(tmp_path, 6)
@@ -173,30 +158,20 @@ def test_the_last_checkpoint_is_kept_and_the_job_says_that_nothing_else_is_left(
 
     told = _refusal(tmp_path)
 
-    assert (
-        "iteration 2: the job was resumed from it 2 times and made no progress, and it is" in told
-    )
-    assert (
-        "iteration 5: the job was resumed from it 2 times and made no progress, and it is" in told
-    )
+    why = "the job was resumed from it 2 times and made no progress, and it is"
+    assert all(f"iteration {iteration}: {why}" in told for iteration in (2, 5))
     assert "max_attempts=None" in told
     assert _refusal(tmp_path) == told
     assert "what was complete was given up" in call("explain", tmp_path).out
-    # The cause is gone: the job goes on from it, and that is progress.
-    assert _start(tmp_path, 6, max_attempts=None) == 3
-    assert _start(tmp_path, 0) == 9
-
-
-def test_what_was_given_up_is_put_back_on_request_and_by_nothing_else(tmp_path: Path) -> None:
-    _start(tmp_path, 6)
-    assert [_fail(tmp_path) for _ in range(3)] == [6, 6, 3]
-
-    kept = call("clean", "--corrupt", tmp_path)
-    put_back = call("clean", "--put-back", tmp_path)
-
-    assert "left" in kept.out
-    assert "put back 1" in put_back.out
+    # The cause is gone: the job goes on from it.
+    assert _start(tmp_path, 0, max_attempts=None) == 3
+    # What was given up is put back on request, and by nothing else.
+    assert "left" in call("clean", "--corrupt", tmp_path).out
+    assert _start(tmp_path, 0, max_attempts=None) == 3
+    assert "put back 1" in call("clean", "--put-back", tmp_path).out
     assert _fail(tmp_path) == 6
+    assert _start(tmp_path, 6, max_attempts=None) == 6
+    assert _start(tmp_path, 0) == 12
 
 
 def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_path: Path) -> None:
@@ -220,9 +195,6 @@ def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_p
     assert "no checkpoint on shared storage is left" in told
     assert _start(local, 3, **options, max_attempts=None) == 6
     assert _start(local, 0, **options) == 9
-
-
-# Marks.
 
 
 def _do(checkpointer: localckpt.Checkpointer, steps: range) -> None:

@@ -6,7 +6,6 @@ import collections
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,9 @@ from tests.ranks import node_store, run_ranks
 _S = 20.0
 
 
-def _net(fill: float, *, head: bool = False, sharded: int = 0) -> torch.nn.Module:
+def _net(
+    fill: float, *, head: bool = False, sharded: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     net = torch.nn.Sequential()
     net.add_module("body", torch.nn.Linear(4, 4))
     if head:
@@ -35,7 +36,7 @@ def _net(fill: float, *, head: bool = False, sharded: int = 0) -> torch.nn.Modul
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(fill)
-    _shard(net, sharded)
+    _shard(net.to(dtype), sharded)
     return net
 
 
@@ -54,8 +55,11 @@ def _fill(parameter: Any) -> float:
 
 def _state(rank: int, fill: float, *, sharded: int = 0, **parts: Any) -> dict[str, Any]:
     net = _net(fill, sharded=sharded)
-    optimizer = torch.optim.SGD(net.parameters(), lr=fill, momentum=0.9)
-    return {"net": net, "optimizer": optimizer, "loader": Part(100 * rank + 7), **parts}
+    return {"net": net, "optimizer": _sgd(net, fill), "loader": Part(100 * rank + 7), **parts}
+
+
+def _sgd(net: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
 
 
 def _saved(rank: int, world_size: int, shared: Path) -> None:
@@ -70,6 +74,11 @@ def _as_saved(rank: int, sharded: int) -> dict[str, Any]:
 def _renamed(rank: int, sharded: int) -> dict[str, Any]:
     state = _state(rank, 5.0, sharded=sharded)
     return {"model": state.pop("net"), **state}
+
+
+def _in_double(rank: int, sharded: int) -> dict[str, Any]:
+    net = _net(5.0, sharded=sharded, dtype=torch.double)
+    return {**_state(rank, 5.0), "net": net, "optimizer": _sgd(net, 5.0)}
 
 
 def _without_optimizer(rank: int, sharded: int) -> dict[str, Any]:
@@ -105,16 +114,16 @@ _Make = Callable[[int, int], dict[str, Any]]
 # The program, the arguments of resume, and what a rank has then.
 _RESUMED: dict[str, tuple[_Make, dict[str, Any], Callable[[int], list[Any]]]] = {
     "only a part": (_as_saved, {"only": ["net"]}, lambda n: [[3.0, 3.0], 5.0, 100 * n + 7]),
-    "all but some": (
-        *(_as_saved, {"skip": ["optimizer", "loader"]}),
-        lambda n: [[3.0, 3.0], 5.0, 100 * n + 7],
-    ),
     "without a part that is no more": (
         *(_without_optimizer, {"skip": ["optimizer", "loader"]}),
         lambda n: [[3.0, 3.0], None, 100 * n + 7],
     ),
     "a renamed part": (
         *(_renamed, {"rename": {"net": "model"}, "skip": ["loader"]}),
+        lambda n: [[3.0, 3.0], 3.0, 100 * n + 7],
+    ),
+    "in another dtype": (
+        *(_in_double, {"skip": ["loader"], "allow_dtype_change": True}),
         lambda n: [[3.0, 3.0], 3.0, 100 * n + 7],
     ),
     "in part": (
@@ -124,6 +133,7 @@ _RESUMED: dict[str, tuple[_Make, dict[str, Any], Callable[[int], list[Any]]]] = 
 }
 _REFUSED: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "a renamed part": (_renamed, ("net", "model", "rename={'old': 'new'}")),
+    "another dtype": (_in_double, ("net.body.weight", "allow_dtype_change=True")),
     "all": (_with_all_changed, ("net.body.weight", "net.body.bias", "SGD", "AdamW", "place")),
 }
 
@@ -248,9 +258,6 @@ def test_what_is_let_go_is_logged_by_name_and_may_not_be_all(
         assert name in texts
 
 
-# Back to an older one, or to one that the program loads by itself.
-
-
 def _loop(
     local: Path,
     shared: Path | None,
@@ -258,18 +265,14 @@ def _loop(
     *,
     fill: float = 0,
     step: int | None = None,
-    elsewhere: Elsewhere | None = None,
     save_last: bool = True,
 ) -> tuple[int, float]:
     """Resume, and save each step to both; the first step, and the value that was loaded."""
     state = {"value": torch.nn.Linear(1, 1, bias=False)}
     weight = state["value"].weight
     places: dict[str, Any] = {"local": local, "shared": shared, "keep_last": 4, "timeout_s": _S}
-    if elsewhere is not None:
-        value = 1000.0 + elsewhere.step
-        elsewhere = replace(elsewhere, load=lambda: torch.nn.init.constant_(weight, value))
     with Checkpointer(state, **places, save_last=save_last) as checkpointer:
-        first = checkpointer.resume(elsewhere, step=step)
+        first = checkpointer.resume(step=step)
         loaded = float(weight)
         for at in range(first, to):
             torch.nn.init.constant_(weight, fill + at)
@@ -279,11 +282,15 @@ def _loop(
 
 
 @pytest.mark.parametrize("are_nodes_new", [False, True])
-def test_shared_storage_gives_a_step_that_the_nodes_do_not_have(
+def test_shared_storage_gives_a_step_that_the_nodes_do_not_have_or_an_error_says_what_there_is(
     are_nodes_new: bool, tmp_path: Path
 ) -> None:
     local, shared = tmp_path / "nodes", tmp_path / "shared"
     _loop(local, shared, 9)
+    with pytest.raises(NoReplicasAvailableError) as caught:
+        _loop(local, shared, 0, step=7777)
+    for told in ("iteration 7777", "Complete are: 8, 7, 6, 5", "has 8, 6, 4, 2, 0"):
+        assert told in str(caught.value)
     if are_nodes_new:
         shutil.rmtree(local)
 
@@ -314,15 +321,3 @@ def test_a_loop_goes_back_after_a_loss_spike(to: int, tmp_path: Path) -> None:
 
     with Checkpointer(state, **places) as checkpointer:
         assert (checkpointer.resume(), float(weight)) == (to, 99 + to)
-
-
-def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) -> None:
-    local, shared = tmp_path / "nodes", tmp_path / "shared"
-    _loop(local, shared, 9, fill=0)
-
-    with pytest.raises(NoReplicasAvailableError) as caught:
-        _loop(local, shared, 0, fill=0, step=7777)
-
-    assert "iteration 7777" in str(caught.value)
-    assert "Complete are: 8, 7, 6, 5" in str(caught.value)
-    assert "has 8, 6, 4, 2, 0" in str(caught.value)

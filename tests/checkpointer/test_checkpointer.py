@@ -27,62 +27,73 @@ from localckpt.cli import output
 from localckpt.managers import local
 from tests.checkpointer.loops import Part, save_once, stores
 from tests.cli.commands import call
-from tests.managers.jobs import iterations_on, put_back, take_away
+from tests.managers.jobs import error_of, everything, iterations_on, put_back, take_away
 from tests.ranks import node_store, run_ranks
+
+_LAYER = torch.nn.Linear(1, 1)
 
 
 def _state() -> dict[str, Any]:
     return {"value": Part(torch.zeros(1000))}
 
 
+_MEMORY = {"memory": True}
+
+
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("state", "options", "told"),
     [
-        ({}, "memory=True"),
-        ({"memory": True, "replication_factor": 0}, "1 \\(no copies\\) or more"),
-        ({"memory": True, "on_error": "ignore"}, "'warn' or 'raise'"),
-        ({"memory": True, "max_failures": 0}, "must be above 0"),
-        ({"memory": True, "every": 1.5}, "every=1.5 is no cadence"),
-        ({"memory": True, "shared_every": Every(overhead=0.01)}, "shared_every takes steps or min"),
-        ({"local": "a", "shared": "a/shared"}, r"is in local=.*Give two directories"),
+        (_state(), {}, "memory=True"),
+        (_state(), _MEMORY | {"replication_factor": 0}, "1 \\(no copies\\) or more"),
+        (_state(), _MEMORY | {"on_error": "ignore"}, "'warn' or 'raise'"),
+        (_state(), _MEMORY | {"max_failures": 0}, "must be above 0"),
+        (_state(), _MEMORY | {"every": 1.5}, "every=1.5 is no cadence"),
+        (_state(), _MEMORY | {"shared_every": Every(overhead=0.01)}, "shared_every takes steps or"),
+        (_state(), {"local": "a", "shared": "a/shared"}, r"is in local=.*Give two directories"),
+        (
+            *(_state(), {"local": "a", "stop_signals": [signal.SIGUSR1, signal.SIGKILL]}),
+            "leave it out",
+        ),
+        ({}, _MEMORY, "there is nothing to save"),
+        ({"epoch": 3}, _MEMORY, "'epoch' of the training state is a int"),
+        ({"epoch": (1, 2)}, _MEMORY, "'epoch' of the training state is a tuple"),
+        ({"m": None}, _MEMORY, "'m' of the training state is None: leave it out"),
+        ({"m": _LAYER.state_dict()}, _MEMORY, "give the module or the optimizer itself"),
+        ({"localckpt": _LAYER}, _MEMORY, "choose another name"),
+        ([_LAYER], _MEMORY, "the training state is a list: give a dict of parts by name"),
+        ({3: _LAYER}, _MEMORY, "must be a name"),
+        ({"rng": _LAYER}, _MEMORY, "rng=False leaves them out"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    options: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_makes_no_sense_is_refused_and_nothing_stays_open(
+    state: Any,
+    options: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException, match=told):
-        Checkpointer(_state(), **options)
-
-
-def _make_alike(rank: int, world_size: int) -> str:
-    options: dict[str, Any] = {"local": node_store(), "timeout_s": 30, "events": ()}
-    with pytest.raises(CheckpointingException) as caught:
-        Checkpointer(_state(), **options, every=5 + rank)
-    Checkpointer(_state(), **options).close()
-    return str(caught.value)
-
-
-def test_arguments_that_differ_are_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(_make_alike, 2, store_per_node=[tmp_path]):
-        assert "every is 5 on rank 0 and 6 on rank 1. Give all ranks the same" in text
-
-
-def test_a_signal_that_cannot_be_handled_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
-    signals = [signal.SIGUSR1, signal.SIGKILL]
-
-    with pytest.raises(CheckpointingException, match="leave it out"):
-        Checkpointer(_state(), local=tmp_path, stop_signals=signals)
+        Checkpointer(state, **options)
 
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    Checkpointer(_state(), local=tmp_path).close()
+    Checkpointer(_state(), local="a").close()
 
 
-def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_path: Path) -> None:
+def test_calls_out_of_order_or_of_checkpoints_that_are_not_there_are_refused(
+    tmp_path: Path,
+) -> None:
     with Checkpointer(_state(), local=tmp_path, every=Every(steps=1)) as checkpointer:
         with pytest.raises(CheckpointingException, match=r"call resume\(\) before the first step"):
             checkpointer.step(0)
+        with pytest.raises(CheckpointingException, match="call resume"):
+            next(checkpointer.epochs(1))
         assert checkpointer.resume() == 0
+        for call in (checkpointer.pin, checkpointer.unpin):
+            with pytest.raises(CheckpointingException, match="there is no shared storage"):
+                call(0)
+        with pytest.raises(CheckpointingException, match="no checkpoint to mark as good"):
+            checkpointer.mark_good()
         assert not checkpointer.step(0)
         with pytest.raises(CheckpointingException, match=r"step\(0\) was called after step\(0\)"):
             checkpointer.step(0)
@@ -91,17 +102,6 @@ def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_pa
     with pytest.raises(CheckpointingException, match="is closed"):
         checkpointer.resume()
     assert iterations_on(tmp_path) == {0}
-
-
-def test_a_checkpoint_that_is_not_there_is_neither_pinned_nor_marked_good(tmp_path: Path) -> None:
-    with Checkpointer(_state(), local=tmp_path) as checkpointer:
-        checkpointer.resume()
-
-        for call in (checkpointer.pin, checkpointer.unpin):
-            with pytest.raises(CheckpointingException, match="there is no shared storage"):
-                call(0)
-        with pytest.raises(CheckpointingException, match="no checkpoint to mark as good"):
-            checkpointer.mark_good()
 
 
 def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:
@@ -115,28 +115,24 @@ def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -
         checkpointer.resume()
 
 
-def _train_while_the_store_is_away(
-    rank: int, world_size: int, max_failures: int
-) -> tuple[list[int], int, str]:
-    """Steps of which the store was there, the saves that failed, and what was raised."""
-    root = node_store()
-    told, steps = "", []
-    options: dict[str, Any] = {"every": Every(steps=1), "max_failures": max_failures}
-    with Checkpointer(_state(), local=root, timeout_s=60.0, **options) as checkpointer:
-        checkpointer.resume()
-        for step in range(6):
-            if rank == 1 and step == 2:
-                take_away(root)
-            if rank == 1 and step == 4:
-                put_back(root)
-            try:
+def _train_while_the_store_is_away(rank: int, world_size: int) -> tuple[list[int], int, str]:
+    """Steps until training ended, the saves that failed, and what was raised."""
+    root, steps = node_store(), list[int]()
+    options: dict[str, Any] = {"every": Every(steps=1), "max_failures": 3, "timeout_s": 60.0}
+    with Checkpointer(_state(), local=root, **options) as checkpointer:
+
+        def train() -> None:
+            for step in range(checkpointer.resume(), 20):
+                if rank == 1 and step in (2, 6):
+                    take_away(root)
+                if rank == 1 and step == 4:
+                    put_back(root)
                 checkpointer.step(step)
                 checkpointer.wait_until_finished()
-            except CheckpointingException as error:
-                told = str(error)
-                break
-            steps.append(step)
-        if rank == 1 and root.is_file():
+                steps.append(step)
+
+        told = error_of(train)
+        if rank == 1:
             put_back(root)
         return steps, checkpointer.failed_saves, told
 
@@ -145,20 +141,19 @@ def _train_while_the_store_is_away(
 def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    nodes = stores(tmp_path / "goes on", 2)
-    went_on = run_ranks(_train_while_the_store_is_away, 2, 3, store_per_node=nodes)
+    nodes = stores(tmp_path, 2)
 
-    assert went_on == [([0, 1, 2, 3, 4, 5], 2, "")] * 2
+    ended = run_ranks(_train_while_the_store_is_away, 2, store_per_node=nodes)
+
+    (told,) = {text for *_, text in ended}
+    assert "rank 1" in told
+    # Two fail and two go well, and then the third in a row is too many.
+    assert ended == [([*range(8)], 5, told)] * 2
     warned = capfd.readouterr().out
     for count in (1, 2):
         assert f"a save to the nodes failed ({count} in a row; training ends at 3): " in warned
     for node in nodes:
         assert 5 in iterations_on(node)
-    nodes = stores(tmp_path / "ends", 2)
-    ended = run_ranks(_train_while_the_store_is_away, 2, 2, store_per_node=nodes)
-    (told,) = {text for _, _, text in ended}
-    assert "rank 1" in told
-    assert [failed for _, failed, _ in ended] == [2, 2]
 
 
 _NEVER = ("manager", "load()", "allow_partial_load", "<locals>", "keep_local", "timeout=")
@@ -173,6 +168,9 @@ def _call_alone(rank: int, world_size: int, shared: Path) -> list[str]:
         "close": lambda checkpointer: checkpointer.close(),
     }
     texts = []
+    with pytest.raises(CheckpointingException, match="every is 5 on rank 0 and 6 on rank 1"):
+        Checkpointer(_state(), **options, every=5 + rank)
+    dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError) as caught:
             Checkpointer(_state(), **options)
@@ -194,7 +192,9 @@ def _call_alone(rank: int, world_size: int, shared: Path) -> list[str]:
     return texts
 
 
-def test_a_lone_call_names_itself_and_timeout_s(tmp_path: Path) -> None:
+def test_arguments_that_differ_are_named_and_a_lone_call_names_itself_and_timeout_s(
+    tmp_path: Path,
+) -> None:
     texts, _ = run_ranks(_call_alone, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 1))
 
     for name, text in zip(("Checkpointer", "resume", "save", "close"), texts, strict=True):
@@ -259,9 +259,8 @@ def test_programs_that_name_no_session_have_one_each_and_a_restart_finds_its_own
     monkeypatch.setattr(sys, "orig_argv", ["python", "-i"])
     with pytest.raises(CheckpointingException, match="give session_id="):
         Checkpointer(_state(), memory=True)
-
-
-# One that only reads.
+    with pytest.raises(CheckpointingException, match="give the session_id of the job"):
+        localckpt.InMemoryCheckpointManager(read_only=True)
 
 
 def _filled(fill: float) -> dict[str, Any]:
@@ -269,10 +268,6 @@ def _filled(fill: float) -> dict[str, Any]:
     for parameter in layer.parameters():
         torch.nn.init.constant_(parameter, fill)
     return {"layer": layer}
-
-
-def _everything(root: Path) -> dict[Path, tuple[int, int]]:
-    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
 
 
 def _read(rank: int, world_size: int, local: Path, shared: Path | None) -> tuple[int, list[float]]:
@@ -302,32 +297,13 @@ def test_any_number_of_ranks_reads_beside_a_job_that_lives(
         job.step(4)
         job.save(4, shared=True)
         job.wait_until_finished()
-        before = _everything(tmp_path)
+        before = everything(tmp_path)
 
         place = local if tier == "nodes" else tmp_path / "none"
         read = run_ranks(_read, ranks, place, shared if tier == "shared" else None)
 
         assert read == [(4, [3.0, 3.0])] * ranks
-        assert _everything(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ({}, "there is nothing to save"),
-        ({"epoch": 3}, "'epoch' of the training state is a int"),
-        ({"epoch": (1, 2)}, "'epoch' of the training state is a tuple"),
-        ({"m": None}, "'m' of the training state is None: leave it out"),
-        ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
-        ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
-        ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
-        ({3: torch.nn.Linear(1, 1)}, "must be a name"),
-        ({"rng": torch.nn.Linear(1, 1)}, "rng=False leaves them out"),
-    ],
-)
-def test_what_is_no_part_is_refused_by_name(state: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        Checkpointer(state, local=tmp_path)
+        assert everything(tmp_path) == before
 
 
 def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
@@ -349,12 +325,8 @@ def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
     with Checkpointer({"run": run}, local=tmp_path) as checkpointer:
         assert checkpointer.resume(partial=True) == 1
     assert run.state_dict() == {"epoch": 5, "top": 2.0}
-
-
-def test_names_are_fixed_and_none_hides_a_method() -> None:
-    run = Values(epoch=0)
-
-    with pytest.raises(AttributeError, match=r"no value 'epohc' \(there are epoch\)"):
+    # Names are fixed, and none hides a method.
+    with pytest.raises(AttributeError, match=r"no value 'epohc' \(there are epoch, top\)"):
         run.epohc = 1
     with pytest.raises(CheckpointingException, match=r"state_dict=\.\.\.\): a method"):
         Values(state_dict=1)

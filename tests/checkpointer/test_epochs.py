@@ -255,9 +255,7 @@ def test_the_epoch_of_a_checkpoint_that_does_not_tell_it_is_asked_for(tmp_path: 
             assert list(checkpointer.epochs(5, first=3)) == [3, 4]
 
 
-def _seen(
-    rank: int, world_size: int, size: int, shuffle: bool, steps: int, shared: Path | None
-) -> Any:
+def _seen(rank: int, _: int, size: int, shuffle: bool, steps: int, shared: Path | None) -> Any:
     """Samples that a rank is given in so many steps of an epoch, or the error."""
     data = TensorDataset(torch.arange(24))
     loader = DataLoader(data, size, sampler=DistributedSampler(data, shuffle=shuffle))
@@ -301,9 +299,3 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
         assert all(told in text for text in after)
     else:
         assert sorted(chain(*before, *after)) == list(range(24))
-
-
-def test_epochs_without_resume_is_an_error(tmp_path: Path) -> None:
-    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:  # noqa: SIM117
-        with pytest.raises(localckpt.CheckpointingException, match="call resume"):
-            next(checkpointer.epochs(1))

@@ -8,7 +8,6 @@ import os
 import signal
 from datetime import timedelta
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
@@ -32,7 +30,7 @@ from localckpt.checkpointer.parts import ModulePart
 from localckpt.managers.capture import tensors_of
 from localckpt.state_dict.replicated import Replicated
 from tests.checkpointer.loops import stores
-from tests.checkpointer.survivors import begin, connect, digest
+from tests.checkpointer.survivors import begin, connect, survive
 from tests.ranks import DeadRank, node_store, run_ranks
 
 _STEPS = 16
@@ -229,118 +227,6 @@ def test_a_rank_behind_or_not_whole_gets_the_step_of_another(where: str, tmp_pat
     assert behind.nbytes > 1000
 
 
-def _train_sharded(
-    home: int,
-    world_size: int,
-    worlds: list[list[int]],
-    shape: tuple[int, ...],
-    cut: tuple[int, int] | None,
-) -> list[Any]:
-    """Train a state that FSDP2 shards, and makes anew in each life; a digest is the last."""
-    checkpointer, seen = None, list[Any]()
-    for number, world in enumerate(worlds):
-        if home not in world:
-            continue
-        begin(number, world, home)
-        mesh = _mesh(shape)
-        torch.manual_seed(1)
-        widths = [8, 64, 32, 1]
-        layers = [torch.nn.Linear(*of) for of in pairwise(widths)]
-        model = torch.nn.Sequential(*layers)
-        for part in (*layers, model):
-            fully_shard(part, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        schedule = StepLR(optimizer, 3, 0.7)
-        state = {"model": model, "optimizer": optimizer, "lr": replicated(schedule)}
-        if checkpointer is None:
-            how: dict[str, Any] = {"every": 4, "replication_factor": 2, "timeout_s": 8.0}
-            checkpointer = localckpt.Checkpointer(
-                state, local=node_store(), on_resize="drop", **how
-            )
-            checkpointer.whole_step(optimizer)
-            first = checkpointer.resume()
-        else:
-            checkpointer.whole_step(optimizer)
-            seen.append(checkpointer.rejoin(state, keep="live"))
-            first = seen[-1].step
-        try:
-            for step in range(first, 12):
-                batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-                if step == 6 and number == 0:
-                    checkpointer.wait_until_finished()
-                if number == 0 and (home, step) == cut:
-                    layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), 9))
-                model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                checkpointer.step(step)
-            seen.append(digest({"model": model, "optimizer": optimizer}))
-            break
-        except (RuntimeError, localckpt.PeerLostError) as error:
-            print(error)
-        checkpointer.abort()
-        dist.destroy_process_group()
-    checkpointer.close()
-    dist.destroy_process_group()
-    return seen
-
-
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """Make a mesh, of which a rank that waits for one that waits elsewhere is told in time."""
-    ranks = torch.arange(dist.get_world_size()).view(shape)
-    groups = []
-    for dimension in range(len(shape)):
-        members = ranks.movedim(dimension, -1).reshape(-1, shape[dimension]).tolist()
-        made = [dist.new_group(each, timeout=timedelta(seconds=8)) for each in members]
-        groups += [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
-    names = ("replicate", "shard")[-len(shape) :]
-    return DeviceMesh.from_group(
-        groups if len(shape) > 1 else groups[0], "cpu", mesh=ranks, mesh_dim_names=names
-    )
-
-
-_SHARDED: dict[str, tuple[list[list[int]], tuple[int, ...], tuple[int, int], str]] = {
-    "a replica of each shard is alive": (
-        *([[0, 1, 2, 3], [0, 4, 2, 3]], (2, 2)),
-        *((1, 6), ""),
-    ),
-    "one of two shards is lost": (
-        [[0, 1], [0, 2]],
-        (2,),
-        (1, 6),
-        "model.0.weight: elements [32:64, 0:8] are in no shard",
-    ),
-}
-
-
-@pytest.mark.fault("survivors")
-@pytest.mark.parametrize("name", _SHARDED)
-def test_a_sharded_step_is_kept_if_each_shard_has_a_live_holder(name: str, tmp_path: Path) -> None:
-    worlds, shape, cut, why = _SHARDED[name]
-
-    def run(worlds: list[list[int]], cut: tuple[int, int] | None, folder: Path) -> list[Any]:
-        homes = 1 + max(home for world in worlds for home in world)
-        return run_ranks(
-            *(_train_sharded, homes, worlds, shape, cut),
-            init_group=False,
-            store_per_node=stores(folder, homes),
-            expect_dead=[cut[0]] if cut else (),
-        )
-
-    undisturbed = run(worlds[:1], None, tmp_path / "undisturbed")
-    outcomes = [seen for seen in run(worlds, cut, tmp_path) if not isinstance(seen, DeadRank)]
-
-    assert {seen[-1] for seen in outcomes} == {undisturbed[0][-1]}
-    rejoined = [one for *those, _ in outcomes for one in those]
-    assert len(rejoined) == len({*worlds[0]} & {*worlds[1]})
-    for one in rejoined:
-        assert why in one.why
-        assert bool(one.why) == bool(why)
-        assert (one.step, one.lost_steps) == ((4, 2) if why else (6, 0))
-        assert ("live" in one.source) == (not why)
-
-
 def _why_private(rank: int, world_size: int) -> list[str]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     mesh = DeviceMesh("cpu", [0])
@@ -357,6 +243,34 @@ def test_a_plain_parameter_beside_dtensors_is_taken_for_each_ranks_own() -> None
 
     assert "nothing says that 'model' is equal" in one_is_plain
     assert none_is == ""
+
+
+# For each life of a sharded job its processes, the shape of its mesh, and why it goes back.
+_SHARDED: dict[str, tuple[list[list[int]], tuple[int, ...], str]] = {
+    "a replica of each shard is alive": ([[0, 1, 2, 3], [0, 4, 2, 3]], (2, 2), ""),
+    "one of two shards is lost": (
+        *([[0, 1], [0, 2]], (2,)),
+        "model.0.weight: elements [32:64, 0:8] are in no shard",
+    ),
+}
+
+
+@pytest.mark.fault("survivors")
+@pytest.mark.parametrize("name", _SHARDED)
+def test_a_sharded_step_is_kept_if_each_shard_has_a_live_holder(name: str, tmp_path: Path) -> None:
+    worlds, shape, why = _SHARDED[name]
+
+    survivors = survive(worlds, tmp_path, shape=shape, keep="live")
+
+    lives = [life for seen in survivors.values() for life in seen.lives]
+    assert all(life.is_as_saved for life in lives)
+    kept = [life.rejoined for life in lives if life.rejoined is not None]
+    assert len(kept) == len(worlds[0]) - 1
+    for one in kept:
+        assert why in one.why
+        assert bool(one.why) == bool(why)
+        assert (one.step, one.lost_steps) == ((6, 1) if why else (7, 0))
+        assert ("live" in one.source) == (not why)
 
 
 _FALLS_BACK = {

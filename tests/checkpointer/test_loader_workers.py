@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,26 +31,29 @@ def environment() -> Iterator[dict[str, str]]:
         yield os.environ | {"TMPDIR": folder}
 
 
+def _state() -> dict[str, Any]:
+    model = torch.nn.Linear(4, 1)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+
+
 def _train_with_workers(rank: int, world_size: int, folder: Path) -> int:
     # As torchrun starts a rank, whose signals then go to its workers as well.
     os.setsid()
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = _state()
     data = TensorDataset(torch.ones(100_000, 4))
     init = localckpt.worker_init_fn
     loader = iter(
         DataLoader(data, num_workers=2, worker_init_fn=init, multiprocessing_context="fork")
     )
-    state = {"model": model, "optimizer": optimizer}
     places = {"local": folder / str(rank), "shared": folder / "shared"}
     with localckpt.Checkpointer(state, **places, every=100_000, grace_s=10.0) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, first + 10_000):
             (batch,) = next(loader)
-            model(batch).sum().backward()
+            state["model"](batch).sum().backward()
             dist.barrier()
-            optimizer.step()
-            optimizer.zero_grad()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
             time.sleep(0.02)
             print(f"step {step}", flush=True)
             if checkpointer.step(step):
@@ -58,12 +62,7 @@ def _train_with_workers(rank: int, world_size: int, folder: Path) -> int:
 
 
 def _first(rank: int, world_size: int, nodes: Path, shared: Path | None = None) -> int:
-    """The step that a rank of the program goes on with."""
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    state = {"model": model, "optimizer": optimizer}
-    local = nodes / str(rank)
-    with localckpt.Checkpointer(state, local=local, shared=shared) as checkpointer:
+    with localckpt.Checkpointer(_state(), local=nodes / str(rank), shared=shared) as checkpointer:
         return checkpointer.resume()
 
 
@@ -80,9 +79,6 @@ def test_sigterm_to_ranks_with_workers_stops_them_with_the_last_step_on_both_tie
     of_shared = run_ranks(_first, 2, tmp_path / "other nodes", tmp_path / "shared")
 
     assert of_nodes == of_shared == [step + 1 for step in stopped]
-
-
-# One rank.
 
 
 def _train(folder: str, batches: int) -> None:
@@ -124,9 +120,24 @@ def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_h
         assert checkpointer.resume() == (20 if is_saved else 0)
 
 
-@pytest.mark.parametrize("change", ["parameter", "buffer", "gradient", "random", "module", ""])
+def _add_to_a_parameter(model: torch.nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight.add_(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _add_to_a_parameter,
+        lambda model: model[1].running_mean.zero_(),
+        lambda model: model(torch.ones(2, 2)).sum().backward(),
+        lambda _: torch.rand(1),
+        lambda model: model.append(torch.nn.Linear(2, 2)),
+        None,
+    ],
+)
 def test_changes_since_the_last_step_are_noticed(
-    change: str, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], object] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     state = TrainingState({"model": model}, None, rng=True, private={}, drop=False)
@@ -136,19 +147,10 @@ def test_changes_since_the_last_step_are_noticed(
     assert not evidence.is_unchanged()
     evidence.note()
 
-    if change == "parameter":
-        with torch.no_grad():
-            model[0].weight.add_(1)
-    elif change == "buffer":
-        model[1].running_mean.zero_()
-    elif change == "gradient":
-        model(torch.ones(2, 2)).sum().backward()
-    elif change == "random":
-        torch.rand(1)
-    elif change == "module":
-        model.append(torch.nn.Linear(2, 2))
+    if change is not None:
+        change(model)
 
-    assert evidence.is_unchanged() == (change == "")
+    assert evidence.is_unchanged() == (change is None)
 
 
 def test_ranks_at_different_steps_or_in_the_middle_of_one_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import expm1
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,30 +48,16 @@ def test_ranks_in_different_steps_are_named_and_have_one_plan() -> None:
     assert (plan.saved[NODES], plan.intervals[NODES]) == (5, 600)
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    made = _Clock()
-    monkeypatch.setattr(cadence, "time", made)
-    return made
-
-
 def test_a_save_costs_what_training_waits_and_what_steps_beside_it_take_longer(
-    clock: _Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed = cadence.Meter()
+    now, timed = [100.0], cadence.Meter()
+    monkeypatch.setattr(cadence, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def step(seconds: float, waits_s: float = 0.0, *, is_beside_save: bool = False) -> None:
-        clock.now += seconds
+        now[0] += seconds
         entered = timed.enter(is_beside_save=is_beside_save)
-        clock.now += waits_s
+        now[0] += waits_s
         timed.leave(entered, is_save=waits_s > 0)
 
     assert timed.costs() == Costs(None, None)

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,16 @@ from localckpt.errors import AbortedError, PeerLostError
 from localckpt.events.jsonl import read_events
 from localckpt.ranks.job_store import default_store
 from tests.checkpointer.loops import slow_down, stores
-from tests.checkpointer.survivors import (
-    Survivor,
-    begin,
-    connect,
-    digest,
-    make_state,
-    train_step,
-    train_through,
-)
-from tests.ranks import (
-    DeadRank,
-    announce,
-    await_announced,
-    node_store,
-    run_ranks,
-    start_ranks,
-)
+from tests.checkpointer.survivors import begin, digest, make_state, survive, train_step
+from tests.ranks import announce, await_announced, node_store, run_ranks, start_ranks
 
-# For each life of the job its processes, by rank, and whether the model is sharded.
-_WORLDS = {
-    "the first rank replaced": ([[0, 1, 2], [3, 1, 2]], False),
-    "shrunk, without the first": ([[0, 1, 2], [2, 1]], True),
-    "shrunk and grown": ([[0, 1, 2], [1, 2], [1, 2, 3]], True),
-    "twice in a row": ([[0, 1], [0, 2], [3, 2]], False),
+# For each life of the job its processes, by rank, and the mesh of the model.
+_WORLDS: dict[str, tuple[list[list[int]], tuple[int, ...]]] = {
+    "the first rank replaced": ([[0, 1, 2], [3, 1, 2]], ()),
+    "shrunk, without the first": ([[0, 1, 2], [2, 1]], (-1,)),
+    "shrunk and grown": ([[0, 1, 2], [1, 2], [1, 2, 3]], (-1,)),
+    "twice in a row": ([[0, 1], [0, 2], [3, 2]], ()),
 }
-
-
-def _survive(
-    worlds: list[list[int]], tmp_path: Path, *args: Any, **options: Any
-) -> dict[int, Survivor]:
-    homes = 1 + max(home for world in worlds for home in world)
-    digests = tmp_path / "digests"
-    digests.mkdir()
-    lost = [home for home in range(homes) if home not in worlds[-1]]
-    outcomes = run_ranks(
-        *(train_through, homes, digests, worlds, {"replication_factor": 2, **options}, *args),
-        init_group=False,
-        store_per_node=stores(tmp_path / "nodes", homes),
-        expect_dead=lost,
-        timeout_s=120.0,
-    )
-    return {n: seen for n, seen in enumerate(outcomes) if not isinstance(seen, DeadRank)}
 
 
 @pytest.mark.rows(5)
@@ -87,8 +54,8 @@ def _survive(
 def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
     name: str, in_place: bool, tmp_path: Path
 ) -> None:
-    worlds, sharded = _WORLDS[name]
-    survivors = _survive(worlds, tmp_path, sharded, 64, in_place)
+    worlds, shape = _WORLDS[name]
+    survivors = survive(worlds, tmp_path, shape, in_place=in_place)
 
     for home, seen in survivors.items():
         lives = [number for number, world in enumerate(worlds) if home in world]
@@ -99,7 +66,7 @@ def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
 
 
 def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -> None:
-    survivors = _survive([[0, 1], [2, 1]], tmp_path, False, 1 << 16)
+    survivors = survive([[0, 1], [2, 1]], tmp_path, width=1 << 16)
 
     rejoined = survivors[1].lives[1].rejoined
     assert rejoined is not None
@@ -133,15 +100,9 @@ def _train_steps(
 
 def _be_stopped(home: int, world_size: int) -> str:
     """Rank 1 is stopped in the middle of a step; the others go on, and it comes back late."""
-    life, world, seconds = (1, [0, 2], 20) if home == 2 else (0, [0, 1], 3)
-    dist.init_process_group(
-        "gloo",
-        store=connect(f"life{life}"),
-        rank=world.index(home),
-        world_size=2,
-        timeout=timedelta(seconds=seconds),
-    )
-    state = make_state(sharded=False)
+    life = int(home == 2)
+    begin(life, [0, 2] if life else [0, 1], home, limit_s=20.0 if life else 3.0)
+    state = make_state()
     checkpointer = localckpt.Checkpointer(
         state, local=node_store(), every=2, on_resize="drop", replication_factor=2, timeout_s=5.0
     )
@@ -158,7 +119,7 @@ def _be_stopped(home: int, world_size: int) -> str:
         checkpointer.abort()
         dist.destroy_process_group()
         begin(1, [0, 2], home)
-        state = make_state(sharded=False)
+        state = make_state()
         first = checkpointer.rejoin(state).step
     assert first > 4
     _train_steps(checkpointer, state, first, 4)
@@ -192,7 +153,7 @@ def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Pat
 
 
 def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
-    state = make_state(sharded=False)
+    state = make_state()
     guard = [state["optimizer"]]
     places: dict[str, Any] = {"local": node_store(), "shared": shared}
     checkpointer = localckpt.Checkpointer(
@@ -203,7 +164,7 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
         train_step(state, step)
         checkpointer.step(step)
     with pytest.raises(localckpt.CheckpointingException, match="guard="):
-        checkpointer.rejoin(make_state(sharded=False))
+        checkpointer.rejoin(make_state())
     # Nothing was aborted.
     checkpointer.wait_until_finished()
     dist.barrier()
@@ -236,7 +197,7 @@ def test_a_rejoin_that_failed_is_done_again_or_the_object_is_closed(tmp_path: Pa
 
 
 def _rejoin_before_a_save(rank: int, world_size: int) -> None:
-    state = make_state(sharded=False)
+    state = make_state()
     untrained = digest(state)
     checkpointer = localckpt.Checkpointer(
         state, local=node_store(), every=10**6, save_last=False, timeout_s=20.0
@@ -249,7 +210,7 @@ def _rejoin_before_a_save(rank: int, world_size: int) -> None:
         with pytest.raises(localckpt.NoReplicasAvailableError, match="made anew"):
             checkpointer.rejoin()
         dist.barrier()
-    state = make_state(sharded=False)
+    state = make_state()
     assert checkpointer.rejoin(state).step == 0
     assert digest(state) == untrained
     checkpointer.abort()
@@ -272,11 +233,12 @@ _NUMEL = 1 << 18
 _TIMEOUT_S = 20.0
 
 
-class _Part:
+class _Part(torch.nn.Module):
     """A tensor that is made of the number of the step."""
 
     def __init__(self) -> None:
-        self.tensor = torch.zeros(_NUMEL)
+        super().__init__()
+        self.register_buffer("tensor", torch.zeros(_NUMEL))
 
     def set(self, step: int) -> None:
         torch.arange(_NUMEL, out=self.tensor).mul_(step + 1).add_(dist.get_rank())
@@ -284,12 +246,6 @@ class _Part:
     def is_of(self, step: int) -> bool:
         expected = torch.arange(_NUMEL, dtype=torch.float32).mul_(step + 1).add_(dist.get_rank())
         return bool(torch.equal(self.tensor, expected))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor.copy_(state["tensor"])
 
 
 def _resources() -> dict[str, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, MismatchError
+from tests.checkpointer.loops import save_once
 from tests.managers.jobs import assert_same
 
 _Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -67,15 +67,6 @@ def _step(
     optimizer.zero_grad()
 
 
-@contextmanager
-def _resumed(path: Path, state: dict[str, Any]) -> Iterator[Checkpointer]:
-    """A checkpointer that has resumed from shared storage alone."""
-    shutil.rmtree(path / "local", ignore_errors=True)
-    with _on_both(path, state) as checkpointer:
-        checkpointer.resume()
-        yield checkpointer
-
-
 def _on_both(path: Path, state: dict[str, Any]) -> Checkpointer:
     return Checkpointer(state, local=path / "local", shared=path / "shared", events=())
 
@@ -87,9 +78,14 @@ def _on_both(path: Path, state: dict[str, Any]) -> Checkpointer:
 def test_states_of_each_optimizer_come_back_as_they_were(
     name: str, steps: int, has_gradients: bool, tmp_path: Path
 ) -> None:
+    _require_same(_OPTIMIZERS[name], steps, has_gradients, "local", tmp_path)
+
+
+def _require_same(make: _Make, steps: int, has_gradients: bool, lost: str, tmp_path: Path) -> None:
     model = _Net()
-    optimizer = _OPTIMIZERS[name](list(model.parameters()))
-    with _resumed(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+    optimizer = make(list(model.parameters()))
+    with _on_both(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.resume()
         for number in range(steps):
             _step(model, optimizer, number, both=False)
         before = copy.deepcopy(optimizer.state_dict())
@@ -100,10 +96,12 @@ def test_states_of_each_optimizer_come_back_as_they_were(
     expected = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
 
     again = _Net()
-    loaded = _OPTIMIZERS[name](list(again.parameters()))
+    loaded = make(list(again.parameters()))
     if has_gradients:
         again(torch.ones(2, 4), True).sum().backward()
-    with _resumed(tmp_path, {"model": again, "optimizer": loaded}):
+    shutil.rmtree(tmp_path / lost)
+    with _on_both(tmp_path, {"model": again, "optimizer": loaded}) as checkpointer:
+        assert checkpointer.resume() == 1
         assert_same(loaded.state_dict(), expected[1])
         for number in range(2, 5):
             _step(model, optimizer, number, both=True)
@@ -146,7 +144,12 @@ def _tagged(*groups: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_an_optimizer_that_was_changed_is_an_error_before_anything_is_changed(
     change: _Make, told: str, lost: str, tmp_path: Path
 ) -> None:
-    _save(tmp_path)
+    model = _Net()
+    save_once(
+        {"model": model, "optimizer": _tagged(model.parameters())},
+        local=tmp_path / "local",
+        shared=tmp_path / "shared",
+    )
     shutil.rmtree(tmp_path / lost)
     model = _Net()
     before = copy.deepcopy(model.state_dict())
@@ -167,6 +170,7 @@ class _Custom(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
+        self.state.clear()
         self.state["run"] = {"steps": 1, "name": "text"}
         for group in self.param_groups:
             group["found"] = 1.5
@@ -178,40 +182,12 @@ class _Custom(torch.optim.SGD):
         return loss
 
 
+def _custom(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    empty: list[dict[str, Any]] = [{"params": [], "lr": 1.0}, {"params": [], "lr": 2.0}]
+    return _Custom([{"params": parameters}, *empty], lr=0.1)
+
+
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize("lost", ["local", "shared"])
 def test_all_that_an_optimizer_of_the_users_has_comes_back(lost: str, tmp_path: Path) -> None:
-    def make() -> tuple[_Net, dict[str, Any]]:
-        model = _Net()
-        groups = [
-            {"params": [*model.parameters()]},
-            {"params": [], "lr": 1.0},
-            {"params": [], "lr": 2.0},
-        ]
-        return model, {"model": model, "optimizer": _Custom(groups, lr=0.1)}
-
-    model, state = make()
-    with _resumed(tmp_path, state) as checkpointer:
-        _step(model, state["optimizer"], 0, both=True)
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-    shutil.rmtree(tmp_path / lost)
-    _, again = make()
-
-    with _on_both(tmp_path, again) as checkpointer:
-        assert checkpointer.resume() == 1
-
-    assert_same(again["optimizer"].state_dict(), state["optimizer"].state_dict())
-
-
-def _save(path: Path) -> dict[str, Any]:
-    model = _Net()
-    optimizer = _tagged(model.parameters())
-    with _resumed(path, {"model": model, "optimizer": optimizer}) as checkpointer:
-        _step(model, optimizer, 0, both=True)
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-    return copy.deepcopy(optimizer.state_dict())
-
-
-# Other classes than were saved.
+    _require_same(_custom, 1, False, lost, tmp_path)

@@ -23,6 +23,7 @@ from localckpt import (
     Retention,
 )
 from localckpt.checkpointer.stopping import StopRequests
+from localckpt.waiting import wait_until
 from tests.checkpointer.loops import slow_down, stores
 from tests.managers.jobs import MAX_S
 from tests.ranks import node_store, run_ranks, start_ranks
@@ -30,9 +31,6 @@ from tests.ranks import node_store, run_ranks, start_ranks
 
 def _state() -> dict[str, Any]:
     return {"m": torch.nn.Linear(1, 1)}
-
-
-# What asks a job to stop.
 
 
 def _nothing_asked(**given_: Any) -> StopRequests:
@@ -77,8 +75,7 @@ def test_a_file_and_a_function_ask_to_stop(tmp_path: Path) -> None:
     # What was told once holds.
     assert [one.why(), other.why()] == ["maintenance at 9", f"{file} is there"]
 
-
-def test_a_function_that_does_not_answer_holds_nothing_up_and_its_answer_is_heard_later() -> None:
+    # A function that does not answer holds nothing up, and is heard later.
     gate = threading.Event()
 
     def ask() -> str:
@@ -89,10 +86,7 @@ def test_a_function_that_does_not_answer_holds_nothing_up_and_its_answer_is_hear
 
     assert requests.why() is None
     gate.set()
-    deadline = time.monotonic() + 30
-    while (told := requests.why()) is None and time.monotonic() < deadline:
-        pass
-    assert told == "maintenance at 9"
+    assert wait_until(lambda: requests.why() == "maintenance at 9", MAX_S)
 
 
 def test_outside_of_the_main_thread_no_handler_is_set_and_a_warning_says_so(
@@ -106,9 +100,6 @@ def test_outside_of_the_main_thread_no_handler_is_set_and_a_warning_says_so(
 
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM will not stop this job" in caplog.text
-
-
-# Signals.
 
 
 def test_of_two_the_open_one_hears_a_signal_that_the_closed_one_left_to_it(tmp_path: Path) -> None:
@@ -141,6 +132,7 @@ def test_ctrl_c_among_the_stop_signals_stops_in_order_and_interrupts_when_it_com
         _state(), local=tmp_path, stop_signals=[signal.SIGINT], events=()
     ) as checkpointer:
         step = checkpointer.resume()
+        checkpointer.poll_stop()
         signal.raise_signal(signal.SIGINT)
         while not checkpointer.step(step):
             step += 1
@@ -182,9 +174,6 @@ def test_an_interrupt_in_a_call_is_said_by_the_next_and_nothing_on_disk_is_lost(
     steps.clear()
     with Checkpointer(parts, local=tmp_path, events=()) as checkpointer:
         assert checkpointer.resume() == 1
-
-
-# The last step.
 
 
 def _train(local: Path, steps: int, **options: Any) -> tuple[int, list[int]]:
@@ -321,24 +310,6 @@ def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
         assert time.monotonic() - began < ended_s
         for rank in range(_WORLD):
             assert "is not safe on the nodes" in group.output(rank)
-
-
-# Between two steps.
-
-
-def test_a_signal_that_came_in_an_evaluation_stops_the_next_step(tmp_path: Path) -> None:
-    with Checkpointer(_state(), local=tmp_path, every=1000) as checkpointer:
-        checkpointer.step(checkpointer.resume())
-        checkpointer.poll_stop()
-
-        signal.raise_signal(signal.SIGTERM)
-        step = 1
-        while not checkpointer.step(step) and step < 2000:
-            step += 1
-            time.sleep(0.005)
-
-        assert checkpointer.stopped == "rank 0: signal SIGTERM"
-        assert checkpointer.newest == step
 
 
 def _evaluate(rank: int, world_size: int, told: int, steps: int) -> tuple[str | None, int, int]:

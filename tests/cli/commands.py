@@ -71,10 +71,10 @@ def call(*arguments: str | Path) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def listed(root: Path, session: str = "run") -> dict[str, Any]:
+def listed(root: Path) -> Any:
+    """What ``ls`` tells of the session ``run``."""
     sessions = call("ls", root, "--json").json()["sessions"]
-    (found,) = [told for told in sessions if told["session"] == session]
-    assert isinstance(found, dict)
+    (found,) = [told for told in sessions if told["session"] == "run"]
     return found
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.managers.jobs import KINDS, cliques, make_manager, state_of
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import KINDS, in_job, make_manager, state_of
+from tests.ranks import run_ranks
 
 Dirs = Callable[[int], list[Path]]
 
@@ -37,11 +37,9 @@ def store(tmp_path: Path) -> Path:
 
 
 def _save_twice(rank: int, world_size: int) -> None:
-    replicas = cliques(1, 2)
-    with make_manager("disk", node_store(), "run", replicas, keep_last=2) as manager:
+    with in_job(keep_last=2) as (manager, _):
         for iteration in (10, 20):
             manager.save(state_of(rank, iteration), iteration)
-    replicas.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,20 +17,12 @@ STEP_S = 2.0
 
 @dataclass
 class PaperJob:
-    """A job of some ranks that trains, saves and dies as it is told.
-
-    Attributes:
-        ranks: Number of ranks. The last one is the slowest in everything.
-        at: The time, in seconds since 1970.
-        saved: The step of the newest checkpoint, -1 for none.
-        done: The last step that was done.
-        events: What all ranks have recorded.
-    """
+    """A job of some ranks that trains, saves and dies as it is told."""
 
     ranks: int = 1
-    at: float = 1000.0
-    saved: int = -1
-    done: int = -1
+    at: float = 1000.0  # seconds since 1970
+    saved: int = -1  # step of the newest checkpoint
+    done: int = -1  # last step
     events: list[Event] = field(default_factory=list)
     starts: int = 0
     _numbers: Any = field(default_factory=count)

@@ -1,4 +1,4 @@
-"""``localckpt clean`` removes what dead processes left, and nothing else."""
+"""``localckpt clean`` removes what dead processes left; no command disturbs a job that lives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from filelock import FileLock
 
 import localckpt
@@ -17,43 +19,34 @@ from localckpt.errors import StorageError
 from localckpt.storage.catalog import Problem, quarantine
 from localckpt.storage.owner import Running, owner_of
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
-from tests.managers.jobs import make_manager, resume, state_of
+from tests.managers.jobs import damage, in_job, make_manager, resume, save, state_of
+from tests.ranks import announce, start_ranks
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
 
-Dirs = Callable[[int], list[Path]]
-
 _SHARED_MEMORY = Path("/dev/shm")
-_WRITERS = ["disk", "memory"]
-
-
-@pytest.fixture(params=_WRITERS)
-def writer(request: pytest.FixtureRequest) -> str:
-    """Who writes; it decides what is left when it is killed."""
-    return str(request.param)
-
-
-@pytest.fixture
-def root(writer: str, tmp_path: Path, shm_roots: Dirs) -> Path:
-    """A store in which rank 0 of a session has saved iteration 4."""
-    root = shm_roots(1)[0] if writer == "memory" else tmp_path / "store"
-    with make_manager(writer, root, "run") as manager:
-        manager.save(state_of(0, 4), 4)
-    return root
 
 
 def _files(root: Path) -> set[Path]:
     return {path for path in root.rglob("*") if path.is_file()}
 
 
-def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, root: Path) -> None:
+def test_what_a_process_uses_stays_until_it_is_killed_and_the_shards_stay_even_then(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root, "run") as manager:
+        manager.save(state_of(0, 4), 4)
     before = _files(root)
-    with another_process(writer, root, rank=3) as process:
-        made = _files(root) - before
+    with another_process(kind, root, rank=3) as process:
+        used = _files(root)
+        alive = [call("clean", root), call("clean", root, "--corrupt"), run("clean", root)]
+        assert _files(root) == used
         kill(process)
-    dirty = {path: path.stat().st_size for path in made if path.name.endswith(".dirty")}
+    dirty = {p: p.stat().st_size for p in used - before if p.name.endswith(".dirty")}
 
     would, answer = call("clean", root, "--dry-run", "--json").json(), run("clean", root)
 
+    assert all(told.status == 0 for told in alive)
+    assert not any(str(path) in told.out for path in used for told in alive)
     assert dirty
     found = {Path(file["path"]): file["nbytes"] for file in would["removed"]}
     assert {path: nbytes for path, nbytes in found.items() if root in path.parents} == dirty
@@ -63,37 +56,33 @@ def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, 
     for path in dirty:
         assert f"removed {path} (" in answer.out
     assert f"{root}: removed " in answer.out.splitlines()[-1]
-    with make_manager(writer, root, "run") as manager:
+    with make_manager(kind, root, "run") as manager:
         assert resume(manager, 0, 4) == "own node"
 
 
-def test_what_a_live_process_is_using_is_left_alone(writer: str, root: Path) -> None:
-    with another_process(writer, root, rank=3):
-        before = _files(root)
+def test_what_was_quarantined_is_put_back_if_it_is_good_and_stays_if_it_cannot_be_judged(
+    store: Path,
+) -> None:
+    older, newer = only_shards(store)
+    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
+    unknown = older.rename(f"{older}.corrupt")
+    bad = Path(shutil.copy(newer, f"{newer}.0123abcd.corrupt"))
+    damage(bad, 0.9)
+    quarantine(newer, Problem("damaged", "a class could not be loaded"))
+    aside = Path(f"{newer}.corrupt")
 
-        answers = [call("clean", root), call("clean", root, "--corrupt"), run("clean", root)]
-
-        assert _files(root) == before
-        assert any(path.name.endswith(".dirty") for path in before)
-        assert all(answer.status == 0 for answer in answers)
-        assert not any(str(path) in answer.out for path in before for answer in answers)
-
-
-def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -> None:
-    shard = only_shards(root)[0]
-    quarantine(shard, Problem("damaged", "a class could not be loaded"))
-    aside = Path(f"{shard}.corrupt")
-
-    would = call("clean", root, "--corrupt", "--dry-run").out
+    would = call("clean", store, "--corrupt", "--dry-run").out
     stayed = aside.exists()
-    answer = call("clean", root, "--corrupt", "--json").json()
+    answer = call("clean", store, "--corrupt", "--json").json()
 
     assert stayed
     assert f"would put back {aside} (" in would
-    assert answer["removed"] == answer["left"] == []
-    assert [file["path"] for file in answer["put_back"]] == [str(shard)]
+    assert [file["path"] for file in answer["removed"]] == [str(bad)]
+    assert [file["path"] for file in answer["put_back"]] == [str(newer)]
+    assert [file["path"] for file in answer["left"]] == [str(unknown)]
+    assert unknown.exists()
     assert not aside.exists()
-    with make_manager(writer, root, "run") as manager:
+    with make_manager("disk", store, "run") as manager:
         assert resume(manager, 0, 4) == "own node"
 
 
@@ -196,13 +185,47 @@ def test_a_job_in_a_container_of_this_node_is_seen_to_live(
     contained.communicate("", timeout=PATIENCE_S)
 
 
-def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
-    older, _ = only_shards(store)
-    older.write_bytes(older.read_bytes().replace(b"localckpt-6", b"localckpt-9"))
-    aside = older.rename(f"{older}.corrupt")
+Dirs = Callable[[int], list[Path]]
 
-    answer = call("clean", store, "--corrupt", "--json").json()
+_NBYTES = 3 << 20
 
-    assert aside.exists()
-    assert answer["removed"] == answer["put_back"] == []
-    assert [file["path"] for file in answer["left"]] == [str(aside)]
+
+def _save_until_told(rank: int, world_size: int, kind: str, stop: Path) -> int:
+    with in_job(kind=kind, keep_last=1) as (manager, queue):
+        iteration, told = -1, torch.zeros(1)
+        while not told.item():
+            iteration += 1
+            save(manager, state_of(rank, iteration, _NBYTES), iteration, queue)
+            if iteration == 0:
+                announce(f"saves {rank}")
+            # All ranks save equally often.
+            told.fill_(stop.exists())
+            dist.broadcast(told, 0)
+        manager.save(state_of(rank, iteration + 1), iteration + 1)
+        assert resume(manager, rank, iteration + 1) == "own node"
+    return iteration
+
+
+def test_a_job_that_saves_all_the_time_and_the_commands_do_not_disturb_each_other(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs, tmp_path: Path
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+    stop = tmp_path / "stop"
+    commands = [["clean"], ["ls"], ["verify"], ["clean", "--corrupt"]]
+    answers = []
+    with start_ranks(_save_until_told, 2, kind, stop, store_per_node=nodes) as group:
+        for rank in range(2):
+            group.await_announced(f"saves {rank}")
+        for _ in range(8):
+            answers += [call(*command, node) for command in commands for node in nodes]
+            answers.append(call("explain", *nodes))
+        by_itself = [run(command, nodes[0]) for command in ("verify", "clean")]
+        live = call("ls", nodes[0], "--json").json()["sessions"][0]
+        stop.touch()
+        saved = group.join()
+
+    assert {(answer.status, answer.err) for answer in [*answers, *by_itself]} == {(0, "")}
+    assert not [a.out for a in answers if "not counted" in a.out or "Not counted" in a.out]
+    assert not [a.out for a in answers for node in nodes if f"removed {node}/" in a.out]
+    assert live["checkpoints"]
+    assert min(saved) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from localckpt import (
     open_checkpoint,
 )
 from tests.cli.commands import call
+from tests.managers.jobs import damage
 from tests.ranks import node_store, run_ranks
 
 Wanted = dict[str, torch.Tensor]
@@ -60,15 +60,10 @@ def _train(rank: int, _: int, shared: Path) -> Wanted:
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(35, dtype=torch.float64).view(7, 5)
     extra = {"grid": distribute_tensor(whole, mesh, [Shard(1), Shard(0)]), "rank": rank}
-    with Checkpointer(
-        {"model": model, "optimizer": optimizer, "extra": (lambda: extra, extra.update)},
-        local=node_store(),
-        every=Every(steps=1),
-        keep_last=3,
-        shared=shared,
-        shared_every=Every(steps=1),
-        timeout_s=60,
-    ) as checkpointer:
+    parts = {"model": model, "optimizer": optimizer, "extra": (lambda: extra, extra.update)}
+    options: dict[str, Any] = {"every": Every(steps=1), "shared_every": Every(steps=1)}
+    options |= {"local": node_store(), "shared": shared, "keep_last": 3, "timeout_s": 60}
+    with Checkpointer(parts, **options) as checkpointer:
         for step in range(checkpointer.resume(), 3):
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
@@ -108,9 +103,8 @@ def test_tensors_that_were_sharded_are_whole_from_all_nodes_one_node_and_shared_
         with open_checkpoint(*directories) as checkpoint:
             assert (checkpoint.iteration, checkpoint.world_size) == (2, 4)
             _assert_holds(checkpoint, wanted)
-            assert checkpoint.describe("model.last.weight") == checkpoint.describe(
-                "model.first.weight"
-            )
+            first, last = (checkpoint.describe(f"model.{n}.weight") for n in ("first", "last"))
+            assert first == last
             assert checkpoint.value("optimizer.param_groups")[0]["lr"] == 1e-3
     with open_checkpoint(shared) as checkpoint:
         # Shared storage names what an optimizer has by its parameters, and has each rank's own
@@ -119,19 +113,6 @@ def test_tensors_that_were_sharded_are_whole_from_all_nodes_one_node_and_shared_
         assert checkpoint.value("optimizer.param_groups.0.lr") == 1e-3
     with open_checkpoint(nodes, iteration=0) as older:
         assert not torch.equal(older["model.first.weight"], wanted["model.first.weight"])
-
-
-def test_what_each_rank_has_of_its_own_is_given_only_for_a_rank_that_is_named(
-    trained: tuple[Path, Path, Wanted],
-) -> None:
-    nodes, _, _ = trained
-
-    with open_checkpoint(nodes) as checkpoint, pytest.raises(MismatchError, match=r"0-3.*rank="):
-        checkpoint.value("extra.value.rank")
-    with open_checkpoint(nodes, rank=2) as checkpoint:
-        assert checkpoint.value("extra.value.rank") == 2
-    with pytest.raises(MismatchError, match="4 ranks"):
-        open_checkpoint(nodes, rank=4)
 
 
 def _save_own(rank: int, _: int) -> None:
@@ -161,13 +142,8 @@ def test_tensors_of_single_ranks_are_compared_and_a_bad_copy_gives_way_or_is_an_
     copy = first.with_name(f"{first.name.removesuffix('.safetensors')}.x.safetensors")
     copy.write_bytes(first.read_bytes())
     bad = min(first, copy)
-    data = bytearray(bad.read_bytes())
-    data[6_000_000] ^= 1  # Not in the block that every listing verifies.
-    bad.write_bytes(data)
-    with (
-        caplog.at_level(logging.WARNING),
-        open_checkpoint(*nodes, iteration=1, rank=0) as checkpoint,
-    ):
+    damage(bad, 0.6)  # Not in the block that every listing verifies.
+    with open_checkpoint(*nodes, iteration=1, rank=0) as checkpoint:
         assert torch.equal(checkpoint["same"], torch.ones(2_400_000))
     assert f"another copy than {bad}" in caplog.text
     max(first, copy).unlink()
@@ -177,9 +153,17 @@ def test_tensors_of_single_ranks_are_compared_and_a_bad_copy_gives_way_or_is_an_
                 checkpoint["same"]
 
 
-def test_what_is_not_there_is_said(trained: tuple[Path, Path, Wanted], tmp_path: Path) -> None:
+def test_what_is_each_ranks_own_is_given_for_a_rank_and_what_is_not_there_is_said(
+    trained: tuple[Path, Path, Wanted], tmp_path: Path
+) -> None:
     nodes, _, _ = trained
 
+    with open_checkpoint(nodes) as checkpoint, pytest.raises(MismatchError, match=r"0-3.*rank="):
+        checkpoint.value("extra.value.rank")
+    with open_checkpoint(nodes, rank=2) as checkpoint:
+        assert checkpoint.value("extra.value.rank") == 2
+    with pytest.raises(MismatchError, match="4 ranks"):
+        open_checkpoint(nodes, rank=4)
     with pytest.raises(NoReplicasAvailableError, match=r"no complete iteration 7; .* 2, 1, 0\."):
         open_checkpoint(nodes, iteration=7)
     with pytest.raises(NoReplicasAvailableError, match="session 'other'"):
@@ -200,10 +184,8 @@ def test_an_export_is_what_safetensors_and_from_pretrained_read_and_overwrites_n
     said = call("export", nodes, "--part", "model", "--out", out)
     again = call("export", nodes, "--part", "model", "--out", out)
     one = call("export", nodes, "--keys", "*.scale", "--out", tmp_path / "x.safetensors", "--json")
-    tiny = call(
-        *("export", nodes, "--part", "model", "--max-file-size", "0.0000001"),
-        *("--out", tmp_path / "many.safetensors"),
-    )
+    many = ("--max-file-size", "0.0000001", "--out", tmp_path / "many.safetensors")
+    tiny = call("export", nodes, "--part", "model", *many)
     none = call("export", nodes, "--part", "modle", "--out", tmp_path / "y.safetensors")
 
     assert said.status == one.status == tiny.status == 0

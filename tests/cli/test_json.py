@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import localckpt
 from localckpt.cli import app
 from tests.cli.commands import call, only_shards
 from tests.cli.jobs import PaperJob
@@ -39,9 +40,7 @@ def _spoil(store: Path) -> None:
 def test_ls(store: Path) -> None:
     _spoil(store)
 
-    told = call("ls", store, "--json").json()
-
-    assert _shape(told) == {
+    assert _shape(call("ls", store, "--json").json()) == {
         "store": "str",
         "shared": "bool",
         "node": "str",
@@ -54,13 +53,8 @@ def test_ls(store: Path) -> None:
                     | {"nbytes": "int", "saved_at": "float", "complete_here": "bool"}
                 ],
                 "uncounted": [{"path": "str", "nbytes": "int", "fault": "str", "why": "str"}],
-                "leftovers": {
-                    "dirty_live": _FILES,
-                    "dirty_dead": _FILES,
-                    "recycled_live": _FILES,
-                    "recycled_dead": _FILES,
-                    "corrupt": _FILES,
-                },
+                "leftovers": {"dirty_live": _FILES, "dirty_dead": _FILES, "corrupt": _FILES}
+                | {"recycled_live": _FILES, "recycled_dead": _FILES},
             }
         ],
     }
@@ -83,19 +77,10 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "refusal": "NoneType",
                 "checkpoints": [
                     _CHECKPOINT
-                    | {
-                        "complete": "bool",
-                        "holders": [[]],
-                        "damaged": [["str"]],
-                        "lacks": [{"ranks": ["int"], "why": "str", "nodes": ["str"]}],
-                        "by_name": "bool",
-                        "computed": [],
-                        "resumed": "int",
-                        "mark": "NoneType",
-                        "mark_why": "str",
-                        "metrics": {},
-                        "passed_over": "str",
-                    }
+                    | {"complete": "bool", "by_name": "bool", "resumed": "int", "metrics": {}}
+                    | {"mark": "NoneType", "mark_why": "str", "passed_over": "str"}
+                    | {"holders": [[]], "damaged": [["str"]], "computed": []}
+                    | {"lacks": [{"ranks": ["int"], "why": "str", "nodes": ["str"]}]}
                 ],
                 "survives_any": "int",
                 "may_be_lost_alone": ["str"],
@@ -144,6 +129,7 @@ def test_every_command_has_a_line_of_help() -> None:
     told = call("--help")
 
     assert told.status == 0
+    assert call("--version").out == f"localckpt {localckpt.__version__}\n"
     commands = [command.callback.__name__ for command in app.registered_commands]
     assert {"ls", "verify", "explain", "inspect", "clean", "survive"} <= set(commands)
     for command in commands:

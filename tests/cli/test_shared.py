@@ -17,7 +17,7 @@ from localckpt import Best, Retention
 from localckpt.global_tier.folders import RECORD_NAME
 from tests.cli.commands import Answer, call
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import make_manager, state_of
+from tests.managers.jobs import damage, make_manager, state_of
 
 
 def _write(root: Path, session: str, iterations: range) -> None:
@@ -27,15 +27,10 @@ def _write(root: Path, session: str, iterations: range) -> None:
             manager.save(state, iteration, is_async=False)
 
 
-@pytest.fixture(params=["", "run"], ids=["no session", "session"])
-def session(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def root(session: str, tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A root on shared storage with iterations 100 and 101."""
-    _write(tmp_path / "shared", session, range(100, 102))
+    _write(tmp_path / "shared", "run", range(100, 102))
     return tmp_path / "shared"
 
 
@@ -44,71 +39,57 @@ def _checkpoint(root: Path, iteration: int) -> Path:
     return folder
 
 
-def _explained(*directories: Path) -> tuple[Answer, dict[str, Any]]:
-    answer = call("explain", *directories, "--json")
-    (told,) = answer.json()["sessions"]
-    return answer, told
+def _explained(*directories: Path) -> Any:
+    (told,) = call("explain", *directories, "--json").json()["sessions"]
+    return told
 
 
-@pytest.mark.parametrize("session", ["run"], indirect=True)
-@pytest.mark.parametrize(
-    ("iteration", "said"),
-    [
+def test_beside_nodes_it_is_no_node_and_which_has_the_higher_iteration_is_said(
+    root: Path, tmp_path: Path
+) -> None:
+    for iteration, said in (
         (70, "The higher iteration is that on shared storage."),
         (101, "Both are the same iteration."),
         (102, "The higher iteration is that on the nodes."),
-    ],
-)
-def test_beside_nodes_it_is_no_node_and_which_has_the_higher_iteration_is_said(
-    root: Path, tmp_path: Path, iteration: int, said: str
-) -> None:
-    with make_manager("disk", tmp_path / "node", "run") as manager:
-        manager.save(state_of(0, iteration), iteration)
+    ):
+        with make_manager("disk", tmp_path / "node", "run") as manager:
+            manager.save(state_of(0, iteration), iteration)
 
-    both = tmp_path / "node", root
-    answer, (_, told) = call("explain", *both), _explained(*both)
+        both = tmp_path / "node", root
+        answer, told = call("explain", *both), _explained(*both)
 
-    assert answer.status == 0
-    assert told["nodes"] == [str(tmp_path / "node")]
-    assert told["loads"]["iteration"] == iteration
-    assert f"A restart loads iteration {iteration}" in answer.out
-    assert re.search(rf"Iteration {iteration} was saved \d+ (s|min) ago\.", answer.out)
-    assert "From shared storage a restart loads iteration 101" in answer.out
-    assert said in answer.out
-
-
-def _flip(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(70_000 if path.suffix == ".distcp" else 30)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+        assert answer.status == 0
+        assert told["nodes"] == [str(tmp_path / "node")]
+        assert told["loads"]["iteration"] == iteration
+        assert f"A restart loads iteration {iteration}" in answer.out
+        assert re.search(rf"Iteration {iteration} was saved \d+ (s|min) ago\.", answer.out)
+        assert "From shared storage a restart loads iteration 101" in answer.out
+        assert said in answer.out
 
 
 def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 8)
 
 
-_DAMAGES: dict[str, tuple[str, Callable[[Path], None], bool]] = {
-    "a bit of a data file": ("__0_0.distcp", _flip, True),
+_DAMAGES: dict[str, tuple[str, Callable[[Path], object], bool]] = {
+    "a bit of a data file": ("__0_0.distcp", damage, True),
     "a data file that is cut": ("__0_0.distcp", _cut, False),
     "a data file that is gone": ("__0_1.distcp", Path.unlink, False),
-    "a bit of the metadata": (".metadata", _flip, True),
+    "a bit of the metadata": (".metadata", damage, True),
     "no metadata": (".metadata", Path.unlink, True),
-    "a bit of the record": (RECORD_NAME, _flip, False),
+    "a bit of the record": (RECORD_NAME, damage, False),
 }
 
 
 @pytest.mark.fault("flipped-bit")
-@pytest.mark.parametrize("damage", _DAMAGES)
-@pytest.mark.parametrize("session", ["run"], indirect=True)
-def test_verify_finds_every_damage_and_explain_what_a_header_tells(root: Path, damage: str) -> None:
-    name, act, is_hidden = _DAMAGES[damage]
+@pytest.mark.parametrize("what", _DAMAGES)
+def test_verify_finds_every_damage_and_explain_what_a_header_tells(root: Path, what: str) -> None:
+    name, act, is_hidden = _DAMAGES[what]
     before = call("verify", root, "--json")
     act(_checkpoint(root, 101) / name)
 
     answer, told = call("verify", root), call("verify", root, "--json")
-    _, explained = _explained(root)
+    explained = _explained(root)["shared"][0]
 
     assert (before.status, before.json()["verified"]) == (0, 6)
     assert (answer.status, told.status) == (1, 1)
@@ -116,12 +97,8 @@ def test_verify_finds_every_damage_and_explain_what_a_header_tells(root: Path, d
     place = _checkpoint(root, 101)
     assert bad["path"] in (str(place / name), str(place))
     assert f"bad: {bad['path']}: {bad['why']}" in answer.out
-    loads = 101 if is_hidden else 100
-    assert explained["shared"][0]["loads"]["iteration"] == loads
-    assert len(explained["shared"][0]["uncounted"]) == (not is_hidden)
-
-
-# Why checkpoints are kept, and pins.
+    assert explained["loads"]["iteration"] == (101 if is_hidden else 100)
+    assert len(explained["uncounted"]) == (not is_hidden)
 
 
 def _kept(answer: Answer) -> dict[str, str]:
@@ -139,7 +116,7 @@ def test_what_keeps_each_checkpoint_is_said(tmp_path: Path) -> None:
 
     pinned = call("pin", tmp_path, "100")
     listed, explained = call("ls", tmp_path), call("explain", tmp_path)
-    told = _explained(tmp_path)[1]["shared"][0]
+    told = _explained(tmp_path)["shared"][0]
 
     assert (pinned.status, pinned.out) == (0, f"pinned {_checkpoint(tmp_path, 100)}\n")
     assert _kept(listed) == {
@@ -148,21 +125,12 @@ def test_what_keeps_each_checkpoint_is_said(tmp_path: Path) -> None:
         "100": "pinned, every 100",
     }
     assert _kept(explained) == _kept(listed)
-    assert told["retention"] == {
-        "last": 1,
-        "every": 100,
-        "best": {"metric": "loss", "mode": "min", "count": 1},
-    }
-    assert [row["kept"] for row in told["checkpoints"]] == [
-        ["newest", "last", "every"],
-        ["best"],
-        ["pinned", "every"],
-    ]
-    assert [row["pinned"] for row in told["checkpoints"]] == [False, False, True]
-    assert [row["metrics"] for row in told["checkpoints"]] == [
-        {"loss": "nan"},
-        {"loss": 0.25},
-        {"loss": 3.0},
+    best = {"metric": "loss", "mode": "min", "count": 1}
+    assert told["retention"] == {"last": 1, "every": 100, "best": best}
+    assert [(row["kept"], row["pinned"], row["metrics"]) for row in told["checkpoints"]] == [
+        (["newest", "last", "every"], False, {"loss": "nan"}),
+        (["best"], False, {"loss": 0.25}),
+        (["pinned", "every"], True, {"loss": 3.0}),
     ]
 
 
@@ -211,7 +179,10 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
     assert good.status == 0
 
 
-def test_its_checkpoints_are_listed_with_sizes_and_ages(root: Path, session: str) -> None:
+@pytest.mark.parametrize("session", ["", "run"], ids=["no session", "session"])
+def test_its_checkpoints_are_listed_with_sizes_and_ages(session: str, tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    _write(root, session, range(100, 102))
     old = time.time() - 2 * 86_400 - 60
     os.utime(_checkpoint(root, 100) / RECORD_NAME, (old, old))
     (root / "session-x").mkdir()

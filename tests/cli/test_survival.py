@@ -25,15 +25,6 @@ _PARITY = st.integers(1, 2).flatmap(
 _SCHEMES = st.one_of(st.just(Scheme("none")), _REPLICAS, _PARITY)
 
 
-def _group_sizes(survival: Survival) -> list[int]:
-    return [size for size, count in survival.groups for _ in range(count)]
-
-
-def _groups_of_nodes(survival: Survival) -> list[range]:
-    """The same groups, with their nodes."""
-    return [range(*ends) for ends in pairwise([0, *accumulate(_group_sizes(survival))])]
-
-
 def _enumerated(groups: Sequence[Collection[int]], tolerated: Sequence[int], lost: int) -> float:
     """Chance of losing data, by trying all sets of lost nodes."""
     nodes = sorted({node for group in groups for node in group})
@@ -52,18 +43,16 @@ def _jobs(draw: st.DrawFn) -> Survival:
 
 
 @given(_jobs())
-def test_the_closed_form_and_enumeration_agree(survival: Survival) -> None:
-    groups = _groups_of_nodes(survival)
+def test_the_closed_form_and_enumeration_agree_and_what_survives_any_loss_is_never_lost(
+    survival: Survival,
+) -> None:
+    sizes = [size for size, count in survival.groups for _ in range(count)]
+    groups = [range(*ends) for ends in pairwise([0, *accumulate(sizes)])]
     tolerated = [survival.scheme.tolerated(len(group)) for group in groups]
 
     for lost in range(1, min(survival.nodes, 5) + 1):
         assert survival.loss[lost - 1] == _enumerated(groups, tolerated, lost)
-
-
-@given(_jobs())
-def test_what_survives_any_loss_is_never_lost_and_one_more_may_be(survival: Survival) -> None:
     limit = survival.survives_any
-
     assert all(probability == 0 for probability in survival.loss[:limit])
     assert all(probability > 0 for probability in survival.loss[limit:])
     assert all(a <= b for a, b in pairwise(survival.loss))
@@ -87,24 +76,19 @@ def test_the_cliques_that_a_job_makes_are_those_that_are_counted(
     assert told.extra_memory.mean == pytest.approx(sum(memory) / len(memory))
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "'' is no redundancy scheme: give none, replicas:K"),
-        ("replicas:2\n", "is no redundancy scheme"),
-        ("replicas:٢", "is no redundancy scheme"),
-        ("replicas:" + 5000 * "9", "is no redundancy scheme"),
-        ("parity:1", "is no redundancy scheme"),
-        ("replicas:1", "replicas:1: K counts the owner's shard too.*2 or more; or use none"),
-        ("parity:0/4", "1 or 2 parities"),
-        ("parity:3/8", "1 or 2 parities"),
-        ("parity:1/2", "parity:1/2: .*at least 3 nodes.*use replicas:2"),
-        ("parity:2/3", "at least 4 nodes.*use replicas:3"),
-    ],
-)
-def test_texts_that_are_no_scheme_are_refused(text: str, told: str) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        Scheme.parse(text)
+_NO_SCHEMES = {
+    "": "'' is no redundancy scheme: give none, replicas:K",
+    "twice": "no redundancy scheme",
+    "replicas:2\n": "is no redundancy scheme",
+    "replicas:٢": "is no redundancy scheme",
+    "replicas:" + 5000 * "9": "is no redundancy scheme",
+    "parity:1": "is no redundancy scheme",
+    "replicas:1": "replicas:1: K counts the owner's shard too.*2 or more; or use none",
+    "parity:0/4": "1 or 2 parities",
+    "parity:3/8": "1 or 2 parities",
+    "parity:1/2": "parity:1/2: .*at least 3 nodes.*use replicas:2",
+    "parity:2/3": "at least 4 nodes.*use replicas:3",
+}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +97,13 @@ def test_texts_that_are_no_scheme_are_refused(text: str, told: str) -> None:
         (lambda: survivability(0, 8, "none"), CheckpointingException, "nodes must be an integer"),
         (lambda: survivability(4, 0, "none"), CheckpointingException, "ranks_per_node must be"),
         (lambda: survivability(4, 1, "none", 0), CheckpointingException, "shard_nbytes must be"),
-        (lambda: survivability(4, 1, "twice"), CheckpointingException, "no redundancy scheme"),
+        (lambda: Scheme("mirror"), CheckpointingException, "kind must be one of"),
+        (lambda: Scheme("none", 2), CheckpointingException, "are in no groups"),
+        (lambda: Scheme("replicas", 2, 1), CheckpointingException, "replicas have no parity"),
+        *(
+            (lambda text=text: Scheme.parse(text), CheckpointingException, told)
+            for text, told in _NO_SCHEMES.items()
+        ),
         (lambda: survivability(1, 8, "replicas:2"), MismatchError, "use none, or more nodes"),
         (lambda: survivability(2, 8, "parity:1/8"), MismatchError, "K up to 2 in replicas:K$"),
         (lambda: survivability(3, 8, "replicas:4"), MismatchError, "at least 4 nodes, .* has 3"),
@@ -128,36 +118,26 @@ def test_what_cannot_be_asked_is_refused(
         ask()
 
 
-@pytest.mark.parametrize("nodes", range(1, 10))
-def test_the_usual_schemes_are_those_that_fit(nodes: int) -> None:
-    told = [str(scheme) for scheme in usual_schemes(nodes)]
-
+def test_the_usual_schemes_are_those_that_fit() -> None:
     needed = {"none": 1, "replicas:2": 2, "replicas:3": 3}
     needed |= {"parity:1/4": 4, "parity:1/8": 8, "parity:2/8": 8}
-    assert told == [scheme for scheme, least in needed.items() if nodes >= least]
+
+    for nodes in range(1, 10):
+        fitting = [scheme for scheme, least in needed.items() if nodes >= least]
+        assert [str(scheme) for scheme in usual_schemes(nodes)] == fitting
 
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _JOB = ("survive", "--nodes", "64", "--ranks-per-node", "8")
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1", 1),
-        ("12GB", 12 * 10**9),
-        ("12 gb", 12 * 10**9),
-        ("1.5GiB", 3 * 2**29),
-        ("0.1T", 10**11),
-        ("700Mi", 700 * 2**20),
-        ("2.5kB", 2500),
-        ("7B", 7),
-    ],
-)
-def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
-    told = call(*_JOB, "--shard-size", text, "--json").json()
+def test_sizes_are_read_with_their_units() -> None:
+    sizes = {"1": 1, "12GB": 12 * 10**9, "12 gb": 12 * 10**9, "1.5GiB": 3 * 2**29}
+    sizes |= {"0.1T": 10**11, "700Mi": 700 * 2**20, "2.5kB": 2500, "7B": 7}
 
-    assert told["shard_nbytes"] == nbytes
+    for text, nbytes in sizes.items():
+        told = call(*_JOB, "--shard-size", text, "--json").json()
+        assert told["shard_nbytes"] == nbytes, text
 
 
 @pytest.mark.parametrize(
@@ -182,20 +162,14 @@ def test_what_cannot_be_told_is_one_line_and_nothing_else(
     assert answer.err.count("\n") == 1
 
 
-def _shown(document: str) -> list[tuple[list[str], str]]:
-    """Each time a document calls ``survive``: how, and what it says is printed."""
-    blocks = (_DOCS / document).read_text().split("```")[1::2]
-    calls = [block.split("\n", 2)[1:] for block in blocks if "\n$ localckpt survive " in block]
-    return [(shlex.split(command)[2:], out) for command, out in calls]
-
-
 @pytest.mark.parametrize(("document", "times"), [("choosing.md", 2), ("cli.md", 1)])
 def test_documents_show_what_the_command_prints(document: str, times: int) -> None:
-    shown = _shown(document)
+    blocks = (_DOCS / document).read_text().split("```")[1::2]
+    shown = [block.split("\n", 2)[1:] for block in blocks if "\n$ localckpt survive " in block]
 
     assert len(shown) == times
-    for arguments, out in shown:
-        assert call(*arguments).out == out
+    for command, out in shown:
+        assert call(*shlex.split(command)[2:]).out == out
 
 
 def test_what_the_document_asks_python_is_answered_so() -> None:

@@ -79,10 +79,7 @@ def run_pages(rank: int, world_size: int, pages: list[list[Block]], root: Path) 
     """Run the blocks of each page one after another, as one of the ranks of a job.
 
     A page has directories of its own in place of ``/local``, ``/var/lib``, ``/shared`` and the
-    working directory.
-
-    Returns:
-        For each block, by its page and line, the traceback of what it raised; empty if nothing.
+    working directory. The tracebacks are told by page and line, empty where nothing was raised.
     """
     outcomes = {}
     for number, page in enumerate(pages):

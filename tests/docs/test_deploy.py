@@ -21,16 +21,9 @@ _KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
 
 _STAND_INS = {
     # Runs what follows the options, as the one task of a step.
-    "srun": """#!/bin/bash
-while [[ "$1" == --* ]]; do shift; done
-exec "$@"
-""",
-    "scancel": """#!/bin/bash
-echo "scancel $*"
-""",
-    "scontrol": """#!/bin/bash
-echo "scontrol $*"
-""",
+    "srun": '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',
+    "scancel": '#!/bin/bash\necho "scancel $*"\n',
+    "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
     # Starts a rank, which starts a worker; each says that it was told to stop.
     "torchrun": f"""#!{sys.executable}
 import signal, subprocess, sys, time
@@ -56,19 +49,13 @@ def test_the_batch_script_stops_the_ranks_and_not_the_workers_of_their_loaders(
     for name, text in _STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o700)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "1",
-    }
-    with subprocess.Popen(
-        ["bash", str(_SLURM)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as batch:
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    command = ["bash", str(_SLURM)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as batch:
         assert batch.stdout is not None
-        told = [batch.stdout.readline()]
-        while "worker began" not in told[-1]:
-            told.append(batch.stdout.readline())
+        while "worker began" not in batch.stdout.readline():
+            pass
 
         batch.send_signal(signal.SIGUSR1)
         rest, _ = batch.communicate(timeout=60)
@@ -78,25 +65,20 @@ def test_the_batch_script_stops_the_ranks_and_not_the_workers_of_their_loaders(
     assert {path.name for path in tmp_path.iterdir()} == {*_STAND_INS}
 
 
-def _slurm_torchrun() -> list[str]:
+def test_torchrun_takes_its_arguments_and_pods_find_each_other_by_the_service() -> None:
     text = _SLURM.read_text().replace("\\\n", " ")
     found = re.search(r"^srun .* torchrun (.*) &$", text, re.MULTILINE)
     assert found
-    given = {"SLURM_NNODES": "2", "ranks_per_node": "1", "head": "node0", "port": "29400"}
-    given |= {"SLURM_JOB_ID": "7", "{SLURM_RESTART_COUNT:-0}": "0"}
-    line = found[1]
+    line, given = found[1], {"SLURM_NNODES": "2", "ranks_per_node": "1", "head": "node0"}
+    given |= {"port": "29400", "SLURM_JOB_ID": "7", "{SLURM_RESTART_COUNT:-0}": "0"}
     for name, value in given.items():
         line = line.replace(f"${name}", value)
     assert "$" not in line
-    return shlex.split(line)
-
-
-def test_torchrun_takes_its_arguments_and_pods_find_each_other_by_the_service() -> None:
     service, job = yaml.safe_load_all(_KUBERNETES.read_text())
     template = job["spec"]["template"]
     (container,) = template["spec"]["containers"]
 
-    for words in (_slurm_torchrun(), container["command"][1:]):
+    for words in (shlex.split(line), container["command"][1:]):
         parsed = parse_args(words)
         assert parse_min_max_nnodes(parsed.nnodes) == (2, 2)
         assert parsed.rdzv_backend == "c10d"

@@ -74,9 +74,7 @@ def _laughs(depth: int) -> bytes:
 
 _POINTERS = b"A" * 8
 _FORGED_DTYPE = _Call(
-    numpy.dtype,
-    "V8",
-    state=(3, "|", None, ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1, 0),
+    numpy.dtype, "V8", state=(3, "|", None, ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1, 0)
 )
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ATTRIBUTES = b"N}" + _text("version") + _text("forged") + b"s\x86b"

@@ -1,12 +1,10 @@
-"""The file of a shard taken apart: where each part lies, and parts changed and sealed again.
-
-Follows ``docs/format.md``, and uses nothing of what it helps to test but the digests.
-"""
+"""The file of a shard taken apart: where each part lies, and parts changed and sealed again."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import accumulate, pairwise
 from typing import Any
 
 from localckpt.ids import Generation, ShardIdentity
@@ -21,17 +19,10 @@ _PAGE_NBYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What an image is made of; :meth:`image` puts it together, whatever has been changed.
-
-    Attributes:
-        identity: What the shard says that it is.
-        slots: Name to (dtype, shape, bytes), in the order of the data.
-        table: The table of tensors, JSON.
-        boxes: The table of boxes, JSON.
-        pickled: The pickle behind it.
-    """
+    """What an image is made of; :meth:`image` puts it together, whatever has been changed."""
 
     identity: ShardIdentity
+    # Name to dtype, shape and bytes, in the order of the data.
     slots: dict[str, tuple[str, list[int], bytes]]
     table: bytes
     boxes: bytes
@@ -47,7 +38,8 @@ class Parts:
             slots[name] = (entry["dtype"], entry["shape"], image[start + begin : start + end])
         framed = slots.pop("__skeleton__")[2]
         del slots["__digests__"]
-        return cls(_identity(metadata), slots, *_split(framed))
+        table, boxes, _, pickled = Skeleton.split(framed)
+        return cls(_identity(metadata), slots, table, boxes, pickled)
 
     def replace(self, **parts: Any) -> Parts:
         return dataclasses.replace(self, **parts)
@@ -85,19 +77,8 @@ class Parts:
         return sealed(header + data + framed + digests)
 
 
-def _split(framed: bytes) -> tuple[bytes, bytes, bytes]:
-    """Tables of tensors and of boxes, and the pickle."""
-    table, boxes, _, pickled = Skeleton.split(framed)
-    return table, boxes, pickled
-
-
 def sealed(image: bytes, identity: ShardIdentity | None = None) -> bytes:
-    """An image whose digests match what comes before them, whatever that is.
-
-    Args:
-        image: As long as it is to be.
-        identity: What the digests are seeded with; what the header says, unless given.
-    """
+    """The image with digests that match what comes before them; of its own identity, if none."""
     count = blocks_of(len(image))
     covered = len(image) - count * _DIGEST_NBYTES
     copy = bytearray(image)
@@ -131,16 +112,10 @@ def regions(image: bytes) -> dict[str, tuple[int, int]]:
             begin, end = entry["data_offsets"]
             found[name] = (start + begin, start + end)
     begin, end = found.pop("__skeleton__")
-    table, boxes, _ = _split(image[begin:end])
-    table_end = begin + 24 + len(table)
-    boxes_end = table_end + len(boxes)
-    parts_end = boxes_end + len(NO_PARTS)
-    found["lengths of the tables"] = (begin, begin + 24)
-    found["table"] = (begin + 24, table_end)
-    found["boxes"] = (table_end, boxes_end)
-    found["parts"] = (boxes_end, parts_end)
-    found["pickle"] = (parts_end, end)
-    return found
+    table, boxes, *_ = Skeleton.split(image[begin:end])
+    ends = accumulate([24, len(table), len(boxes), len(NO_PARTS)], initial=begin)
+    names = "lengths of the tables", "table", "boxes", "parts", "pickle"
+    return found | dict(zip(names, pairwise([*ends, end]), strict=True))
 
 
 def _header(image: bytes) -> tuple[int, dict[str, Any]]:

@@ -16,36 +16,20 @@ __all__ = ["Lives"]
 
 
 class Lives:
-    """Seen by one rank, which is alone on its node.
-
-    Args:
-        kind: Of manager.
-        base: Directory for the nodes of all lives, the same on all ranks.
-        rank: This rank.
-        params: Jump and factor of the replication, if there is any.
-        strategy: The replication, instead of ``params``.
-    """
+    """Seen by one rank, which is alone on its node; ``params`` are jump and factor of replicas."""
 
     def __init__(
         self, kind: str, base: Path, rank: int, params: Sequence[int] | None, strategy: Any = None
     ) -> None:
         self.root = base / "lives" / f"node{rank}"
-        self._kind = kind
-        self._base = base
-        self._rank = rank
+        self._kind, self._base, self._rank = kind, base, rank
         self._repl = cliques(*params) if params else strategy
 
     @contextmanager
     def life(
         self, kept: str | None, change: Callable[[Path], None] | None = None, **options: Any
     ) -> Iterator[Any]:
-        """A manager on a node that is as it was kept; on an empty one, if nothing was.
-
-        Args:
-            kept: The name it was kept under.
-            change: What happens to the node before anybody looks at it.
-            options: For the manager.
-        """
+        """A manager on a node that is as it was kept, and then changed; else on an empty one."""
         shutil.rmtree(self.root, ignore_errors=True)
         if kept is None:
             self.root.mkdir(parents=True)

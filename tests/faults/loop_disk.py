@@ -1,7 +1,6 @@
 """A small file system of its own in a file, and what is left of it when the power is cut.
 
-The file is what the device has: what the file system has not submitted yet is not in it. A copy of
-it, mounted, is the disk after the power has come back.
+The file is what the device has; a copy of it, mounted, is the disk when the power is back.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _TRIES = 20
 
 
 class LoopDisk:
-    """A mounted ext4, and the file that it is in.
-
-    Attributes:
-        root: Where it is mounted.
-    """
+    """An ext4 that is mounted at ``root``, and the file that it is in."""
 
     def __init__(self, backing: Path, root: Path) -> None:
         self.root = root
@@ -59,16 +54,10 @@ class LoopDisk:
             _unmount(root)
 
     def commit_names(self) -> None:
-        """Make the names that there are durable, as the kernel does when it likes.
-
-        Data that nobody has synced stays where it is.
-        """
-        fd = os.open(self.root / "unrelated", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(fd, b"x")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        """Make names durable, as the kernel does when it likes, and no data."""
+        with (self.root / "unrelated").open("ab", buffering=0) as file:
+            file.write(b"x")
+            os.fsync(file)
 
 
 @contextmanager

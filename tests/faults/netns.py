@@ -36,13 +36,7 @@ _OURS = Path("/proc/thread-self/ns/net")
 
 
 class Network:
-    """Namespaces for a hub and some nodes, all connected.
-
-    Skips the test where they cannot be had.
-
-    Args:
-        nodes: How many.
-    """
+    """Namespaces for a hub and some nodes, all connected; skips where they cannot be had."""
 
     def __init__(self, nodes: int) -> None:
         if shutil.which("ip", path=_PATH) is None:

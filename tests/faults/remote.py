@@ -1,7 +1,6 @@
 """Ranks that do what the test tells them, one command after another, and tell how it went.
 
-Commands go over a socket in the file system, which reaches into other network namespaces, and whose
-end tells at once that a rank is dead.
+Commands go over a socket in the file system, which reaches into other network namespaces.
 """
 
 from __future__ import annotations
@@ -42,14 +41,7 @@ class Answer:
 
 
 class Ranks:
-    """The processes of one life of a job.
-
-    Args:
-        world_size: How many.
-        make: Makes, in each rank, the object whose methods are the commands: called with the rank
-            and ``args``.
-        env: More environment variables for the ranks.
-    """
+    """The processes of one life of a job; methods of ``make(rank, *args)`` are the commands."""
 
     def __init__(
         self, world_size: int, make: Callable[..., Any], *args: Any, env: Mapping[str, str]

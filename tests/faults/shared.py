@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from localckpt import AsyncCallsQueue, GlobalCheckpointManager, LocalCheckpointManager
 from localckpt.global_tier import staging
 from localckpt.global_tier.folders import CommitRecord
 from localckpt.global_tier.places import FilePlace
-from tests.managers.jobs import MAX_S, assert_same
+from tests.global_tier.drains import Job
+from tests.managers.jobs import assert_same
 from tests.ranks import node_store
 
 __all__ = ["NUMEL", "Drains", "assert_nothing_else", "iterations_on", "state_of"]
@@ -21,12 +21,7 @@ _ADMINISTRATION = {".localckpt.lock", ".localckpt.owner"}
 
 
 def state_of(iteration: int, numel: int = NUMEL, part: int | None = None) -> dict[str, Any]:
-    """A state of which every value tells the iteration.
-
-    Args:
-        part: The rank of a job of two, each of which has a half of the weights and all of the rest;
-            ``None`` for all.
-    """
+    """A state of which every value tells the iteration; or what one rank of two has of it."""
     random = torch.Generator().manual_seed(iteration)
     halves = torch.randn(numel, generator=random).chunk(2)
     return {
@@ -54,15 +49,16 @@ def assert_nothing_else(root: Path) -> None:
         assert names == {*record.files, ".metadata", "localckpt.json"}
 
 
-class Drains:
+class Drains(Job):
     """A rank whose node is drained to shared storage, in files so small that there are several."""
 
     def __init__(self, root: Path, rank: int) -> None:
         staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
         self._rank = rank
-        self.nodes = LocalCheckpointManager(node_store(), timeout=MAX_S)
-        self.shared = GlobalCheckpointManager(root, timeout=MAX_S, local=self.nodes)
-        self._queue = AsyncCallsQueue(timeout_s=2 * MAX_S)
+        super().__init__(root, {"root": root}, node_store())
+
+    def __enter__(self) -> Drains:
+        return self
 
     def state(self, iteration: int) -> dict[str, Any]:
         own = torch.Generator().manual_seed(1000 * iteration + self._rank)
@@ -76,20 +72,7 @@ class Drains:
     def save(self, iteration: int) -> None:
         self.nodes.save(self.state(iteration), iteration)
 
-    def promote(self, iteration: int, rate_limit: float | None = None) -> None:
-        request = self.nodes.promote(iteration, to=self.shared, rate_limit=rate_limit)
-        self._queue.schedule_async_request(request)
-        self._queue.wait_until_finished()
-
     def assert_drained(self, iteration: int) -> None:
         into = self.state(0)
         self.shared.load(into=into, iteration=iteration)
         assert_same(into, self.state(iteration))
-
-    def __enter__(self) -> Drains:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        # In the order of a program that opens the queue last.
-        for opened in (self._queue, self.shared, self.nodes):
-            opened.__exit__(*error)

@@ -62,11 +62,8 @@ _FAULTS_MADE = "faults"
 class FaultTable:
     """A pytest plugin that counts the cases which made each fault.
 
-    A test counts as one case, unless it says with ``record_property("cases", n)`` that it looped
-    over more.
-
-    Args:
-        alone: Run the tests of faults and the long forms of others, and print the table.
+    A test says with ``record_property("cases", n)`` that it looped over several. If ``alone``, the
+    tests of faults and the long forms of others are run, and the table is printed.
     """
 
     def __init__(self, alone: bool) -> None:

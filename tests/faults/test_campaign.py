@@ -37,21 +37,14 @@ _TIMEOUT_S, _PATIENT_S = 5.0, 60.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """One life of the job: it finds and loads, and then saves.
-
-    Attributes:
-        saves: By how much each is above the one before, and whether it is behind training.
-        first: Number of the first attempt to save.
-        signal: What a rank gets in the middle of a save, or of the load.
-        victim: That rank.
-        hit: Which save it comes into; -1 for the load.
-        after_s: And how long after that has begun.
-    """
+    """One life of the job: it finds and loads, and then saves."""
 
     kind: str
     keep_last: int
+    # By how much each is above the one before, and whether it is behind training.
     saves: tuple[tuple[int, bool], ...]
-    first: int
+    first: int  # attempt to save
+    # What a rank gets, how long after which of its saves has begun, or -1 for the load.
     signal: signal.Signals | None = None
     victim: int = -1
     hit: int = -1
@@ -59,10 +52,7 @@ class _Plan:
 
 
 def _state(rank: int, iteration: int, attempt: int) -> dict[str, Any]:
-    """What a rank saves: another state in each attempt, though it be at the same iteration.
-
-    One in four is larger than a block of digests, or two.
-    """
+    """Another state in each attempt; one in four is larger than a block of digests, or two."""
     nbytes = 2_600_000 if attempt % 4 == 1 else 3000 + 700 * (attempt % 3)
     return {"attempt": attempt} | state_of(rank, 1000 * attempt + iteration, nbytes)
 
@@ -107,13 +97,13 @@ def _live(rank: int, world_size: int, plan: _Plan) -> None:
             time.sleep(60.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Checkpoint:
     """A checkpoint that all ranks called complete, and who has copies of it: (owner, node)."""
 
     iteration: int
     attempt: int
-    copies: frozenset[tuple[int, Path]]
+    copies: set[tuple[int, Path]]
 
 
 class _Campaign:
@@ -174,15 +164,13 @@ class _Campaign:
                 (o, self._nodes[k]) for clique in self._cliques for o in clique for k in clique
             }
             # What one rank has called complete is there, whatever the others were told.
-            new = [_Checkpoint(*saved, frozenset(kept_by)) for saved in max(ends, key=len)]
+            new = [_Checkpoint(*saved, {*kept_by}) for saved in max(ends, key=len)]
             self._complete = [*older, *new][-self._keep_last :]
             for checkpoint in new[-self._keep_last :] if not lost else ():
                 for owner, node in kept_by:
                     pattern = f"*/*/{checkpoint.iteration:012d}.{owner}.*.safetensors"
                     assert list(node.glob(pattern)), (checkpoint, node)
         self._is_unsure = lost
-
-    # What happens to nodes while the job does not run.
 
     def _lose_node(self, choice: random.Random) -> None:
         node = choice.choice(sorted(self._nodes))
@@ -237,15 +225,9 @@ class _Campaign:
 
     def _harm(self, node: Path, iteration: int | None = None, owner: int | None = None) -> None:
         """What a node has of an iteration and a rank, or all, is no longer counted on."""
-        self._complete = [
-            c
-            if iteration not in (None, c.iteration)
-            else replace(
-                c,
-                copies=frozenset(x for x in c.copies if x[1] != node or owner not in (None, x[0])),
-            )
-            for c in self._complete
-        ]
+        for c in self._complete:
+            if iteration in (None, c.iteration):
+                c.copies -= {x for x in c.copies if x[1] == node and owner in (None, x[0])}
 
     def clean_up(self) -> None:
         for kept in self._kept.values():
@@ -253,10 +235,7 @@ class _Campaign:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One case for each seed; a seed or steps that were asked for may take hours.
-
-    Without a seed a case draws one; without a number of steps it goes on for ten minutes.
-    """
+    """Without a seed a case draws one; without a number of steps it goes on for ten minutes."""
     option = metafunc.config.getoption
     seed, count = option("--seed"), option("--steps")
     courses: list[tuple[int | None, int | None]] = [(s, count or _LIVES) for s in _SEEDS]

@@ -37,10 +37,10 @@ def _exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _use_in_a_fork(manager: Any) -> int:
+def _use_in_a_fork(*calls: Callable[[], Any]) -> int:
     """Every call says whose the manager is; 0 if it does."""
     try:
-        for call in (lambda: manager.save({}, 2), manager.find_latest, manager.explain):
+        for call in calls:
             assert "of which this one is a fork" in error_of(call)
     except BaseException:  # noqa: BLE001 - shown with the output of the rank
         traceback.print_exc()
@@ -117,7 +117,10 @@ def _save_and_fork(rank: int, world_size: int, shared: Path, rounds: int, seed: 
     ):
         manager.save(state_of(rank, 0), 0)
         if (child := os.fork()) == 0:
-            os._exit(_use_in_a_fork(manager))
+            calls = [lambda: manager.save({}, 2), manager.find_latest, manager.explain]
+            calls += [lambda: global_tier.save({}, 2), lambda: global_tier.load(into={})]
+            calls += [global_tier.find_latest, global_tier.wait_until_finished]
+            os._exit(_use_in_a_fork(*calls))
         assert _exit_code(child) == 0
         forker = _Forker(seed + rank, [manager, queue, global_tier, replicas])
 
@@ -135,6 +138,10 @@ def _save_and_fork(rank: int, world_size: int, shared: Path, rounds: int, seed: 
         global_tier.wait_until_finished()
         assert global_tier.find_latest() == rounds // 3 * 3
         assert manager.skipped_saves == manager.degraded_saves == 0
+        # The lock is still the parent's.
+        with localckpt.GlobalCheckpointManager(shared, timeout=1.0) as other:
+            told = error_of(lambda: other.save({"n": 0}, rounds + 1), localckpt.StorageError)
+        assert "another job saves into" in told
     assert [_exit_code(child) for child in forker.children] == [0] * len(forker.children)
     return len(forker.children)
 

@@ -8,7 +8,8 @@ import pickle
 import resource
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -69,14 +70,8 @@ def _hostile(marker: Path) -> list[bytes]:
     ]
 
 
-def _nested(depth: int) -> Any:
-    value: Any = 0
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-_SHAPES: list[Any] = [{}, [], None, -7, "x", _nested(400), "x" * (1 << 20), {"x": 1}, [1, [2], {}]]
+_NESTED = json.loads("[" * 400 + "]" * 400)
+_SHAPES: list[Any] = [{}, [], None, -7, "x", _NESTED, "x" * (1 << 20), {"x": 1}, [1, [2], {}]]
 
 
 def _reshaped(value: bytes, number: int) -> bytes:
@@ -158,6 +153,15 @@ def _tamper() -> None:
     StorePart._publish = publish  # type: ignore[method-assign]
 
 
+@contextmanager
+def _left(opened: Any) -> Iterator[Any]:
+    """Close it at the end as a loop does that an error ends, since the other rank may not come."""
+    try:
+        yield opened
+    finally:
+        opened.__exit__(RuntimeError, RuntimeError("left"), None)
+
+
 def _decide(rank: int, number: int, root: Path, timeout_s: float) -> None:
     ranks = Ranks(f"hostile {number}", timeout_s=timeout_s)
     try:
@@ -180,15 +184,11 @@ def _call_behind_training(rank: int, number: int, root: Path, timeout_s: float) 
 
 
 def _save_shared(rank: int, number: int, root: Path, timeout_s: float) -> None:
-    # Left alone, since the other rank may not come.
-    manager = GlobalCheckpointManager(root, f"run-{number}", timeout=timeout_s)
-    try:
+    with _left(GlobalCheckpointManager(root, f"run-{number}", timeout=timeout_s)) as manager:
         manager.save({"w": torch.ones(8), "n": 1, f"of {rank}": [1, (2, "x")]}, 1)
         state: dict[str, Any] = {"w": torch.zeros(8), "n": 0, f"of {rank}": None}
         manager.load(into=state)
         assert state["w"].tolist() == [1.0] * 8
-    finally:
-        _leave(manager)
 
 
 def _drain(rank: int, number: int, root: Path, timeout_s: float) -> None:
@@ -196,15 +196,12 @@ def _drain(rank: int, number: int, root: Path, timeout_s: float) -> None:
     manager = LocalCheckpointManager(node_store(), f"drained-{number}", timeout=timeout_s)
     # A drain takes several decisions, and makes files durable in between.
     queue = AsyncCallsQueue(timeout_s=4 * timeout_s)
-    try:
+    with _left(shared), _left(manager), _left(queue):
         manager.save({"w": torch.ones(8), f"of {rank}": torch.ones(2)}, 1)
         queue.schedule_async_request(manager.promote(1, to=shared))
         queue.maybe_finalize_async_calls(blocking=True)
         assert shared.find_latest() == manager.find_latest() == 1
         assert manager.load()[0]["w"].tolist() == [1.0] * 8
-    finally:
-        for part in (queue, manager, shared):
-            _leave(part)
 
 
 def _front_door(rank: int, number: int, root: Path, timeout_s: float) -> None:
@@ -213,8 +210,7 @@ def _front_door(rank: int, number: int, root: Path, timeout_s: float) -> None:
         parts = {"model": torch.nn.ParameterList([value]), "own": own}
         options: dict[str, Any] = {"stop_signals": (), "events": (), "timeout_s": timeout_s}
         options |= {"session_id": f"run-{number}", "every": 1000, "on_error": "raise"}
-        checkpointer = Checkpointer(parts, local=node_store(), **options)
-        try:
+        with _left(Checkpointer(parts, local=node_store(), **options)) as checkpointer:
             assert checkpointer.resume() == first
             assert value.tolist() == [float(first)] * 8
             assert own.n == first * (rank + 1)
@@ -222,31 +218,23 @@ def _front_door(rank: int, number: int, root: Path, timeout_s: float) -> None:
             own.n = rank + 1
             checkpointer.step(first)
             checkpointer.close()
-        finally:
-            _leave(checkpointer)
 
 
 def _elastic_manager(timeout_s: float) -> LocalCheckpointManager:
-    options: dict[str, Any] = {"elastic": True, "private": {"own": _own_value}, "read_only": True}
+    private = {"own": lambda values, rank, _: values[rank]}
+    options: dict[str, Any] = {"elastic": True, "private": private, "read_only": True}
     return LocalCheckpointManager(node_store(), "elastic", timeout=timeout_s, **options)
 
 
 def _load_elastic(rank: int, number: int, root: Path, timeout_s: float) -> None:
     """Load what three ranks have saved; see :func:`_save_for_others`."""
-    manager = _elastic_manager(timeout_s)
-    try:
+    with _left(_elastic_manager(timeout_s)) as manager:
         assert manager.find_latest() == 1
         wanted: Any = torch.zeros_like(_sharded())
         state, _ = manager.load(into={"w": wanted, "whole": torch.zeros(4), "own": -1})
         assert wanted.to_local().tolist() == list(range(6 * rank, 6 * rank + 6))
         assert state["whole"].tolist() == [2.0] * 4
         assert state["own"] == rank
-    finally:
-        _leave(manager)
-
-
-def _own_value(values: list[Any], rank: int, world_size: int) -> Any:
-    return values[rank]
 
 
 @cache
@@ -258,11 +246,6 @@ def _sharded() -> torch.Tensor:
 def _save_for_others(rank: int, world_size: int) -> None:
     with LocalCheckpointManager(node_store(), "elastic", timeout=30.0) as manager:
         manager.save({"w": _sharded(), "whole": torch.full((4,), 2.0), "own": rank}, 1)
-
-
-def _leave(manager: Any) -> None:
-    """Close a manager as a loop does that an error ends."""
-    manager.__exit__(RuntimeError, RuntimeError("left"), None)
 
 
 _PROTOCOLS: dict[str, Callable[..., None]] = {
@@ -277,19 +260,10 @@ _STRIDES = {"decide": 1, "queue": 2, "shared": 3, "drain": 6, "elastic": 6, "fro
 
 
 def _play(
-    rank: int,
-    world_size: int,
-    victim: int,
-    protocol: str,
-    kind: str,
-    stride: int,
-    marker: Path,
-    root: Path,
+    rank: int, _: int, victim: int, protocol: str, kind: str, stride: int, marker: Path, root: Path
 ) -> tuple[int, int, list[str]]:
-    """Play a protocol again and again, each time with another value replaced.
-
-    Returns:
-        How often, how often an error was raised, and what was raised that is no error of ours.
+    """Play a protocol again and again, each time with another value replaced: how often, how many
+    raised an error of ours, and what else was raised.
     """
     # A rank may take its whole deadline, while the other has had its error at once.
     patient = dist.new_group(timeout=timedelta(minutes=5))

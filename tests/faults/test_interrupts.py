@@ -11,11 +11,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -104,20 +104,11 @@ class _Trainer:
         return self.manager.save(state, self.iteration, is_async=is_async)
 
 
-def _descriptors() -> list[str]:
-    """What this process has open."""
-    opened = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted(opened)
-
-
 def _interrupt_often(rank: int, world_size: int, kind: str, rounds: int, again_s: float) -> int:
     trainer = _Trainer(kind, again_s)
     for name in _CALLS:
         trainer.interrupt(name)
-    memory, descriptors = staging_nbytes(trainer.manager.store), _descriptors()
+    memory, descriptors = staging_nbytes(trainer.manager.store), psutil.Process().num_fds()
     threads = threading.active_count()
     for _ in range(rounds):
         for name in _CALLS:
@@ -126,7 +117,7 @@ def _interrupt_often(rank: int, world_size: int, kind: str, rounds: int, again_s
     assert staging_nbytes(trainer.manager.store) <= 3 * memory
     # Threads that an interrupted call left may still end.
     assert wait_until(lambda: threading.active_count() <= threads + 2, MAX_S)
-    assert len(_descriptors()) <= len(descriptors) + 8, (descriptors, _descriptors())
+    assert psutil.Process().num_fds() <= descriptors + 8
     assert len(iterations_on(node_store())) <= 3
     trainer.queue.close()
     trainer.manager.close()
@@ -228,10 +219,7 @@ def _find_after(rank: int, world_size: int) -> int:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queued", [True, False])
 def test_the_first_ctrl_c_ends_a_job_within_two_seconds(
-    queued: bool,
-    node_dirs: Dirs,
-    long_form: bool,
-    record_property: Callable[[str, object], None],
+    queued: bool, node_dirs: Dirs, long_form: bool, record_property: Callable[[str, object], None]
 ) -> None:
     moments = random.Random(queued)
     rounds = 10 if long_form else 1

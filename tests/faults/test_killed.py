@@ -1,8 +1,7 @@
 """A job that is killed at any system call on its stores: what was complete stands, bit for bit.
 
-Each case is a job of its own. The calls are counted in a job that nothing happens to; then one job
-after another is killed just before one of them, and started again. Between two calls that change
-something a store is the same, so one kill stands for all that come there.
+The calls are counted in a job that nothing happens to; then one job after another is killed just
+before one that changes something, and started again.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ from tests.ranks import RanksFailedError, await_announced, node_store, run_ranks
 
 @dataclass(frozen=True)
 class _Operation:
-    """What a job does when one of its ranks is killed; all that it has lies below one directory.
-
-    Attributes:
-        kind: Of the nodes' managers.
-        ranks: How many there are, each on a node of its own.
-        victim: The rank that is killed.
-    """
+    """What a job does when one rank, the victim, is killed; all of it lies below one directory."""
 
     kind: str = "disk"
     ranks: int = 1
@@ -134,9 +127,6 @@ def _run_once(operation: _Operation, template: Path, fault: Fault | None) -> Sec
     return watching.section
 
 
-# On the nodes.
-
-
 @dataclass(frozen=True)
 class _OnNodes(_Operation):
     """Managers of nodes, which find iterations 1 and 2."""
@@ -183,12 +173,7 @@ class _OnNodes(_Operation):
 
 @dataclass(frozen=True)
 class _Save(_OnNodes):
-    """A save of the next iteration.
-
-    Attributes:
-        queued: It is behind training.
-        recycles: The job saves once before, so that the save overwrites a retired file.
-    """
+    """A save of the next iteration, behind training or not; it may overwrite a retired file."""
 
     queued: bool = False
     recycles: bool = False
@@ -222,19 +207,17 @@ class _Save(_OnNodes):
             assert stood == [newer, older]
             return
         assert stood in ([older, older - 1], [newer, older, older - 1], [newer, older]), hit
-        commits = [call for call in section.calls[: section.hit_at] if _names(call, newer)]
+        commits = [
+            call
+            for call in section.calls[: section.hit_at]
+            if call.name.startswith("rename")
+            and Path(call.paths[-1]).match(f"{newer:012d}.*.safetensors")
+        ]
         # What a rank of several did not come to keep, its peer may keep for it.
         if self.ranks == 1 and any(call.thread == hit.thread for call in commits):
             assert stood[0] == newer
         elif self.ranks == 1 and not commits:
             assert stood[0] == older
-
-
-def _names(call: Call, iteration: int) -> bool:
-    """Whether a call gives the image of an iteration its name."""
-    path = Path(call.paths[-1])
-    is_shard = path.name.startswith(f"{iteration:012d}.") and path.suffix == ".safetensors"
-    return call.name.startswith("rename") and is_shard
 
 
 def _shards(base: Path) -> Counter[str]:
@@ -304,8 +287,6 @@ class _Load(_OnNodes):
         assert _shards(template) - _shards(base) == Counter()
         assert self.stood(base) == [2, 1]
 
-
-# On shared storage.
 
 _OLDEST, _OLDER, _NEWER, _NEXT = 1, 2, 3, 9
 

@@ -1,7 +1,4 @@
-"""Every set of nodes is lost.
-
-tests/managers/test_elastic.py has what becomes of a job in other shapes.
-"""
+"""Every set of nodes is lost; tests/managers/test_elastic.py has jobs of other shapes."""
 
 from __future__ import annotations
 
@@ -26,18 +23,8 @@ def gone_with(lost: Collection[int], groups: Sequence[Sequence[int]]) -> list[in
     return sorted(rank for clique in groups if set(clique) <= set(lost) for rank in clique)
 
 
-def named_as_gone(text: str) -> set[tuple[int, tuple[int, ...]]]:
-    """(iteration, ranks) of each checkpoint that a message says is incomplete."""
-    found = re.findall(r"iteration (\d+) \([^)]*\) lacks the shards of ranks ([\d, ]+)", text)
-    return {(int(iteration), tuple(map(int, ranks.split(", ")))) for iteration, ranks in found}
-
-
 def _lose(
-    rank: int,
-    world_size: int,
-    base: Path,
-    params: Sequence[int],
-    sets: Sequence[tuple[int, ...]],
+    rank: int, world_size: int, base: Path, params: Sequence[int], sets: Sequence[tuple[int, ...]]
 ) -> list[tuple[str, str]]:
     """For each set of nodes: what happens when they come back empty, and with older files."""
     lives = Lives("disk", base, rank, params)
@@ -74,11 +61,7 @@ def _lose(
     [(4, (1, 2)), (4, (2, 2)), (4, (1, 4)), (4, (1, 3)), (5, (1, 2)), (6, (3, 2)), (6, (2, 3))],
 )
 def test_every_set_of_lost_nodes_is_survived_that_leaves_each_clique_a_member(
-    world_size: int,
-    params: tuple[int, int],
-    tmp_path: Path,
-    long_form: bool,
-    record_property: Any,
+    world_size: int, params: tuple[int, int], tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
     groups = parse_group_sequence(*params, world_size)
     counts = range(world_size + 1)
@@ -95,7 +78,9 @@ def test_every_set_of_lost_nodes_is_survived_that_leaves_each_clique_a_member(
             if len(gone) == world_size:
                 assert "no shard of this session was found on any node" in empty
             elif gone:
-                assert named_as_gone(empty) == {(i, tuple(gone)) for i in (_OLDER, _NEWEST)}
+                lacks = r"iteration (\d+) \([^)]*\) lacks the shards of ranks ([\d, ]+)"
+                ranks = ", ".join(map(str, gone))
+                assert {*re.findall(lacks, empty)} == {(f"{i}", ranks) for i in (_OLDER, _NEWEST)}
             else:
                 assert {empty} <= (peers if rank in lost else {"own node"})
             if gone:

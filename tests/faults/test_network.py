@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,15 +42,11 @@ _NBYTES_PER_S = 12 << 20
 _CUT_AFTER_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(NamedTuple):
     """Which node is cut off, and from what; its rank may be stopped, or killed, instead."""
 
     node: int
     lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"node {self.node}: {' and '.join(self.lines) or 'stopped'}"
 
 
 _STOPPED, _KILLED = (), ("killed",)
@@ -86,10 +80,12 @@ class _Node:
         self._manager.latest_iteration = -1
         return int(self._manager.find_latest())
 
-    def load(self) -> Any:
-        """ID and state of what is loaded."""
+    def load(self) -> None:
+        """Load what was found, bit for bit."""
+        found = self._manager.latest_iteration
         state, ckpt_id = self._manager.load()
-        return tuple(ckpt_id), pickle.dumps(state)
+        assert ckpt_id == (found, self._rank, _SESSION)
+        assert_same(state, _state(self._rank, found))
 
     def status(self) -> str:
         return str(self._manager.status()[0])
@@ -140,13 +136,6 @@ class _Job:
         assert self._ranks is not None
         return self._ranks
 
-    def has_saved(self) -> int:
-        """The job has saved this iteration, and is over."""
-        self.start(_PATIENT_S)
-        self.all_do("save", 1)
-        self.end()
-        return 1
-
     def start(self, timeout_s: float = _TIMEOUT_S) -> None:
         assert self._ranks is None
         args = (self.network.namespaces, self.stores, timeout_s, self.options)
@@ -174,10 +163,8 @@ class _Job:
     ) -> dict[int, Answer]:
         """Make a call, cut the network in the middle of it, and wait for what the ranks say.
 
-        Args:
-            moves: Whether shards are moved in it, and the network cut when some bytes have come;
-                else the node is cut off before its rank makes the call, for which others wait.
-            to: The rank that they are moved to; that of the node, unless given.
+        If shards are moved in it, to the node's rank or another one, the network is cut when some
+        bytes have come; else the node is cut off before its rank makes the call.
         """
         to = cut.node if to is None else to
         others = [rank for rank in range(_WORLD_SIZE) if rank != cut.node]
@@ -187,7 +174,10 @@ class _Job:
             self.network.slow(to, DATA, _NBYTES_PER_S)
         self.ranks.tell(command, *args, ranks=range(_WORLD_SIZE) if moves else others)
         if moves:
-            _await(lambda: _received(receiver) > before + _CUT_AFTER_NBYTES)
+            deadline = time.monotonic() + _START_S
+            while _received(receiver) <= before + _CUT_AFTER_NBYTES:
+                assert time.monotonic() < deadline
+                time.sleep(0.0005)
         else:
             time.sleep(0.2)
         if cut.lines in (_STOPPED, _KILLED):
@@ -207,20 +197,15 @@ class _Job:
             self.network.mend(to, [DATA])
             self.network.mend(cut.node, [CONTROL, DATA])
 
-    def resumes_from(self, *iterations: int) -> int:
+    def resumes_from(self, *iterations: int) -> None:
         """Start anew: all ranks find and load one checkpoint, one of these, bit for bit."""
         self.end()
         self.start(_PATIENT_S)
-        found = self.all_do("find")
-        loaded = self.all_do("load")
-        assert len(set(found)) == 1, found
-        assert found[0] in iterations
-        for rank, (ckpt_id, state) in enumerate(loaded):
-            assert ckpt_id == (found[0], rank, _SESSION)
-            assert_same(pickle.loads(state), _state(rank, found[0]))
-        self.all_do("save", found[0] + 5)
+        (found,) = set(self.all_do("find"))
+        self.all_do("load")
+        assert found in iterations
+        self.all_do("save", found + 5)
         self.end()
-        return int(found[0])
 
 
 def _do_nothing(rank: int, world_size: int) -> None:
@@ -234,13 +219,6 @@ def _received(pid: int) -> int:
         if name.strip() == DATA:
             return int(counts.split()[0])
     return 0
-
-
-def _await(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _START_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 def _ranks_in(text: str) -> set[int]:
@@ -270,8 +248,12 @@ def _assert_named(errors: dict[int, str], cut: _Cut) -> None:
 
 @pytest.fixture
 def job(node_dirs: Dirs) -> Iterator[_Job]:
+    """A job that has saved iteration 1, and is over."""
     network = Network(_WORLD_SIZE)
     made = _Job(network, node_dirs(_WORLD_SIZE))
+    made.start(_PATIENT_S)
+    made.all_do("save", 1)
+    made.end()
 
     yield made
 
@@ -286,45 +268,41 @@ def test_replicas_that_stop_half_way_cost_the_copies_or_are_an_error_that_names_
     cut: _Cut, strict: bool, job: _Job
 ) -> None:
     job.options = {"strict": strict}
-    at = job.has_saved()
     job.start()
 
-    answers = job.cut_in(cut, "save", at + 1, moves=True)
+    answers = job.cut_in(cut, "save", 2, moves=True)
 
     if cut.lines == (DATA,) and not strict:
         # All ranks can still agree that each has its own shard.
         assert all(answer.succeeded for answer in answers.values()), answers
-        at += 1
-        lacking = f"iteration {at} is local, "
-        assert all(told.startswith(lacking) for told in job.all_do("status"))
+        assert all(told.startswith("iteration 2 is local, ") for told in job.all_do("status"))
+        job.resumes_from(2)
     else:
         _assert_all_failed(answers, cut)
-    assert job.resumes_from(at) == at
+        job.resumes_from(1)
 
 
 @pytest.mark.parametrize("cut", _CUTS, ids=str)
 def test_a_node_that_is_cut_off_never_makes_two_answers_of_find_latest(
     cut: _Cut, job: _Job
 ) -> None:
-    at = job.has_saved()
     job.start()
 
     answers = job.cut_in(cut, "find", moves=False)
 
-    assert {answer.value for answer in answers.values() if answer.succeeded} <= {at}
+    assert {answer.value for answer in answers.values() if answer.succeeded} <= {1}
     if cut.lines != (DATA,):
         # Whoever comes late gets no answer that the others have not got.
         _assert_all_failed(answers, cut)
-    assert job.resumes_from(at) == at
+    job.resumes_from(1)
 
 
 @pytest.mark.parametrize("cut", _CUTS, ids=str)
 def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_cut(
     cut: _Cut, job: _Job
 ) -> None:
-    at = job.has_saved()
     job.start()
-    job.all_do("begin", at + 1)
+    job.all_do("begin", 2)
 
     answers = job.cut_in(cut, "finalize", moves=False)
 
@@ -334,7 +312,7 @@ def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_c
     all_failed = len(errors) == len(answers)
     assert cut.lines not in (_STOPPED, _KILLED) or all_failed, answers
     # What one rank has called complete is there, whatever the others were told.
-    job.resumes_from(*([at, at + 1] if all_failed else [at + 1]))
+    job.resumes_from(*([1, 2] if all_failed else [2]))
 
 
 @pytest.mark.fault("lost-during-recovery")
@@ -343,15 +321,14 @@ def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_c
 def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
     cut: _Cut, restored: int, job: _Job
 ) -> None:
-    at = job.has_saved()
     shutil.rmtree(job.stores[restored])
     job.start()
-    assert job.all_do("find") == [at] * _WORLD_SIZE
+    assert job.all_do("find") == [1] * _WORLD_SIZE
 
     answers = job.cut_in(cut, "load", moves=True, to=restored)
 
     _assert_all_failed(answers, cut)
-    assert job.resumes_from(at) == at
+    job.resumes_from(1)
 
 
 @pytest.mark.fault("world-size")
@@ -361,15 +338,15 @@ def test_a_load_into_another_sharding_that_is_cut_off_ends_in_time_and_can_be_do
 ) -> None:
     job.options = {"elastic": True}
     job.start(_PATIENT_S)
-    job.all_do("save_rows", 1)
+    job.all_do("save_rows", 2)
     job.end()
     # With copies on all nodes, none would send another one what it wants.
     for node, store in enumerate(job.stores):
-        for shard in store.rglob("000000000001.*.safetensors"):
+        for shard in store.rglob("000000000002.*.safetensors"):
             if int(shard.name.split(".")[1]) != node:
                 shard.unlink()
     job.start()
-    assert job.all_do("find") == [1] * _WORLD_SIZE
+    assert job.all_do("find") == [2] * _WORLD_SIZE
 
     answers = job.cut_in(cut, "load_columns", moves=True)
 

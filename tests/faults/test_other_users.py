@@ -6,7 +6,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ pytestmark = pytest.mark.fault("hostile-file")
 Dirs = Callable[[int], list[Path]]
 
 _OTHER, _USER = 65534, 54_321
+_TIERS = ("disk", "shared")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users")
-
-
-@pytest.fixture(params=["disk", "shared"])
-def tier(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -43,77 +40,39 @@ def place() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def _become(uid: int, groups: Sequence[int] = ()) -> None:
-    """Go on as another user, without the groups of this one."""
-    if os.geteuid() == uid:
-        return
-    os.setgroups(groups)
-    os.setgid(uid)
-    os.setuid(uid)
-
-
-def _make(tier: str, root: Path, **options: Any) -> Any:
-    if tier == "team":
-        return manager_on(root)
-    if tier == "shared":
-        return manager_on(root, "job", **options)
-    return make_manager(tier, root, "job", timeout=2.0, **options)
-
-
-def _save_and_load(
-    rank: int,
-    world_size: int,
-    uid: int,
-    tier: str,
-    root: Path,
-    saves: int,
-    umask: int,
-    groups: Sequence[int],
-) -> str:
+def _save_and_load(rank: int, world_size: int, tier: str, root: Path, umask: int) -> str:
     """Load what is there and save some more, as a user; the error that the job ends with."""
     os.umask(umask)
-    _become(uid, groups)
+    # Without the groups of this one.
+    os.setgroups([])
+    os.setgid(_USER)
+    os.setuid(_USER)
     try:
-        with _make(tier, root, keep_last=1) as manager:
+        is_shared = tier == "shared"
+        make = manager_on if is_shared else partial(make_manager, tier, timeout=2.0)
+        with make(root, "job", keep_last=1) as manager:
             newest, into = manager.find_latest(), {"w": torch.zeros(4096)}
             if newest >= 0:
                 assert (manager.load(into=into)[0]["w"] == newest).all()
-            for iteration in range(newest + 1, newest + saves + 1):
+            for iteration in range(newest + 1, newest + 4):
                 manager.save({"w": torch.full((4096,), float(iteration))}, iteration)
-            assert (manager.load(into=into)[0]["w"] == newest + saves).all()
+            assert (manager.load(into=into)[0]["w"] == newest + 3).all()
     except CheckpointingException as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _job(
-    tier: str,
-    root: Path,
-    uid: int = _USER,
-    saves: int = 3,
-    umask: int = 0,
-    groups: Sequence[int] = (),
-) -> str:
-    args = (uid, tier, root, saves, umask, groups)
-    (error,) = run_ranks(_save_and_load, 1, *args, init_group=False)
+def _job(tier: str, root: Path, umask: int = 0) -> str:
+    (error,) = run_ranks(_save_and_load, 1, tier, root, umask, init_group=False)
     return str(error)
-
-
-def _folder(path: Path, owner: int, group: int, mode: int) -> Path:
-    path.mkdir()
-    os.chown(path, owner, group)
-    path.chmod(mode)
-    return path
 
 
 def _below(root: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.lstat().st_mode, p.lstat().st_uid) for p in sorted(root.rglob("*"))}
 
 
-# Folders.
-
-
 @only_root
+@pytest.mark.parametrize("tier", _TIERS)
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_what_is_saved_is_the_users_alone_also_in_a_root_below_a_sticky_folder(
     tier: str, place: Path, umask: int
@@ -132,6 +91,7 @@ def test_what_is_saved_is_the_users_alone_also_in_a_root_below_a_sticky_folder(
 
 @only_root
 @pytest.mark.rows(8)
+@pytest.mark.parametrize("tier", _TIERS)
 @pytest.mark.parametrize(
     ("owner", "group", "mode", "takers", "cure"),
     [
@@ -150,7 +110,10 @@ def test_what_is_saved_is_the_users_alone_also_in_a_root_below_a_sticky_folder(
 def test_a_root_is_refused_where_others_can_put_something_with_the_cure(
     tier: str, place: Path, owner: int, group: int, mode: int, takers: tuple[str, ...], cure: str
 ) -> None:
-    root = _folder(place / "store", owner, group, mode)
+    root = place / "store"
+    root.mkdir()
+    os.chown(root, owner, group)
+    root.chmod(mode)
 
     error = _job(tier, root)
 
@@ -207,9 +170,6 @@ def test_a_parent_that_all_may_write_to_is_logged(
     assert f"chmod +t {place}" in caplog.text
 
 
-# Files.
-
-
 @only_root
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["of another user", "writable", "readable", "linked"])
@@ -250,9 +210,6 @@ def test_files_of_another_user_in_a_store_are_refused(place: Path, tier: str, pa
 
     assert writable.startswith("StorageError")
     assert f"{path} is a file of user {_OTHER}" in error
-
-
-# Links that lead out, and names.
 
 
 @pytest.mark.parametrize("step", ["_remove", "put_back"])

@@ -1,7 +1,6 @@
 """The power is cut before every system call of a save that changes something, and at the end.
 
-The job runs on a small ext4 of its own. While such a call waits, what the device holds by then is
-mounted and loaded from.
+While such a call waits, what the device of a small ext4 holds by then is mounted and loaded from.
 """
 
 from __future__ import annotations
@@ -35,65 +34,63 @@ _NUMEL = 2000
 
 @dataclass(frozen=True)
 class _Job:
-    """How a job saves, and how durable names are that nobody has synced.
-
-    Attributes:
-        keep_last: How many checkpoints stay.
-        is_queued: Saves are behind training.
-        is_buffered: Files are written through the page cache, as on a file system that takes no
-            O_DIRECT; else past it.
-        names_at_once: The kernel makes names durable at once, not only when somebody asks.
-        is_shared: The disk is shared storage.
-        frozen_nbytes: How much of the state never changes, so that files are patched.
-    """
+    """How a job saves, and how durable names are that nobody has synced."""
 
     keep_last: int
     is_queued: bool
+    # Through the page cache, as on a file system that takes no O_DIRECT.
     is_buffered: bool
+    # The kernel makes names durable, not only when somebody asks.
     names_at_once: bool
     is_shared: bool = False
+    # How much never changes, so that files are patched.
     frozen_nbytes: int = 0
 
+    def manager(self, root: Path) -> Any:
+        options: dict[str, Any] = {"keep_last": self.keep_last, "timeout": 60.0}
+        if self.is_shared:
+            return localckpt.GlobalCheckpointManager(root, "job", thread_count=1, **options)
+        return make_manager("disk", root, "job", **options)
+
     def state(self, iteration: int) -> dict[str, Any]:
+        if self.is_shared:
+            return shared.state_of(iteration, _NUMEL)
         # Each is smaller than the one before, so that a file that is used again ends differently.
         changing = state_of(0, iteration, _NBYTES - 10_000 * iteration)
         return {"frozen": torch.zeros(self.frozen_nbytes, dtype=torch.uint8), **changing}
 
-    def manager(self, root: Path) -> Any:
-        return make_manager("disk", root, "job", keep_last=self.keep_last, timeout=60.0)
+    def find_and_load(self, root: Path, saved: int, begun: int) -> None:
+        """What was saved is there, or what was being saved; and nothing else is taken for it."""
+        with self.manager(root) as manager:
+            found = manager.find_latest()
+            assert saved <= found <= begun
+            if found != -1:
+                state, ckpt_id = manager.load(into=self.state(0) if self.is_shared else None)
+                assert ckpt_id == (found, 0, "job")
+                assert_same(state, self.state(found))
+        # What was not finished is gone, and no file that has its name is half of anything.
+        assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".recycled", ".corrupt")]
 
-    def shared_manager(self, root: Path) -> localckpt.GlobalCheckpointManager:
-        options = {"keep_last": self.keep_last, "thread_count": 1, "timeout": 60.0}
-        return localckpt.GlobalCheckpointManager(root, **options)
 
-
-def _train(
-    rank: int, world_size: int, job: _Job, store: Path, address: str, note: Callable[[str], None]
-) -> None:
+def _train(rank: int, world_size: int, job: _Job, store: Path, address: str, notes: Path) -> None:
+    if job.is_shared and job.is_buffered:
+        _take_no_direct_files()
     with Watched(address).section():
-        for iterations in (_FIRST_LIFE, _SECOND_LIFE):
+        for iterations in (_FIRST_LIFE,) if job.is_shared else (_FIRST_LIFE, _SECOND_LIFE):
             queue = localckpt.AsyncCallsQueue(timeout_s=60.0) if job.is_queued else None
             with job.manager(store) as manager, queue or nullcontext():
-                manager.store._direct &= not job.is_buffered
-                if manager.find_latest() != -1:
-                    manager.load()
+                if not job.is_shared:
+                    manager.store._direct &= not job.is_buffered
+                    if manager.find_latest() != -1:
+                        manager.load()
                 for iteration in iterations:
-                    note(f"begins {iteration}")
-                    save(manager, job.state(iteration), iteration, queue)
-                    note(f"saved {iteration}")
-
-
-def _train_with_shared_storage(
-    rank: int, world_size: int, job: _Job, store: Path, address: str, note: Callable[[str], None]
-) -> None:
-    if job.is_buffered:
-        _take_no_direct_files()
-    with Watched(address).section(), job.shared_manager(store) as manager:
-        for iteration in _FIRST_LIFE:
-            note(f"begins {iteration}")
-            manager.save(shared.state_of(iteration, _NUMEL), iteration, is_async=True)
-            manager.wait_until_finished()
-            note(f"saved {iteration}")
+                    (notes / f"begins {iteration}").touch()
+                    if job.is_shared:
+                        manager.save(job.state(iteration), iteration, is_async=True)
+                        manager.wait_until_finished()
+                    else:
+                        save(manager, job.state(iteration), iteration, queue)
+                    (notes / f"saved {iteration}").touch()
 
 
 def _take_no_direct_files() -> None:
@@ -107,61 +104,35 @@ def _take_no_direct_files() -> None:
     places.open_owned = refuse  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class _Notes:
-    """What the job has begun and saved: empty files on another disk."""
-
-    folder: Path
-
-    def __call__(self, text: str) -> None:
-        (self.folder / text).touch()
-
-    def newest(self, what: str) -> int:
-        return max(
-            (int(path.name.split()[1]) for path in self.folder.glob(f"{what} *")), default=-1
-        )
+def _newest(notes: Path, what: str) -> int:
+    """The iteration of the last empty file ``what`` on another disk."""
+    return max((int(path.name.split()[1]) for path in notes.glob(f"{what} *")), default=-1)
 
 
 def _cut_everywhere(disk: LoopDisk, job: _Job) -> list[str]:
     """Run a job, and cut the power before each of its calls and at its end; these calls."""
-    cuts, notes = list[str](), _Notes(disk.root.with_name("notes"))
-    notes.folder.mkdir()
+    cuts, notes = list[str](), disk.root.with_name("notes")
+    notes.mkdir()
 
     def cut(call: Call | None) -> None:
         if job.names_at_once:
             disk.commit_names()
         # Other threads of the job go on meanwhile.
-        saved = notes.newest("saved")
+        saved = _newest(notes, "saved")
         copy = disk.cut_power()
-        begun = notes.newest("begins")
+        begun = _newest(notes, "begins")
         try:
             with disk.after(copy) as root:
-                check(job, root / "store", saved, begun)
+                _check(job, root / "store", saved, begun)
         except Exception as error:
             raise AssertionError(f"{saved} was saved, {begun} begun, before {call}") from error
         cuts.append(call.name if call else "the end")
 
-    train, check = _train, _check
-    if job.is_shared:
-        train, check = _train_with_shared_storage, _check_shared_storage
     with watch(disk.root, before=cut) as watching:
         args = (job, disk.root / "store", watching.address, notes)
-        run_ranks(train, 1, *args, init_group=False, timeout_s=1200.0)
+        run_ranks(_train, 1, *args, init_group=False, timeout_s=1200.0)
     cut(None)
     return cuts
-
-
-def _find_and_load(job: _Job, root: Path, saved: int, begun: int) -> None:
-    """What was saved is there, or what was being saved; and nothing else is taken for it."""
-    with job.manager(root) as manager:
-        found = manager.find_latest()
-        assert saved <= found <= begun
-        if found != -1:
-            state, ckpt_id = manager.load()
-            assert ckpt_id == (found, 0, "job")
-            assert_same(state, job.state(found))
-    # What was not finished is gone, and no file that has its name is half of anything.
-    assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".recycled", ".corrupt")]
 
 
 def _check(job: _Job, store: Path, saved: int, begun: int) -> None:
@@ -170,27 +141,19 @@ def _check(job: _Job, store: Path, saved: int, begun: int) -> None:
         if owner is not None:
             # Nobody has survived the reboot.
             path.write_text(str(replace(owner, boot="0" * 12)))
-    _find_and_load(job, store, saved, begun)
+    job.find_and_load(store, saved, begun)
     if saved > min(_FIRST_LIFE) and job.keep_last > 1:
         # The one before is whole as well, if it comes to that.
         max(store.rglob("*.safetensors")).unlink()
-        _find_and_load(job, store, saved - 1, begun - 1)
+        job.find_and_load(store, saved - 1, begun - 1)
     # It goes on from there, whatever was left.
     with job.manager(store) as manager:
+        if job.is_shared and manager.find_latest() != -1:
+            manager.load(into=job.state(0))
         manager.save(job.state(9), 9)
-    _find_and_load(job, store, 9, 9)
-
-
-def _check_shared_storage(job: _Job, store: Path, saved: int, begun: int) -> None:
-    with job.shared_manager(store) as manager:
-        found = manager.find_latest()
-        assert saved <= found <= begun
-        if found != -1:
-            into = shared.state_of(0, _NUMEL)
-            assert manager.load(into=into)[1].iteration == found
-            assert_same(into, shared.state_of(found, _NUMEL))
-        manager.save(shared.state_of(9, _NUMEL), 9, is_async=False)
-    shared.assert_nothing_else(store)
+    job.find_and_load(store, 9, 9)
+    if job.is_shared:
+        shared.assert_nothing_else(store / "session-job")
 
 
 @pytest.fixture
@@ -225,20 +188,3 @@ def test_what_was_saved_when_the_power_went_is_there_and_else_the_one_before(
     record_property("cases", len(cuts))
     of_kind = {"mkdir"} if job.is_shared else {"unlink", "fallocate"}
     assert {"fsync", "rename"} | of_kind <= set(cuts)
-
-
-@pytest.mark.fault("power-cut")
-def test_a_file_that_nobody_synced_is_lost_with_the_power(disk: LoopDisk) -> None:
-    content, final = os.urandom(_NBYTES), disk.root / "file"
-    (disk.root / "file.dirty").write_bytes(content)
-    (disk.root / "file.dirty").rename(final)
-
-    with disk.after(disk.cut_power()) as root:
-        assert not (root / "file").exists()
-    disk.commit_names()
-    with disk.after(disk.cut_power()) as root:
-        assert (root / "file").read_bytes() == b""
-    with final.open("rb") as file:
-        os.fsync(file)
-    with disk.after(disk.cut_power()) as root:
-        assert (root / "file").read_bytes() == content

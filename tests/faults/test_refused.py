@@ -14,6 +14,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ from tests.storage.test_files import make_cold
 Record = Callable[[str, object], None]
 Roots = Callable[[int], list[Path]]
 
+pytestmark = pytest.mark.timeout(1800)
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _LOOKS = {"stat", "lstat", "newfstatat", "statx", "fstat", "access", "faccessat"}
 _WRITES = {"write", "fallocate", "pwrite64", "ftruncate", "fsync", "close"}
@@ -70,33 +72,18 @@ _CASES_IN_SHORT = 7
 
 @dataclass(frozen=True)
 class _Job:
-    """A job of which one rank is refused one call after another.
-
-    Attributes:
-        does: What it does again and again.
-        kind: Of the managers: ``"shared"`` for those of shared storage.
-        ranks: How many there are, each on a node of its own.
-        victim: The one that is refused; the last if negative.
-        queued: It saves behind training.
-        fresh: Every case has a manager of its own, and is the first save of it.
-        again: A save that failed is tried again with its own number; else with the next.
-        lasts: From the n-th on, every call is refused.
-        cold: Files are not in the page cache when they are loaded.
-        serves: The other node is empty, so that the one that is refused has all that is left.
-        codes: The errors, in turn.
-        only: Names of the calls that are refused; all by default.
-    """
+    """A job of which one rank is refused one call after another."""
 
     does: str
     kind: str = "disk"
     ranks: int = 1
     victim: int = -1
     queued: bool = False
-    fresh: bool = False
-    again: bool = False
-    lasts: bool = False
-    cold: bool = False
-    serves: bool = False
+    fresh: bool = False  # Every case has a manager of its own, and is the first save of it.
+    again: bool = False  # A save that failed is tried again with its own number.
+    lasts: bool = False  # From the n-th on, every call is refused.
+    cold: bool = False  # Files are not in the page cache when they are loaded.
+    serves: bool = False  # The other node is empty: the one that is refused has all that is left.
     codes: tuple[int, ...] = field(default=_REFUSALS, repr=False)
     only: tuple[str, ...] = field(default=(), repr=False)
 
@@ -110,17 +97,11 @@ class _Job:
 
 @dataclass
 class _Case:
-    """What came of one call that was refused, as all ranks know it.
-
-    Attributes:
-        hit: The call; ``None`` when there was none left.
-        errors: What each rank raised.
-        source: Where the rank that was refused has loaded from.
-    """
+    """What came of one call that was refused, as all ranks know it."""
 
     hit: Call | None
     errors: list[str | None]
-    source: str = ""
+    source: str = ""  # of what the rank that was refused has loaded
 
     @property
     def failed(self) -> bool:
@@ -143,15 +124,7 @@ class _Case:
 
 
 class _Refusals:
-    """On one rank: refuses one call after another.
-
-    The first attempt is undisturbed: its calls are counted.
-
-    Args:
-        cases: How many calls, spread over all that there are; ``None`` for each, with each error
-            in turn and, of a rank that is alone, with EACCES too: pathlib makes an empty folder of
-            some calls that are denied.
-    """
+    """On one rank: refuses one call after another; so many, or each with each error in turn."""
 
     def __init__(self, job: _Job, rank: int, root: Path, address: str, cases: int | None) -> None:
         self.job, self.rank, self.root = job, rank, root if job.is_shared else node_store()
@@ -188,6 +161,11 @@ class _Refusals:
         assert look_again(manager) == iteration
         assert self.load(manager) == iteration
 
+    def load_anew(self, iteration: int) -> None:
+        """With a manager of its own, since what is saved after a load is a new attempt."""
+        with self.manager() as manager:
+            self.find_and_load(manager, iteration)
+
     def digests(self) -> dict[str, str]:
         """Contents of the shards, or of the files of all checkpoints, by their names."""
         paths = self.root.glob("iteration_*/*")
@@ -199,7 +177,7 @@ class _Refusals:
         }
 
     def attempt(self, call: Callable[[], Any]) -> _Case:
-        """Make a call of the product, of which one system call is refused."""
+        """Make a call of the product; after the first time, one system call is refused."""
         fault = None if self._faults is None else next(self._faults)
         watched, section, error = self._watched, Section(), None
         self.gather(None)
@@ -240,12 +218,10 @@ class _Refusals:
         for turn in itertools.count():
             codes = [job.codes[turn % len(job.codes)]]
             if self._cases is None and job.ranks == 1 and job.codes == _REFUSALS:
+                # pathlib makes an empty folder of some calls that are denied.
                 codes = list(dict.fromkeys([*codes, errno.EACCES]))
             for code in codes:
                 yield Fault(first + turn * step, "error", code, lasts=job.lasts, only=only)
-
-
-# Saves.
 
 
 def _save_again_and_again(refusals: _Refusals) -> None:
@@ -265,12 +241,16 @@ def _save_again_and_again(refusals: _Refusals) -> None:
 
 def _save_once(refusals: _Refusals, manager: Any, newest: int) -> int:
     job, root = refusals.job, refusals.root
+
+    def kept() -> list[str]:
+        return [name for name in files(root) if not name.endswith(".recycled")]
+
     await_memory_ahead()
-    before, recycled = _kept(root), len(list(root.rglob("*.recycled")))
+    before, recycled = kept(), len(list(root.rglob("*.recycled")))
     case = refusals.attempt(lambda: refusals.save(manager, newest + 1))
     if case.failed and not job.lasts:
         # What was there before is there, and nothing else.
-        assert _kept(root) == before, case
+        assert kept() == before, case
         assert look_again(manager) == newest
     if case.hit is not None and job.codes == (errno.EINTR,):
         assert not case.failed or case.hit.name not in _MADE_AGAIN, case
@@ -304,10 +284,6 @@ def _must_be_told(job: _Job, hit: Call) -> bool:
     return hit.name == "fsync" or any(p.endswith(".safetensors.dirty") for p in hit.paths)
 
 
-def _kept(root: Path) -> list[str]:
-    return [name for name in files(root) if not name.endswith(".recycled")]
-
-
 def _save_shared_once(refusals: _Refusals, manager: Any, newest: int) -> int:
     job, before = refusals.job, refusals.digests()
     case = refusals.attempt(lambda: refusals.save(manager, newest + 1))
@@ -317,18 +293,17 @@ def _save_shared_once(refusals: _Refusals, manager: Any, newest: int) -> int:
     if case.failed:
         # What was there before is there; and nothing newer, unless that is whole.
         assert before.items() <= refusals.digests().items(), case
-        assert found == newest or (found == newest + 1 and _follows_commit(case.hit)), case
+        assert found == newest or (
+            found == newest + 1 and case.hit and _follows_commit(case.hit)
+        ), case
         if found != newest:
-            _load_anew(refusals, found)
+            refusals.load_anew(found)
     else:
         assert found == newest + 1, case
     following = newest + 1 if case.failed and job.again else newest + 2
-    try:
-        refusals.save(manager, following)
-    except Exception as failed:
-        raise AssertionError(case) from failed
+    refusals.save(manager, following)
     assert manager.find_latest() == following, case
-    _load_anew(refusals, following)
+    refusals.load_anew(following)
     if refusals.rank == 0:
         # What could not be let go of then is gone now.
         assert_nothing_else(refusals.root)
@@ -337,21 +312,10 @@ def _save_shared_once(refusals: _Refusals, manager: Any, newest: int) -> int:
     return following
 
 
-def _load_anew(refusals: _Refusals, iteration: int) -> None:
-    """With a manager of its own, since what is saved after a load is a new attempt."""
-    with refusals.manager() as manager:
-        refusals.find_and_load(manager, iteration)
-
-
-def _follows_commit(hit: Call | None) -> bool:
+def _follows_commit(hit: Call) -> bool:
     """Whether it makes the names of a checkpoint durable, of which some may be there already."""
-    if hit is None or hit.name not in {"openat", "fsync", "close"}:
-        return False
-    # Of the root, or of the directory itself.
-    return hit.paths[-1] == "" or re.fullmatch(r"iteration_[\d.]+", hit.paths[-1]) is not None
-
-
-# Starts: making the manager, finding, loading.
+    is_folder = re.fullmatch(r"(iteration_[\d.]+)?", hit.paths[-1]) is not None
+    return is_folder and hit.name in {"openat", "fsync", "close"}
 
 
 def _start_again_and_again(refusals: _Refusals) -> None:
@@ -372,7 +336,7 @@ def _start_again_and_again(refusals: _Refusals) -> None:
         # Nothing was removed, and nothing set aside.
         assert is_emptied or refusals.digests() == before, case
         if case.failed or case.source != "own node":
-            _load_anew(refusals, 2)
+            refusals.load_anew(2)
 
 
 def _start_once(refusals: _Refusals) -> _Case:
@@ -399,9 +363,6 @@ def _start_once(refusals: _Refusals) -> _Case:
     return case
 
 
-# Drains.
-
-
 def _drain_again_and_again(refusals: _Refusals) -> None:
     root, iteration = refusals.root, 10
     with Drains(root, refusals.rank) as job:
@@ -421,8 +382,6 @@ def _drain_again_and_again(refusals: _Refusals) -> None:
             job.promote(iteration)
             job.assert_drained(iteration)
 
-
-# What is done again and again, and the jobs that are refused a call of it.
 
 _DOES: dict[str, Callable[[_Refusals], None]] = {
     "save": _save_again_and_again,
@@ -463,7 +422,9 @@ def _again_and_again(
 
 
 @pytest.fixture
-def refuse(node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool) -> Any:
+def refuse(
+    node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool, record_property: Record
+) -> Any:
     """``refuse(job)``: what came of each call that was refused, or of some in the short form."""
 
     def run(job: _Job, cases: int | None = None if long_form else _CASES_IN_SHORT) -> list[_Case]:
@@ -476,58 +437,45 @@ def refuse(node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool) 
                 store_per_node=nodes,
                 timeout_s=1200.0,
             )
+        record_property("cases", len(refused))
         return list(refused)
 
     return run
 
 
 @pytest.mark.rows(6)
-@pytest.mark.timeout(1800)
 @pytest.mark.fault("refused-io")
 @pytest.mark.parametrize("job", _JOBS, ids=str)
 def test_a_call_that_is_refused_loses_nothing_and_is_told_on_all_ranks_if_it_matters(
-    job: _Job, refuse: Any, record_property: Record
+    job: _Job, refuse: Any
 ) -> None:
     refused = refuse(job)
 
-    record_property("cases", len(refused))
     assert len(refused) > 3
     # A load may take what can be read.
     assert job.does == "start" or any(case.failed for case in refused), refused
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.fault("refused-io")
-def test_a_rank_that_cannot_read_its_copy_takes_its_peers(
-    refuse: Any, record_property: Record
-) -> None:
+def test_a_rank_that_cannot_read_its_copy_takes_its_peers(refuse: Any) -> None:
     # Every one: of a sample none may be a read of the own copy.
     refused = refuse(_Job("start", ranks=2, codes=(errno.EIO,), cold=True, only=_READS), None)
 
     assert not any(case.failed for case in refused)
     assert {case.source for case in refused} == {"own node", "peer rank 0"}
-    record_property("cases", len(refused))
 
 
 @pytest.mark.rows(2)
-@pytest.mark.timeout(1800)
 @pytest.mark.fault("partial-io")
 @pytest.mark.parametrize("does", ["save", "start"])
-@pytest.mark.parametrize(
-    ("code", "only"),
-    # Those to which the kernel may say that they would have to wait.
-    [(errno.EINTR, ()), (errno.EAGAIN, ("openat", "flock", "preadv", "preadv2"))],
-)
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
 def test_a_call_that_is_interrupted_or_would_wait_is_made_again_or_is_an_error(
-    does: str, code: int, only: tuple[str, ...], refuse: Any, record_property: Record
+    does: str, code: int, refuse: Any
 ) -> None:
-    refused = refuse(_Job(does, codes=(code,), only=only))
+    # Those to which the kernel may say that they would have to wait.
+    only = ("openat", "flock", "preadv", "preadv2") if code == errno.EAGAIN else ()
 
-    assert refused
-    record_property("cases", len(refused))
-
-
-# Calls that move less than they were asked to.
+    assert refuse(_Job(does, codes=(code,), only=only))
 
 
 @pytest.mark.fault("partial-io")
@@ -541,8 +489,7 @@ def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
     record_property: Record,
 ) -> None:
     (root,) = (node_dirs if kind == "disk" else shm_roots)(1)
-    draw, moved = random.Random(1), dict.fromkeys(["pwrite", "preadv"], 0)
-    pwrite, preadv = os.pwrite, os.preadv
+    draw, moved, pwrite, preadv = random.Random(1), Counter[str](), os.pwrite, os.preadv
 
     def part_of(call: str, fd: int, buffer: Any) -> memoryview:
         moved[call] += 1
@@ -557,9 +504,10 @@ def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
             return preadv(fd, buffers, offset, *flags)
         return preadv(fd, [part_of("preadv", fd, buffers[0])], offset)
 
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, at: pwrite(fd, part_of("pwrite", fd, data), at)
-    )
+    def write_some(fd: int, data: Any, offset: int) -> int:
+        return pwrite(fd, part_of("pwrite", fd, data), offset)
+
+    monkeypatch.setattr(os, "pwrite", write_some)
     monkeypatch.setattr(os, "preadv", read_some)
     with make_manager(kind, root, "job", keep_last=2) as manager:
         for iteration in range(50 if long_form else 5):
@@ -569,11 +517,8 @@ def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
             assert look_again(manager) == iteration
             assert_same(manager.load()[0], state_of(0, iteration, _LARGE))
 
-    assert min(moved.values()) > 0
+    assert min(moved["pwrite"], moved["preadv"]) > 0
     record_property("cases", sum(moved.values()))
-
-
-# What is told at once.
 
 
 def _full_on_one(rank: int, world_size: int, root: Path, address: str) -> tuple[str, float]:
@@ -586,7 +531,7 @@ def _full_on_one(rank: int, world_size: int, root: Path, address: str) -> tuple[
         fault = Fault(2, "error", errno.ENOSPC, only=("pwrite64",), lasts=True)
         began = time.monotonic()
         with Watched(address).section(fault) if rank == 1 else nullcontext():
-            text = error_of(lambda: job.promote(5, 1e6), StorageError)
+            text = error_of(lambda: job.promote(5, rate_limit=1e6), StorageError)
         seconds = time.monotonic() - began
         assert job.shared.find_latest() == -1
         assert_same(job.nodes.load(iteration=5)[0], state)

@@ -1,8 +1,7 @@
 """System calls on a store's files: counted, and one of them refused, or the last.
 
 A watched process hands every call that may touch a file to the test before it is carried out, by
-the kernel's seccomp notifications. Against strace this counts calls in their order over all threads
-and knows files whose names are drawn at random. Nothing is injected outside of sections.
+the kernel's seccomp notifications: in their order over all threads, whatever the files are called.
 """
 
 from __future__ import annotations
@@ -32,19 +31,6 @@ import pytest
 
 from tests.managers.jobs import MAX_S
 
-__all__ = [
-    "CHANGES",
-    "Call",
-    "Fault",
-    "Section",
-    "Watch",
-    "Watched",
-    "await_memory_ahead",
-    "left_behind",
-    "look_again",
-    "watch",
-]
-
 _ANSWER_NBYTES = 1 << 20
 
 
@@ -66,22 +52,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is to happen to one call of a section.
+    """What is to happen to the n-th call of a section, of those that are counted.
 
-    Attributes:
-        nth: Which one, from 1; only calls that it can happen to are counted.
-        how: It fails with an ``"error"``, or moves nothing (``"skip"``); or the watched process and
-            its children are killed before it.
-        code: The error.
-        lasts: All counted calls after it share its fate.
-        only: Names of the calls that are counted; all by default.
+    It fails, or moves nothing; or the watched process and its children are killed before it.
     """
 
     nth: int
     how: Literal["error", "skip", "kill"]
     code: int = 0
-    lasts: bool = False
-    only: tuple[str, ...] = ()
+    lasts: bool = False  # All counted calls after it share its fate.
+    only: tuple[str, ...] = ()  # Names of the calls that are counted; all by default.
 
 
 @dataclass
@@ -128,9 +108,7 @@ class Watched:
 def watch(*roots: Path, before: Callable[[Call], None] | None = None) -> Iterator[Watch]:
     """In a test: look after one process, which is given ``address``, until it has ended.
 
-    Args:
-        roots: The stores whose files count.
-        before: Called before each call in a section that changes them, while that call waits.
+    ``before`` is called before each call in a section that changes the roots, while it waits.
     """
     if why := _cannot_watch():
         pytest.skip(why)
@@ -280,9 +258,6 @@ class Watch:
         self.over.set()
 
 
-# What tests of watched managers have in common.
-
-
 def look_again(manager: Any) -> int:
     """What is the latest now? Returns once all ranks have come here."""
     manager.latest_iteration = -1
@@ -306,43 +281,25 @@ def left_behind(root: Path, but: tuple[str, ...] = (".safetensors",)) -> list[st
 # The calls: their numbers on x86-64 and on 64-bit ARM, and which arguments tell the file: a
 # descriptor, paths, or paths that each have a directory's descriptor before them.
 
-_CALLS: dict[str, tuple[int | None, int | None, str]] = {
-    "read": (0, 63, "fd 0"),
-    "write": (1, 64, "fd 0"),
-    "close": (3, 57, "fd 0"),
-    "stat": (4, None, "path 0"),
-    "fstat": (5, 80, "fd 0"),
-    "lstat": (6, None, "path 0"),
-    "mmap": (9, 222, "fd 4"),
-    "pread64": (17, 67, "fd 0"),
-    "pwrite64": (18, 68, "fd 0"),
-    "access": (21, None, "path 0"),
-    "flock": (73, 32, "fd 0"),
-    "fsync": (74, 82, "fd 0"),
-    "fdatasync": (75, 83, "fd 0"),
-    "ftruncate": (77, 46, "fd 0"),
-    "rename": (82, None, "path 0 1"),
-    "mkdir": (83, None, "path 0"),
-    "rmdir": (84, None, "path 0"),
-    "unlink": (87, None, "path 0"),
-    "chmod": (90, None, "path 0"),
-    "fchmod": (91, 52, "fd 0"),
-    "statfs": (137, 43, "path 0"),
-    "fstatfs": (138, 44, "fd 0"),
-    "getdents64": (217, 61, "fd 0"),
-    "openat": (257, 56, "at 1"),
-    "mkdirat": (258, 34, "at 1"),
-    "newfstatat": (262, 79, "at 1"),
-    "unlinkat": (263, 35, "at 1"),
-    "renameat": (264, 38, "at 1 3"),
-    "faccessat": (269, 48, "at 1"),
-    "fallocate": (285, 47, "fd 0"),
-    "preadv": (295, 69, "fd 0"),
-    "pwritev": (296, 70, "fd 0"),
-    "renameat2": (316, 276, "at 1 3"),
-    "preadv2": (327, 286, "fd 0"),
-    "pwritev2": (328, 287, "fd 0"),
-    "statx": (332, 291, "at 1"),
+_CALLS: dict[str, tuple[tuple[str, int | None, int | None], ...]] = {
+    "fd 0": (
+        *(("read", 0, 63), ("write", 1, 64), ("close", 3, 57), ("fstat", 5, 80)),
+        *(("pread64", 17, 67), ("pwrite64", 18, 68), ("flock", 73, 32), ("fsync", 74, 82)),
+        *(("fdatasync", 75, 83), ("ftruncate", 77, 46), ("fchmod", 91, 52), ("fstatfs", 138, 44)),
+        *(("getdents64", 217, 61), ("fallocate", 285, 47), ("preadv", 295, 69)),
+        *(("pwritev", 296, 70), ("preadv2", 327, 286), ("pwritev2", 328, 287)),
+    ),
+    "path 0": (
+        *(("stat", 4, None), ("lstat", 6, None), ("access", 21, None), ("mkdir", 83, None)),
+        *(("rmdir", 84, None), ("unlink", 87, None), ("chmod", 90, None), ("statfs", 137, 43)),
+    ),
+    "fd 4": (("mmap", 9, 222),),
+    "path 0 1": (("rename", 82, None),),
+    "at 1": (
+        *(("openat", 257, 56), ("mkdirat", 258, 34), ("newfstatat", 262, 79)),
+        *(("unlinkat", 263, 35), ("faccessat", 269, 48), ("statx", 332, 291)),
+    ),
+    "at 1 3": (("renameat", 264, 38), ("renameat2", 316, 276)),
 }
 CHANGES = {
     *("write", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "fallocate", "ftruncate"),
@@ -351,7 +308,8 @@ CHANGES = {
 _MACHINE = platform.machine()
 _BY_NUMBER = {
     number: (name, kind)
-    for name, (x86_64, aarch64, kind) in _CALLS.items()
+    for kind, calls in _CALLS.items()
+    for name, x86_64, aarch64 in calls
     if (number := {"x86_64": x86_64, "aarch64": aarch64}.get(_MACHINE)) is not None
 }
 

@@ -22,20 +22,21 @@ WAIT_S = 60.0
 
 
 class Job:
-    """Managers of both tiers, and a queue for promotions, of one rank.
+    """Managers of both tiers, and a queue for promotions, of one rank."""
 
-    Args:
-        root: Directory of all nodes and of shared storage.
-        on_shared: Options of the manager of shared storage, also its root.
-        options: Options of the manager of the node.
-    """
-
-    def __init__(self, root: Path, on_shared: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        on_shared: dict[str, Any] | None = None,
+        node: Path | None = None,
+        **options: Any,
+    ) -> None:
         self._open = ExitStack()
         if "repl_strategy" in options:
             self._open.enter_context(options["repl_strategy"])
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.nodes = self._open.enter_context(make_manager("disk", root / f"node{rank}", **options))
+        node = node or root / f"node{rank}"
+        self.nodes = self._open.enter_context(make_manager("disk", node, **options))
         usual = {"root": root / "shared", "events": options.get("events"), "local": self.nodes}
         self.shared: GlobalCheckpointManager = self._open.enter_context(
             manager_on(**(usual | (on_shared or {})))

@@ -27,30 +27,9 @@ from localckpt.global_tier.places import FilePlace
 from localckpt.state_dict.basic import unwrapped
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from tests.global_tier.states import blank
 from tests.managers.jobs import assert_same
 from tests.ranks import run_ranks
-
-__all__ = [
-    "MAX_S",
-    "MISDESCRIBED",
-    "Unpicklable",
-    "assert_loads",
-    "at_each_open",
-    "at_each_rename",
-    "blank",
-    "checkpoints_in",
-    "fsdp_model",
-    "gathered",
-    "kept_in_image",
-    "leftovers_in",
-    "loaded_by",
-    "manager_on",
-    "misdescribed",
-    "run_sharded",
-    "state_of",
-    "states_of",
-    "step",
-]
 
 MAX_S = 20.0
 """Timeout of managers and meetings where no timeout is to be seen."""
@@ -79,12 +58,7 @@ def kept_in_image(folder: Path, rank: int) -> Any:
 
 
 def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of eight rows on a mesh of 2 x 2, whose parts are not those that torch describes.
-
-    Args:
-        kind: ``"partial"``, ``"order"``, ``"rows"``, or ``"runs"``.
-        mesh: The mesh.
-    """
+    """A DTensor on a mesh of 2 x 2, whose parts are not those that torch describes."""
     whole = torch.arange(40.0).reshape(8, 5)
     row, column = mesh.get_coordinate() or (0, 0)
     if kind == "partial":
@@ -139,15 +113,6 @@ def state_of(iteration: int, rank: int) -> dict[str, Any]:
     }
 
 
-def blank(state: Any) -> Any:
-    """The structure of a state, with none of its values."""
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
-
-
 def gathered(state: Any) -> Any:
     """A state with all values of each tensor; all ranks of the tensors' meshes call it."""
     if isinstance(state, dict):
@@ -174,20 +139,15 @@ def assert_loads(manager: GlobalCheckpointManager, rank: int, iteration: int) ->
 
 
 class Unpicklable:
-    """Object that can be saved when the save is planned, and not when it is copied.
+    """Object that can be saved when the save is planned, and not when it is copied."""
 
-    Args:
-        error: Raised then.
-    """
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self._error = error or RuntimeError("this cannot be pickled")
+    def __init__(self) -> None:
         self._is_planned = False
 
     def __reduce__(self) -> Any:
         self._is_planned = not self._is_planned
         if not self._is_planned:
-            raise self._error
+            raise RuntimeError("this cannot be pickled")
         return OrderedDict, ()
 
 

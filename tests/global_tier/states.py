@@ -4,24 +4,18 @@ loading and comparing them.
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-import localckpt.global_tier.storage_writer
 from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import (
@@ -29,34 +23,13 @@ from localckpt.global_tier.storage_writer import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from tests.state_dict.states import assert_same
-
-__all__ = [
-    "DTYPES",
-    "Counts",
-    "Settings",
-    "Zipped",
-    "assert_same",
-    "blank",
-    "data_files",
-    "load_with_ours",
-    "load_with_torch",
-    "registry",
-    "save",
-    "state_of",
-    "tensor_of",
-    "told_by",
-    "write",
-]
 
 
 def _can_be_loaded_by_torch(name: str) -> bool:
-    dtype = getattr(torch, name, None)
-    if dtype is None:
-        return False
     try:
-        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
-    except NotImplementedError:
+        values = torch.empty(1, dtype=getattr(torch, name))
+        values.copy_(values)
+    except (AttributeError, NotImplementedError):
         return False
     return True
 
@@ -74,64 +47,6 @@ DTYPES = [
         if _can_be_loaded_by_torch(name)
     ),
 ]
-
-
-class Counts:
-    """Calls of what is done once for many saves, from now on in this process.
-
-    Args:
-        replace: ``setattr``, or that of a ``monkeypatch``.
-    """
-
-    def __init__(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
-        self.plans = self.layouts = 0
-        plan = DefaultSavePlanner.create_global_plan
-        lay_out = localckpt.global_tier.storage_writer.lay_out_files
-
-        def create_global_plan(*args: Any) -> Any:
-            self.plans += 1
-            return plan(*args)
-
-        def lay_out_files(*args: Any, **options: Any) -> Any:
-            self.layouts += 1
-            return lay_out(*args, **options)
-
-        replace(DefaultSavePlanner, "create_global_plan", create_global_plan)
-        replace(localckpt.global_tier.storage_writer, "lay_out_files", lay_out_files)
-
-
-@dataclass
-class Settings:
-    name: str
-    value: float
-
-
-class Zipped(StreamTransformExtension):
-    """Compresses each item; as torch's ZStandard, which needs a package."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "tests.zipped"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Zipped:
-        return Zipped()
-
-    def get_descriptor(self) -> str:
-        return f"{self.registry_name()}/1"
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return cast(IO[bytes], gzip.GzipFile(fileobj=output, mode="wb"))
-
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        return io.BytesIO(gzip.decompress(input.read()))
-
-
-def registry() -> ExtensionRegistry:
-    """Knows how to read what :class:`Zipped` wrote."""
-    found = ExtensionRegistry()
-    found.register(Zipped)
-    return found
 
 
 def told_by(call: Callable[[], Any]) -> str:
@@ -154,8 +69,8 @@ def tensor_of(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.
 
 def state_of(seed: int = 0) -> dict[str, Any]:
     """A nested state with everything that a checkpoint can hold, other in each value by seed."""
-    base = tensor_of(torch.float32, (6, 8), seed)
-    numbers = tensor_of(torch.complex64, (4, 3), seed)
+    base, numbers = tensor_of(torch.float32, (6, 8), seed), tensor_of(torch.complex64, (4, 3), seed)
+    channels = tensor_of(torch.bfloat16, (2, 3, 4, 5), seed)
     parameter = torch.nn.Parameter(tensor_of(torch.float32, (5,), seed))
     parameter.grad = torch.ones(5)
     odd = [0x80000000, 0x7FC00000, 0x7F800001, 0xFFC12345, 0x7F800000, 1, seed]
@@ -169,9 +84,7 @@ def state_of(seed: int = 0) -> dict[str, Any]:
             "expanded": base[0].expand(3, 8),
             "conjugated": numbers.conj(),
             "negated": numbers.conj().imag,
-            "channels last": tensor_of(torch.bfloat16, (2, 3, 4, 5), seed).to(
-                memory_format=torch.channels_last
-            ),
+            "channels last": channels.to(memory_format=torch.channels_last),
         },
         "shapes": {
             "none": torch.tensor(float(seed)),
@@ -206,12 +119,8 @@ def blank(state: Any) -> Any:
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(torch.zeros_like(state))
     if isinstance(state, torch.Tensor):
-        return (
-            tensor_of(torch.uint8, (state.numel() * state.itemsize,))
-            .zero_()
-            .view(state.dtype)
-            .view(state.shape)
-        )
+        data = torch.zeros(state.numel() * state.itemsize, dtype=torch.uint8)
+        return data.view(state.dtype).view(state.shape)
     return "nothing was loaded here"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,6 @@ def _loaded(root: Path, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-# Equal to a save of the same state.
-
-
 def _save_models(rank: int, world_size: int, root: Path, counts: tuple[int, ...]) -> int:
     groups = {count: dist.new_group(range(count)) for count in counts}
     meshes = {n: DeviceMesh.from_group(g, "cpu") for n, g in groups.items() if rank < n}
@@ -103,16 +99,12 @@ def _save_models(rank: int, world_size: int, root: Path, counts: tuple[int, ...]
             here = root / f"saved by {saved}"
             found: list[Any] = []
             group = groups[count]
-            by_us = CachedMetadataFileSystemReader(
-                here / "by torch", process_group=group, share_metadata=False
-            )
+            options = {"process_group": group, "share_metadata": False}
+            by_us = CachedMetadataFileSystemReader(here / "by torch", **options)
             # What we saved is read by torch and by us, and what torch saved is read by us.
             for reader in (dcp.FileSystemReader(_folder(here / "shared")), by_us, None):
-                state = {
-                    **states_of(*fsdp_model(mesh, seed=99)),
-                    "iteration": 0,
-                    "schedule": [0, {"at": 0}],
-                }
+                state = states_of(*fsdp_model(mesh, seed=99))
+                state |= {"iteration": 0, "schedule": [0, {"at": 0}]}
                 if reader is not None:
                     dcp.load(state, storage_reader=reader, process_group=group)
                 else:
@@ -136,9 +128,6 @@ def test_models_sharded_by_fsdp_are_loaded_by_dcp_and_by_us_on_any_number_of_ran
     assert done[0] == 2**2
 
 
-# Written once.
-
-
 def _drain_replicas(rank: int, world_size: int, root: Path, marked: bool) -> None:
     torch.manual_seed(5)
     model = nn.Linear(300, 500)
@@ -146,10 +135,9 @@ def _drain_replicas(rank: int, world_size: int, root: Path, marked: bool) -> Non
     step(model, optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
+    saved = {k: localckpt.replicated(v) for k, v in state.items()} if marked else state
     with Job(root) as job:
-        job.nodes.save(
-            {k: localckpt.replicated(v) for k, v in state.items()} if marked else state, 5
-        )
+        job.nodes.save(saved, 5)
         job.promote(5)
     if rank == 0:
         record = CommitRecord.read(FilePlace(_folder(root / "shared"), "localckpt.json"))
@@ -223,9 +211,6 @@ def test_private_values_that_differ_are_all_drained_in_the_images_of_their_ranks
     assert "had of rng" in capfd.readouterr().out
 
 
-# Behind training.
-
-
 def test_the_promoted_iteration_is_drained_whatever_is_saved_meanwhile(tmp_path: Path) -> None:
     weight = torch.zeros(600_000)
     with Job(tmp_path, keep_last=1) as job:
@@ -252,9 +237,10 @@ def test_the_promoted_iteration_is_drained_whatever_is_saved_meanwhile(tmp_path:
     assert not list(tmp_path.rglob("*.corrupt"))
 
 
-def test_a_rate_limit_is_kept(tmp_path: Path) -> None:
+def test_a_rate_limit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "_PIECE_NBYTES", 1 << 20)
     state = {"weight": torch.randn(1_500_000)}
-    with _small_pieces(), Job(tmp_path) as job:
+    with Job(tmp_path) as job:
         job.nodes.save(state, 5)
         began = time.monotonic()
         job.begin(5, rate_limit=5e6)
@@ -267,9 +253,6 @@ def test_a_rate_limit_is_kept(tmp_path: Path) -> None:
     assert (6e6 - (1 << 20)) / 5e6 < seconds
     found = {"weight": torch.zeros(1_500_000)}
     assert torch.equal(_loaded(tmp_path / "shared", found)["weight"], state["weight"])
-
-
-# What cannot be promoted.
 
 
 def _refuse(rank: int, world_size: int, root: Path) -> list[str]:
@@ -307,7 +290,12 @@ def test_what_cannot_be_promoted_is_refused_on_all_ranks_and_nothing_is_held(
         assert "closed" in closed
 
 
-def test_a_checkpoint_of_another_number_of_ranks_or_a_bad_one_is_not_promoted(
+def _save_two(rank: int, world_size: int, root: Path) -> None:
+    with make_manager("disk", root / "nodes") as nodes:
+        nodes.save({"a": torch.ones(2)}, 1)
+
+
+def test_what_is_bad_of_another_number_of_ranks_or_not_for_dcp_is_not_promoted(
     tmp_path: Path,
 ) -> None:
     run_ranks(_save_two, 2, tmp_path)
@@ -322,31 +310,16 @@ def test_a_checkpoint_of_another_number_of_ranks_or_a_bad_one_is_not_promoted(
         nodes.save({"a": torch.ones(2)}, 1)
         assert "is marked bad (rank 0: NaN)" in error_of(lambda: nodes.promote(1, to=shared))
 
-
-def _save_two(rank: int, world_size: int, root: Path) -> None:
-    with make_manager("disk", root / "nodes") as nodes:
-        nodes.save({"a": torch.ones(2)}, 1)
-
-
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
+    duplicated = "duplicated flatten key a.b): give one of them another key. Nothing was dr"
+    for state, told in (
         ([torch.ones(3)], "the state is a list"),
-        (
-            {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)},
-            "duplicated flatten key a.b): give one of them another key. Nothing was dr",
-        ),
-    ],
-    ids=["a list", "two values of one key"],
-)
-def test_a_state_that_dcp_has_no_form_for_is_refused(state: Any, told: str, tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        job.nodes.save(state, 5)
-
-        assert told in error_of(lambda: job.promote(5), MismatchError)
-
-        assert_same(job.nodes.load()[0], state)
-    assert not list(tmp_path.glob("shared/*iteration*"))
+        ({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, duplicated),
+    ):
+        with Job(tmp_path / told[:9]) as job:
+            job.nodes.save(state, 5)
+            assert told in error_of(lambda: job.promote(5), MismatchError)
+            assert_same(job.nodes.load()[0], state)
+    assert not list(tmp_path.glob("*/shared/*iteration*"))
 
 
 def _promote_megatron(rank: int, world_size: int, root: Path) -> str:
@@ -365,25 +338,21 @@ def test_sharded_tensors_of_megatron_core_are_no_objects_on_shared_storage(tmp_p
     assert not list(tmp_path.glob("shared/*iteration*"))
 
 
-# Older and newer.
-
-
 def test_what_is_on_shared_storage_already_is_not_drained_again(tmp_path: Path) -> None:
+    def stamps() -> dict[Path, int]:
+        paths = [p for p in tmp_path.rglob("shared/*") if not p.name.startswith(".localckpt")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
     with Job(tmp_path) as job:
         job.nodes.save({"a": torch.ones(2)}, 5)
         job.promote(5)
-        before = _stamps(tmp_path / "shared")
+        before = stamps()
         job.promote(5)
-        assert _stamps(tmp_path / "shared") == before
+        assert stamps() == before
     with Job(tmp_path) as job:
         job.nodes.load()
         job.promote(5)
-        assert _stamps(tmp_path / "shared") == before
-
-
-def _stamps(root: Path) -> dict[Path, int]:
-    paths = [p for p in root.rglob("*") if not p.name.startswith(".localckpt")]
-    return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
+        assert stamps() == before != {}
 
 
 def test_nothing_is_drained_over_or_before_what_is_newer(tmp_path: Path) -> None:
@@ -408,9 +377,6 @@ def test_nothing_is_drained_over_or_before_what_is_newer(tmp_path: Path) -> None
         assert_same(found["a"], torch.full((2,), 3.0))
 
 
-# Damage.
-
-
 def test_a_damaged_image_is_quarantined_and_nothing_of_it_is_on_shared_storage(
     tmp_path: Path,
 ) -> None:
@@ -427,9 +393,6 @@ def test_a_damaged_image_is_quarantined_and_nothing_of_it_is_on_shared_storage(
         job.nodes.save({"weight": torch.zeros(10)}, 6)
         job.promote(6)
     assert [p.name for p in tmp_path.rglob("*.corrupt")] == [f"{path.name}.corrupt"]
-
-
-# Cut off, and gone on with.
 
 
 def _large(seed: int) -> dict[str, Any]:
@@ -508,13 +471,3 @@ def test_a_drain_that_one_rank_leaves_ends_on_all_at_once(leaves: str, tmp_path:
     assert max(first_s, second_s, third_s) < _AT_ONCE_S
     assert "the drain of iteration 5 was stopped: begun again" in text or "left" in text
     assert text == same
-
-
-@contextmanager
-def _small_pieces() -> Iterator[None]:
-    before = drain_module._PIECE_NBYTES
-    drain_module._PIECE_NBYTES = 1 << 20
-    try:
-        yield
-    finally:
-        drain_module._PIECE_NBYTES = before

@@ -21,7 +21,12 @@ from localckpt import (
     Retention,
     StorageError,
 )
+from localckpt.global_tier.folders import CommitRecord
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.places import FilePlace
+from localckpt.lineage import Lineage, Point
+from localckpt.state_dict.source import read_header
+from localckpt.storage.files import FileSource
 from tests.global_tier.models import (
     MAX_S,
     assert_loads,
@@ -32,15 +37,15 @@ from tests.global_tier.models import (
     manager_on,
     state_of,
 )
-from tests.managers.jobs import assert_same, damage, error_of
-from tests.ranks import run_ranks
+from tests.global_tier.states import blank
+from tests.managers.jobs import assert_same, damage, error_of, make_manager
+from tests.ranks import node_store, run_ranks
 
 
-def scramble(state: Any) -> None:
-    """Change all that can be changed in place."""
+def _change_in_place(state: Any) -> None:
     for key, value in list(state.items()):
         if isinstance(value, dict):
-            scramble(value)
+            _change_in_place(value)
         elif isinstance(value, torch.Tensor):
             value.fill_(7)
         elif isinstance(value, list):
@@ -49,16 +54,13 @@ def scramble(state: Any) -> None:
             state[key] = "changed"
 
 
-# Saving behind training.
-
-
 def _train_on_while_it_is_written(rank: int, world_size: int, root: Path) -> int:
     gate, committed = threading.Event(), threading.Event()
     at_each_open(".distcp", lambda: gate.wait(MAX_S))
     state = state_of(1, rank)
     with manager_on(root) as manager:
         manager.save(state, 1, on_commit=committed.set, is_async=True)
-        scramble(state)
+        _change_in_place(state)
         manager.check_for_errors()
         assert checkpoints_in(root) == []
         steps, after = 0, 0
@@ -86,36 +88,12 @@ def test_a_save_keeps_the_values_of_the_call_and_is_written_and_committed_beside
     assert leftovers_in(tmp_path) == []
 
 
-class Counter:
-    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
-        self._told = told
-
-    def state_dict(self) -> dict[str, Any]:
-        self._told()
-        return {"values": torch.ones(4)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-# Which checkpoints there are.
-
-
-@pytest.mark.parametrize("root", ["", "not/there"])
-def test_no_checkpoint_is_found_in_an_empty_or_missing_root(root: str, tmp_path: Path) -> None:
-    with manager_on(tmp_path / root) as manager:
-        found = manager.find_latest()
-        told = error_of(lambda: manager.load(into={}))
-
-    assert found == -1
-    assert "there is no checkpoint under" in told
-    assert list(tmp_path.iterdir()) == []
-
-
-# Damage.
-
-
-def _swap_in_from_another(folder: Path, other: Path) -> None:
-    shutil.copyfile(other / "__1_0.distcp", folder / "__1_0.distcp")
+def test_no_checkpoint_is_found_in_an_empty_or_missing_root(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "not" / "there"):
+        with manager_on(root) as manager:
+            assert manager.find_latest() == -1
+            assert "there is no checkpoint under" in error_of(lambda: manager.load(into={}))
+        assert list(tmp_path.iterdir()) == []
 
 
 # What is done to the newest checkpoint, given the one before; and the file it is done to.
@@ -126,13 +104,11 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no metadata": (lambda new, old: (new / ".metadata").unlink(), ".metadata"),
     "record": (lambda new, old: damage(new / "localckpt.json"), "localckpt.json"),
     "missing": (lambda new, old: (new / "__1_0.distcp").unlink(), "__1_0.distcp"),
-    "foreign": (_swap_in_from_another, "__1_0.distcp"),
+    "foreign": (lambda new, old: shutil.copy(old / "__1_0.distcp", new), "__1_0.distcp"),
 }
 
 
-def _load_each_that_is_damaged(
-    rank: int, world_size: int, root: Path
-) -> dict[str, tuple[str, str]]:
+def _load_each_that_is_damaged(rank: int, _: int, root: Path) -> dict[str, tuple[str, str]]:
     return {name: _load_what_is_damaged(rank, root / name, name) for name in DAMAGES}
 
 
@@ -169,32 +145,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(tmp_path:
         assert any(file in of_rank[name][1] for of_rank in told), name
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"keep_last": 0}, "keep_last is 0"),
-        ({"timeout": 0}, "timeout is 0"),
-        ({"concurrent_bytes": 0}, "concurrent_bytes is 0"),
-        ({"thread_count": 0}, "thread_count is 0"),
-        ({"keep_last": 2, "retention": Retention(every=3)}, "give keep_last= or retention=, not"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(
-    options: dict[str, Any], told: str, tmp_path: Path
+def test_options_that_mean_nothing_and_calls_of_a_closed_manager_are_refused(
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises(CheckpointingException, match=told):
-        GlobalCheckpointManager(tmp_path, **options)
-
-
-def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+    for name in ("keep_last", "timeout", "concurrent_bytes", "thread_count"):
+        with pytest.raises(CheckpointingException, match=f"{name} is 0"):
+            GlobalCheckpointManager(tmp_path, **{name: 0})
+    with pytest.raises(CheckpointingException, match="give keep_last= or retention=, not"):
+        GlobalCheckpointManager(tmp_path, keep_last=2, retention=Retention(every=3))
     manager = manager_on(tmp_path)
     manager.save(state_of(1, 0), 1, is_async=True)
     manager.close()
     manager.close()
-
     for call in (
         lambda: manager.save(state_of(2, 0), 2, is_async=True),
         lambda: loaded_by(manager, 0),
@@ -225,9 +187,7 @@ def _save(manager: Any, *iterations: int) -> None:
         manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
 
 
-def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
-    tmp_path: Path,
-) -> None:
+def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
         _save(manager, 1, 2)
         shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / "iteration_00000900.0001")
@@ -279,3 +239,71 @@ def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(tmp_path:
             manager.wait_until_finished()
 
         assert manager.find_latest() == 1
+
+
+def _recorded(root: Path, iteration: int) -> Lineage:
+    (folder,) = root.glob(f"iteration_{iteration:08d}.*")
+    record = CommitRecord.read(FilePlace(folder, "localckpt.json"))
+    assert record is not None
+    assert record.lineage is not None
+    return record.lineage
+
+
+def _kept(rank: int, iteration: int) -> Lineage:
+    (path,) = node_store().rglob(f"{iteration:012d}.{rank}.*.safetensors")
+    source = FileSource(path)
+    try:
+        identity = read_header(source).identity
+    finally:
+        source.close()
+    assert identity.lineage is not None
+    assert identity.lineage.epoch == identity.generation.epoch_id
+    return identity.lineage
+
+
+def _go_on(rank: int, world_size: int, root: Path) -> None:
+    def local(keep_last: int = 9) -> Any:
+        return make_manager("disk", node_store(), "job", keep_last=keep_last)
+
+    # The first job saves to both.
+    with local() as nodes, manager_on(root, local=nodes) as shared:
+        shared.save(state_of(1, rank), 1, is_async=False)
+        nodes.save({"iteration": 2}, 2)
+        nodes.save({"iteration": 9}, 9)
+    first = _kept(rank, 2)
+    assert _recorded(root, 1) == first == Lineage(first.epoch)
+
+    # The second goes back to shared storage, and saves to both.
+    with local() as nodes, manager_on(root, local=nodes) as shared:
+        assert nodes.find_latest() == 9
+        assert shared.load(into=blank(state_of(1, rank)))[1].iteration == 1
+        nodes.save({"iteration": 3}, 3)
+        shared.save(state_of(4, rank), 4, is_async=False)
+    second = _kept(rank, 3)
+    assert (second.origin, second.resumed_at) == ("shared", 1)
+    assert second.ancestors == (Point(first.epoch, 1),)
+    assert second.given_up == (Point(first.epoch, 9),)
+    assert _recorded(root, 4) == second
+
+    # The third goes on from the nodes.
+    with local() as nodes, manager_on(root, local=nodes) as shared:
+        assert nodes.find_latest() == 3
+        nodes.load()
+        shared.save(state_of(5, rank), 5, is_async=False)
+    third = _recorded(root, 5)
+    assert (third.origin, third.resumed_at) == ("local", 3)
+    assert third.ancestors == (Point(second.epoch, 3), Point(first.epoch, 1))
+
+    # The fourth knows shared storage alone.
+    with manager_on(root) as shared:
+        assert shared.load(into=blank(state_of(5, rank)))[1].iteration == 5
+        shared.save(state_of(6, rank), 6, is_async=False)
+        shared.save(state_of(7, rank), 7, is_async=False)
+    fourth = _recorded(root, 6)
+    assert (fourth.origin, fourth.ancestors[0]) == ("shared", Point(third.epoch, 5))
+    assert _recorded(root, 7) == fourth
+    assert len({first.epoch, second.epoch, third.epoch, fourth.epoch}) == 4
+
+
+def test_what_one_tier_loads_the_other_descends_from(tmp_path: Path, node_dirs: Any) -> None:
+    run_ranks(_go_on, 2, tmp_path / "shared", store_per_node=node_dirs(2))

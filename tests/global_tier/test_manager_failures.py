@@ -7,9 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from tests.global_tier.models import (
     manager_on,
     state_of,
 )
-from tests.managers.jobs import error_of
+from tests.managers.jobs import error_of, no_file_larger_than
 from tests.ranks import run_ranks
 
 # Far more than it takes to be told, far less than the timeout.
@@ -39,24 +37,11 @@ _AT_ONCE_S, _TIMEOUT_S = 20.0, 60.0
 _SHORT_S = 1.5
 
 
-def _told_at_once(call: Callable[[], Any], kind: type[Exception]) -> str:
+def _told_at_once(call: Callable[[], Any]) -> str:
     began = time.monotonic()
-    told = error_of(call, kind)
+    told = error_of(call, StorageError)
     assert time.monotonic() - began < _AT_ONCE_S
     return told
-
-
-@contextmanager
-def _no_file_larger_than(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-# One rank fails.
 
 
 def _fail_on_one(rank: int, world_size: int, root: Path) -> list[str]:
@@ -66,22 +51,19 @@ def _fail_on_one(rank: int, world_size: int, root: Path) -> list[str]:
         manager.wait_until_finished()
 
         large = state_of(2, rank) | {f"large {rank}": torch.ones(100_000)}
-        with _no_file_larger_than(100_000 if rank == 1 else resource.RLIM_INFINITY):
+        with no_file_larger_than(100_000 if rank == 1 else resource.RLIM_INFINITY):
             manager.save(large, 2, is_async=True)
-            told.append(_told_at_once(manager.wait_until_finished, StorageError))
+            told.append(_told_at_once(manager.wait_until_finished))
         assert_loads(manager, rank, 1)
         manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
 
-        manager.save(state_of(4, rank), 4, is_async=True)
-        manager.wait_until_finished()
+        manager.save(state_of(4, rank), 4)
         if rank == 0:
             # A stranger's directory stands where the next checkpoint is to be.
-            stranger = root / checkpoints_in(root)[-1].replace("4.", "5.")
-            stranger.mkdir()
-            (stranger / "file").touch()
+            (root / checkpoints_in(root)[-1].replace("4.", "5.") / "file").mkdir(parents=True)
         manager.save(state_of(5, rank), 5, is_async=True)
-        told.append(_told_at_once(manager.wait_until_finished, StorageError))
+        told.append(_told_at_once(manager.wait_until_finished))
         assert_loads(manager, rank, 4)
         manager.save(state_of(6, rank), 6, is_async=True)
         assert_loads(manager, rank, 6)
@@ -103,54 +85,34 @@ def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works
     assert leftovers_in(tmp_path) == []
 
 
-# One rank stalls.
-
-
-# One rank dies.
-
-
-@dataclass(frozen=True)
-class _Death:
-    """Where a rank dies in a save, and what is there then.
-
-    Attributes:
-        victim: The rank.
-        opens: Part of the name of a file that it is about to open.
-        renames: Part of a name that it is about to give.
-        found: The iteration that is there; the first rank commits.
-    """
-
-    victim: int = 0
-    opens: str = ""
-    renames: str = ""
-    found: int = 1
-
-
-_DEATHS = {
-    "as the first rank writes": _Death(opens=".distcp"),
-    "as another rank writes": _Death(1, opens=".distcp"),
-    "before the metadata": _Death(renames=".metadata"),
-    "after the commit": _Death(found=2),
+# Who dies, when it is about to open or to rename what, and which iteration is found then: the first
+# rank commits.
+_DEATHS: dict[str, tuple[int, str, str, int]] = {
+    "as the first rank writes": (0, ".distcp", "", 1),
+    "as another rank writes": (1, ".distcp", "", 1),
+    "before the metadata": (0, "", ".metadata", 1),
+    "after the commit": (0, "", "", 2),
 }
 
 
-def _die(rank: int, world_size: int, root: Path, death: _Death) -> str:
+def _die(rank: int, world_size: int, root: Path, where: str) -> str:
+    victim, opens, renames, found = _DEATHS[where]
     doomed = threading.Event()
 
     def die() -> None:
-        if rank == death.victim and doomed.is_set():
+        if rank == victim and doomed.is_set():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if death.opens:
-        at_each_open(death.opens, die)
-    if death.renames:
-        at_each_rename(death.renames, die)
+    if opens:
+        at_each_open(opens, die)
+    if renames:
+        at_each_rename(renames, die)
     with manager_on(root) as manager:
         manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
     manager = manager_on(root, timeout=_SHORT_S)
-    on_commit = die if death.found == 2 else None
+    on_commit = die if found == 2 else None
     manager.save(state_of(2, rank), 2, on_commit=on_commit, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
@@ -169,18 +131,18 @@ def _go_on(rank: int, world_size: int, root: Path, expected: int) -> None:
 def test_a_rank_that_dies_in_a_save_is_named_and_leaves_the_old_checkpoint_or_the_new(
     where: str, tmp_path: Path
 ) -> None:
-    death = _DEATHS[where]
-    told = run_ranks(_die, 2, tmp_path, death, expect_dead={death.victim})
+    victim, opens, _, found = _DEATHS[where]
+    told = run_ranks(_die, 2, tmp_path, where, expect_dead={victim})
 
     lost = "rank 0 has not said after 1.5 s what came of it"
-    if death.opens:
-        lost = f" to save iteration 2, and rank {death.victim} (last seen: save iteration 2) did n"
-    assert lost in told[1 - death.victim]
+    if opens:
+        lost = f" to save iteration 2, and rank {victim} (last seen: save iteration 2) did n"
+    assert lost in told[1 - victim]
 
-    run_ranks(_go_on, 2, tmp_path, death.found)
-    names = [f"iteration_0000000{i}.000{i}" for i in range(1, death.found + 1)]
+    run_ranks(_go_on, 2, tmp_path, found)
+    names = [f"iteration_0000000{i}.000{i}" for i in range(1, found + 1)]
     # Epochs count what was begun and is still there, too.
-    assert checkpoints_in(tmp_path) == [*names, f"iteration_00000009.000{3 - death.victim}"]
+    assert checkpoints_in(tmp_path) == [*names, f"iteration_00000009.000{3 - victim}"]
     assert leftovers_in(tmp_path) == []
 
 

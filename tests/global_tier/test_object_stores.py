@@ -17,8 +17,9 @@ from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.cli.commands import call
 from tests.global_tier.drains import WAIT_S, Job
-from tests.global_tier.models import assert_loads, blank, loaded_by, manager_on, state_of
+from tests.global_tier.models import assert_loads, loaded_by, manager_on, state_of
 from tests.global_tier.s3 import Way, import_client, needs_s3, serving
+from tests.global_tier.states import blank
 from tests.managers.jobs import assert_same, error_of
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
@@ -29,12 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def url(tmp_path: Path) -> str:
     """The URL of an empty root in the memory of this process."""
     return f"memory://{tmp_path.name}"
-
-
-def _save(url: str, *iterations: int) -> None:
-    with manager_on(url) as manager:
-        for iteration in iterations:
-            manager.save(state_of(iteration, 0), iteration)
 
 
 def _whole(url: str) -> list[Folder]:
@@ -80,7 +75,8 @@ def test_the_job_that_begins_to_save_last_has_the_root(url: str) -> None:
 def test_a_pin_while_a_checkpoint_is_removed_keeps_it(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _save(url, 1)
+    with manager_on(url) as manager:
+        manager.save(state_of(1, 0), 1)
     (folder,) = _whole(url)
     record, pinned = folder.beside("localckpt.json"), folder.beside("localckpt.pin")
     delete = type(pinned).remove

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,18 +39,11 @@ def _save(manager: GlobalCheckpointManager, losses: dict[int, float | None]) -> 
         manager.save({"w": torch.full((9,), float(iteration))}, iteration, metrics=metrics)
 
 
-def _iterations(root: Path) -> list[int]:
-    return sorted(folder.iteration for folder in folders_in(FilePlace(root))[0])
-
-
 def _reasons(root: Path) -> dict[int, tuple[str, ...]]:
     """What a tool that only looks says of each checkpoint."""
     kept = why_kept(SharedSession(FilePlace(root), "").checkpoints())
-    return {iteration: kept.get((epoch, iteration), ()) for epoch, iteration in _versions(root)}
-
-
-def _versions(root: Path) -> list[tuple[int, int]]:
-    return sorted(folder.version for folder in folders_in(FilePlace(root))[0])
+    versions = sorted(folder.version for folder in folders_in(FilePlace(root))[0])
+    return {iteration: kept.get((epoch, iteration), ()) for epoch, iteration in versions}
 
 
 def _keep_by_all_rules(rank: int, world_size: int, root: Path) -> None:
@@ -90,56 +82,32 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
     assert leftovers_in(tmp_path) == []
 
 
-def _checkpoint(root: Path) -> Folder:
-    with manager_on(root) as manager:
-        _save(manager, {1: None, 2: None})
-    return Folder(FilePlace(root), 1, 1)
-
-
-def _when(part: str, act: Callable[[], object]) -> None:
-    """Do it once, when a file next gets a name with ``part`` in it."""
-    once = [act]
-    at_each_rename(part, lambda: once.pop()() if once else None)  # type: ignore[func-returns-value]
-
-
-def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: Path) -> None:
-    folder = _checkpoint(tmp_path)
-    _when(".removed", lambda: pin(folder))
-
-    is_gone = remove(folder)
-
-    assert folder.is_pinned
-    assert not is_gone
+def test_a_pinned_checkpoint_stays_whatever_removes_it(tmp_path: Path) -> None:
+    folder = Folder(FilePlace(tmp_path), 1, 1)
     with manager_on(tmp_path) as manager:
-        assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
+        _save(manager, {1: None, 2: None})
+
+    # It is pinned while it is removed.
+    once = [pin]
+    at_each_rename(".removed", lambda: once.pop()(folder) if once else None)
+    assert not remove(folder)
+    assert folder.is_pinned
     assert leftovers_in(tmp_path) == []
-
-
-def test_what_a_job_that_died_was_removing_is_put_back_if_it_is_pinned(tmp_path: Path) -> None:
-    folder = _checkpoint(tmp_path)
-    pin(folder)
-    # It was pinned after the job had looked, and the job was killed after this rename.
+    # It is pinned after a job had looked, which was killed after this rename.
     folder.path.rename(replace(folder, label="old.removed").path)
-
     with manager_on(tmp_path, keep_last=1) as manager:
         _save(manager, {3: None})
         assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
-
-    assert _iterations(tmp_path) == [1, 3]
+    assert [*_reasons(tmp_path)] == [1, 3]
     assert leftovers_in(tmp_path) == []
-
-
-def test_a_checkpoint_whose_pin_cannot_be_seen_stays(tmp_path: Path) -> None:
-    folder = _checkpoint(tmp_path)
+    # Its pin cannot be seen.
+    (folder.path / PIN_NAME).unlink()
     (folder.path / PIN_NAME).symlink_to(folder.path / PIN_NAME)
-
     with pytest.raises(StorageError, match="could not look at"):
         remove(folder)
     with manager_on(tmp_path, keep_last=1) as manager:
-        _save(manager, {3: None})
-
-    assert folder.path.is_dir()
-    assert Folder(FilePlace(tmp_path), 2, 1).path.is_dir()
+        _save(manager, {4: None})
+    assert [*_reasons(tmp_path)] == [1, 3, 4]
 
 
 def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:

@@ -11,14 +11,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from localckpt import MismatchError
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
@@ -41,33 +35,21 @@ def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode())))
 
 
-def spread(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    """A DTensor of values that all ranks have."""
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
-
-
-# Placements.
-
-
-def _all_placements() -> list[tuple[str, DeviceMesh, tuple[Placement, ...]]]:
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    found: list[tuple[str, DeviceMesh, tuple[Placement, ...]]] = [
-        (f"4 {one}", line, (one,)) for one in PLACEMENTS
-    ]
-    found += [(f"2x2 {both}", square, both) for both in product(PLACEMENTS, PLACEMENTS)]
-    return found
-
-
 def _load_every_placement_into_every_other(rank: int, world_size: int, root: Path) -> int:
     saved: dict[str, DTensor] = {}
     wanted: dict[str, DTensor] = {}
-    kinds = _all_placements()
+    meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    kinds = [
+        (f"{mesh.shape} {placed}", mesh, placed)
+        for mesh in meshes
+        for placed in product(PLACEMENTS, repeat=mesh.ndim)
+    ]
     for (a, a_mesh, a_placed), (b, b_mesh, b_placed) in product(kinds, kinds):
         for shape in SHAPES:
             name = f"{a} -> {b}: {shape}"
             full = values_of(name, shape)
-            saved[name] = spread(full, a_mesh, *a_placed)
-            wanted[name] = spread(torch.zeros(shape), b_mesh, *b_placed)
+            saved[name] = distribute_tensor(full, a_mesh, a_placed, src_data_rank=None)
+            wanted[name] = distribute_tensor(torch.zeros(shape), b_mesh, b_placed)
     with manager_on(root) as manager:
         manager.save(dict(saved), 1, is_async=True)
         manager.load(into=wanted)
@@ -82,9 +64,6 @@ def test_every_placement_on_1d_and_2d_meshes_is_loaded_into_every_other(tmp_path
     assert told == [12 * 12 * len(SHAPES)] * 4
 
 
-# Other kinds of tensors.
-
-
 def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path: Path) -> None:
     full = values_of("full", (5, 3))
     wanted: dict[str, Any] = {"nested": {"weight": torch.empty(5, 3, device="meta")}}
@@ -94,9 +73,6 @@ def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path:
         manager.load(into=wanted)
 
     assert_same(wanted["nested"]["weight"], full)
-
-
-# With torch's own reader and writer.
 
 
 def _neither_saved_nor_filled(rank: int, world_size: int, root: Path, kind: str) -> list[str]:

@@ -1,28 +1,29 @@
-"""Saves of several ranks: planned once, right after any change, and failed on all ranks or none."""
+"""Saves of several ranks and behind training: planned once, and failed on all ranks or none."""
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from localckpt import CheckpointingException
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
+from localckpt.global_tier import storage_writer
 from localckpt.global_tier.storage_writer import (
     FileSystemWriterAsync,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
 from tests.global_tier.states import (
-    Settings,
-    assert_same,
     load_with_ours,
     load_with_torch,
     save,
@@ -31,6 +32,7 @@ from tests.global_tier.states import (
     write,
 )
 from tests.ranks import run_ranks
+from tests.state_dict.states import Settings, assert_same
 
 TIMEOUT_S = 10.0
 _FEW = 4
@@ -61,29 +63,15 @@ def require_saved(path: Path, wanted: dict[str, Any]) -> None:
 
 
 class _FailingPlanner(DefaultSavePlanner):
+    """Raises in one of its methods."""
+
     def __init__(self, method: str) -> None:
         super().__init__()
-        self._method = method
 
-    def create_local_plan(self) -> SavePlan:
-        self._fail("create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self._fail("create_global_plan")
-        return super().create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._fail("finish_plan")
-        return super().finish_plan(new_plan)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self._fail("resolve_data")
-        return super().resolve_data(write_item)
-
-    def _fail(self, method: str) -> None:
-        if method == self._method:
+        def fail(*_: Any) -> NoReturn:
             raise ValueError(f"{method} has no answer")
+
+        setattr(self, method, fail)
 
 
 class _FailingWriter(FileSystemWriterAsync):
@@ -96,7 +84,7 @@ class _FailingWriter(FileSystemWriterAsync):
 
 
 def _save_as_a_queue_that_knows_no_errors(
-    writer: FileSystemWriterAsync, state: dict[str, Any], coordinator: int, planner: Any
+    writer: FileSystemWriterAsync, state: dict[str, Any], coordinator: int, planner: Any = None
 ) -> None:
     planned = save_state_dict_async_plan(
         state, writer, None, coordinator, planner, timeout_s=TIMEOUT_S
@@ -136,11 +124,11 @@ def _fail_on_each(
 
 def _fail_on(rank: int, root: Path, what: str, victim: int, coordinator: int) -> tuple[str, str]:
     writer = _FailingWriter(root / "0")
-    _save_as_a_queue_that_knows_no_errors(writer, model_of(rank, 0, _FEW), coordinator, None)
+    _save_as_a_queue_that_knows_no_errors(writer, model_of(rank, 0, _FEW), coordinator)
     path, state, planner = root / "1", model_of(rank, 1, _FEW), None
     if rank == victim:
         if what == "unsafe":
-            state["settings"] = [Settings("adam", 1.0)]
+            state["settings"] = [Settings(1.0)]
         elif what == "write":
             (path / f"__{rank}_0.00000000.distcp").mkdir(parents=True)
         elif what == "exists":
@@ -163,11 +151,8 @@ def _fail_on(rank: int, root: Path, what: str, victim: int, coordinator: int) ->
     writer.fails = False
     dist.barrier()
     writer.reset(root / "2")
-    told_next = told_by(
-        lambda: _save_as_a_queue_that_knows_no_errors(
-            writer, model_of(rank, 2, _FEW), coordinator, None
-        )
-    )
+    state = model_of(rank, 2, _FEW)
+    told_next = told_by(lambda: _save_as_a_queue_that_knows_no_errors(writer, state, coordinator))
     writer.close()
     return told, told_next
 
@@ -214,3 +199,108 @@ def test_a_rank_that_has_forgotten_what_was_planned_costs_one_save_at_most(
     require_saved(tmp_path / "2", model_of_all(2))
     if not told[0][1]:
         require_saved(tmp_path / "1", model_of_all(1))
+
+
+PATIENCE_S = 20.0
+
+
+def state_of(rank: int, number: int) -> dict[str, Any]:
+    return {
+        f"of rank {rank}": tensor_of(torch.float32, (300_000,), 10 * number + rank),
+        f"small of rank {rank}": tensor_of(torch.bfloat16, (5, 7), 10 * number + rank),
+        "of all": tensor_of(torch.int64, (50,), number),
+        "number": number,
+    }
+
+
+def request_of(writer: FileSystemWriterAsync, state: dict[str, Any]) -> AsyncRequest:
+    """What a training loop hands to its queue."""
+    planned = save_state_dict_async_plan(state, writer, timeout_s=PATIENCE_S)
+    function, preload, args = writer.get_save_function_and_args()
+    return AsyncRequest(
+        AsyncCall(function, failure_fns=[writer.give_up], name="write"),
+        tuple(args),
+        [partial(save_state_dict_async_finalize, *planned)],
+        preload_fn=preload,
+    )
+
+
+def test_a_worker_that_preloads_itself_gets_what_was_staged_and_outlives_a_failure(
+    tmp_path: Path,
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "checkpoint")
+    planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
+
+    def write_as_a_foreign_worker_does() -> None:
+        function, preload, args = pickle.loads(pickle.dumps(writer.get_save_function_and_args()))
+        function(args[0], preload())
+
+    write_as_a_foreign_worker_does()
+    save_state_dict_async_finalize(*planned)
+
+    assert_same(load_with_ours(tmp_path / "checkpoint", state_of(0, 0)), state_of(0, 3))
+    writer.reset(tmp_path / "next")
+    planned = save_state_dict_async_plan(state_of(0, 4), writer, timeout_s=PATIENCE_S)
+    shutil.rmtree(tmp_path / "next")
+
+    write_as_a_foreign_worker_does()
+
+    with pytest.raises(CheckpointingException, match="No such file or directory"):
+        save_state_dict_async_finalize(*planned)
+    writer.close()
+
+
+def _count_calls(owner: Any, name: str) -> list[None]:
+    """One item for each call from now on."""
+    calls, call = list[None](), getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return call(*args, **options)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+def _three_saves(
+    rank: int, world_size: int, root: Path, persistent: bool
+) -> tuple[int, int, list[int], list[bool]]:
+    writer = FileSystemWriterAsync(root / "0", timeout_s=PATIENCE_S)
+    gathered: list[int] = []
+    workers: list[bool] = []
+    layouts = _count_calls(storage_writer, "lay_out_files")
+    plans = _count_calls(DefaultSavePlanner, "create_global_plan")
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
+        for number in range(3):
+            writer.reset(root / str(number))
+            state = state_of(rank, number)
+            queue.schedule_async_request(request_of(writer, state))
+            gathered.append(writer.plans.bytes_gathered)
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            queue.maybe_finalize_async_calls(blocking=True)
+            children = psutil.Process().children()
+            # One that is about to end has no memory any more.
+            maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in children]
+            workers += ["libtorch" in text for text in maps if text]
+    writer.close()
+    return len(layouts), len(plans), gathered, workers
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["worker", "forks"])
+def test_three_saves_in_a_row_use_one_layout_and_one_plan_and_then_send_nothing(
+    tmp_path: Path, persistent: bool
+) -> None:
+    told = run_ranks(_three_saves, 2, tmp_path, persistent)
+
+    assert [layouts for layouts, *_ in told] == [1, 1]
+    assert [plans for _, plans, *_ in told] == [1, 0]
+    first, *later = told[0][2]
+    assert first > 1000
+    assert later == [0, 0]
+    # A worker process has never loaded torch; a fork of the trainer is gone when it is done.
+    assert [workers for *_, workers in told] == [[False] * 3 if persistent else []] * 2
+    for number in range(3):
+        wanted = state_of(0, number) | state_of(1, number)
+        assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)

@@ -1,7 +1,8 @@
-"""What a file is not as it was written is found when it is read."""
+"""What a file or a record is not as it was written is found when it is read."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
@@ -14,28 +15,21 @@ from hypothesis import strategies as st
 from localckpt import CorruptShardError
 from localckpt.global_tier.data_files import (
     FOOTER_NBYTES,
-    FileIdentity,
     Trailer,
     file_nbytes,
     read_trailer,
     verify_data_file,
     write_data_file,
 )
+from localckpt.global_tier.folders import RECORD_NAME, CommitRecord
 from localckpt.global_tier.places import FilePlace
-from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.memory.host_memory import map_memory
 from localckpt.state_dict.source import ShardSource
-from tests.global_tier.states import (
-    assert_same,
-    data_files,
-    load_with_ours,
-    save,
-    tensor_of,
-)
+from tests.global_tier.states import data_files, load_with_ours, save, tensor_of
+from tests.state_dict.states import assert_same
 
-SAVE_ID = st.binary(min_size=16, max_size=16).map(bytes.hex)
 quickly = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -49,7 +43,7 @@ def test_a_file_of_any_number_of_bytes_is_written_whole(tmp_path: Path) -> None:
 
 
 class End:
-    """The end of a file, of which nothing else is read."""
+    """The end of a file of so many bytes, of which nothing else is read."""
 
     def __init__(self, end: bytes, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -59,10 +53,8 @@ class End:
         before = self.nbytes - len(self._end)
         return memoryview(self._end)[start - before : stop - before]
 
-
-def trailer_in(end: bytes, nbytes: int) -> Trailer | None:
-    """The trailer of a file of so many bytes that ends so."""
-    return read_trailer(cast(ShardSource, End(end, nbytes)), "here")
+    def trailer(self) -> Trailer | None:
+        return read_trailer(cast(ShardSource, self), "here")
 
 
 class Saved:
@@ -84,18 +76,14 @@ class Saved:
         self.files = data_files(path)
         self.contents = [file.read_bytes() for file in self.files]
         self.covered = [
-            trailer_in(content, len(content)).covered_nbytes  # type: ignore[union-attr]
+            End(content, len(content)).trailer().covered_nbytes  # type: ignore[union-attr]
             for content in self.contents
         ]
 
-    def restore(self) -> None:
-        for file, content in zip(self.files, self.contents, strict=True):
-            file.unlink(missing_ok=True)
-            file.write_bytes(content)
-
     def put(self, number: int, content: bytes) -> None:
         """Replace one file's content; the other files are as they were."""
-        self.restore()
+        for file, whole in zip(self.files, self.contents, strict=True):
+            file.write_bytes(whole)
         self.files[number].write_bytes(content)
 
     def require_found(self, number: int) -> None:
@@ -122,22 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @given(st.binary(max_size=2 * FOOTER_NBYTES), st.integers(0, 1 << 20))
 def test_a_file_that_ends_in_anything_else_has_no_trailer(end: bytes, more: int) -> None:
-    assert trailer_in(end, len(end) + (more if len(end) >= FOOTER_NBYTES else 0)) is None
-
-
-@given(st.binary(min_size=1, max_size=100), SAVE_ID, SAVE_ID, st.integers(0, 3))
-def test_a_block_verifies_in_its_place_of_its_file_of_its_save_only(
-    block: bytes, save_id: str, other_save_id: str, index: int
-) -> None:
-    places = {("__0_0", save_id, index), ("__0_1", save_id, index)}
-    places |= {("__0_0", save_id, index + 1), ("__0_0", other_save_id, index)}
-
-    digests = {
-        BlockHasher(FileIdentity(f"{name}.distcp", of_save)).digest(at, block)
-        for name, of_save, at in places
-    }
-
-    assert len(digests) == len(places)
+    assert End(end, len(end) + (more if len(end) >= FOOTER_NBYTES else 0)).trailer() is None
 
 
 @quickly
@@ -161,49 +134,90 @@ def test_a_flipped_bit_is_found_but_for_some_of_a_trailer_by_who_knows_no_save(
             load_with_ours(saved.path, saved.state)
 
 
-def test_a_file_that_goes_on_after_its_end_is_found(saved: Saved) -> None:
-    saved.put(1, saved.contents[1] + bytes(1))
-
-    saved.require_found(1)
-    saved.require_found_or_right(1)
-
-
 def _block(index: int) -> slice:
     return slice(index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
 
 
-def test_a_block_or_a_file_of_another_save_is_found(saved: Saved, tmp_path: Path) -> None:
-    other = Saved(tmp_path / "other", seed=7)
-    content = bytearray(saved.contents[0])
-    content[_block(1)] = other.contents[0][_block(1)]
+def test_a_block_or_a_file_from_elsewhere_and_one_that_goes_on_are_found(
+    saved: Saved, tmp_path: Path
+) -> None:
+    own, other = saved.contents, Saved(tmp_path / "other", seed=7).contents
+    for block in (other[0][_block(1)], own[1][_block(1)], own[0][_block(0)]):
+        content = bytearray(own[0])
+        content[_block(1)] = block
+        saved.put(0, content)
 
-    saved.put(0, content)
-
-    saved.require_found(0)
-    with pytest.raises(CorruptShardError, match=saved.files[0].name):
-        load_with_ours(saved.path, saved.state)
-
-    saved.put(0, other.contents[0])
-
+        saved.require_found(0)
+        with pytest.raises(CorruptShardError, match=saved.files[0].name):
+            load_with_ours(saved.path, saved.state)
+    saved.put(0, other[0])
     with pytest.raises(CorruptShardError, match="another save"):
         load_with_ours(saved.path, saved.state, save_id=saved.save_id)
+    saved.put(1, own[1] + bytes(1))
+    saved.require_found(1)
+    saved.require_found_or_right(1)
 
 
-@given(st.data())
-def test_any_flipped_bit_of_the_metadata_is_found_by_who_knows_its_digest(
-    saved: Saved, data: st.DataObject
+RECORD = CommitRecord(
+    "my run", 7, 2, "0123456789abcdef" * 2, 4, {"__0_0.distcp": 123, "__3_1.distcp": 0}, 2**64 - 1
+)
+
+
+@pytest.mark.fault("flipped-bit", "torn-file")
+def test_damage_to_any_byte_of_a_record_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / RECORD_NAME
+    data = RECORD.to_bytes()
+    assert CommitRecord.read(FilePlace(path)) is None
+
+    for i in range(len(data)):
+        changed = data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :]
+        for damaged in (changed, data[:i] + data[i + 1 :], data[:i]):
+            path.write_bytes(damaged)
+            try:
+                found = CommitRecord.read(FilePlace(path))
+            except CorruptShardError:
+                continue
+            # Only the line's end may be missing.
+            assert found in (None, RECORD)
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "forged",
+    [
+        pytest.param(b"[" * 100_000, id="nested without end"),
+        pytest.param(b"{", id="no JSON"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"{}", id="empty"),
+        {"iteration": "7"},
+        {"epoch": -1},
+        {"world_size": None},
+        {"files": ["__0_0.distcp"]},
+        {"files": {"../../etc/passwd": 5}},
+        {"files": {"..": 5}},
+        {"files": {"__0_0.distcp": "5"}},
+        {"save_id": "../x"},
+        {"metadata_digest": 1.5},
+        {"metrics": [1]},
+        {"metrics": {"loss": "low"}},
+        {"retention": 3},
+        {"retention": {"last": 0, "every": None, "best": None}},
+        {"retention": {"last": 1, "every": None, "best": {"name": "loss"}}},
+        {"unequal": 5},
+        {"lineage": [1, 2]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_record_that_somebody_made_up_is_damaged(
+    forged: bytes | dict[str, object], tmp_path: Path
 ) -> None:
-    metadata = saved.path / ".metadata"
-    whole = metadata.read_bytes()
-    content, bit = bytearray(whole), data.draw(st.integers(0, 8 * len(whole) - 1))
-    content[bit // 8] ^= 1 << bit % 8
-    reader = CachedMetadataFileSystemReader(
-        saved.path, metadata_digest=xxhash.xxh3_64_intdigest(whole)
-    )
+    text = forged
+    if isinstance(text, dict):
+        whole = json.loads(RECORD.to_bytes().splitlines()[0])
+        text = json.dumps(whole | text).encode()
+    digest = xxhash.xxh3_64_intdigest(text)
+    (tmp_path / RECORD_NAME).write_bytes(b"%s\n%016x\n" % (text, digest))
 
-    metadata.write_bytes(content)
-    try:
-        with pytest.raises(CorruptShardError, match=r"\.metadata is damaged"):
-            reader.read_metadata()
-    finally:
-        metadata.write_bytes(whole)
+    with pytest.raises(CorruptShardError):
+        CommitRecord.read(FilePlace(tmp_path, RECORD_NAME))

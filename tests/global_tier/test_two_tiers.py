@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_goes_on_from_the_nodes_or_from_shared_storage_if_what_is_good_there_is_
 ) -> None:
     undisturbed, newer = tmp_path / "undisturbed", tmp_path / "newer"
     damaged, lost = tmp_path / "damaged", tmp_path / "lost"
-    _run(RANKS, undisturbed)
+    _run(undisturbed)
     _run_until_killed(newer)
     for copy in (damaged, lost):
         shutil.copytree(newer, copy)
@@ -38,7 +38,7 @@ def test_goes_on_from_the_nodes_or_from_shared_storage_if_what_is_good_there_is_
     chosen |= dict.fromkeys((damaged, lost), "7, from shared storage")
 
     for folder, told in chosen.items():
-        _run(RANKS, folder)
+        _run(folder)
 
         assert f"goes on after iteration {told}" in capfd.readouterr().out
         assert_same(_end_of(folder), _end_of(undisturbed))
@@ -49,15 +49,15 @@ def _run_until_killed(folder: Path) -> None:
     with start_ranks(_train_until_killed, RANKS, folder, **_options(folder)) as group:
         for rank in range(RANKS):
             group.await_announced(f"rank {rank} stands still", WAIT_S)
-        record = _checkpoint(folder, 7) / "localckpt.json"
+        record = folder / "shared/session-two-tiers/iteration_00000007.0001/localckpt.json"
         assert wait_until(lambda: len(_shards(folder, 8)) == RANKS and record.exists(), WAIT_S)
         for rank in range(RANKS):
             group.kill(rank)
         group.join(WAIT_S, expect_dead=range(RANKS))
 
 
-def _run(ranks: int, folder: Path) -> None:
-    run_ranks(_train, ranks, folder, **_options(folder))
+def _run(folder: Path) -> None:
+    run_ranks(_train, RANKS, folder, **_options(folder))
 
 
 def _options(folder: Path) -> dict[str, Any]:
@@ -76,25 +76,16 @@ def _train_until_killed(rank: int, world_size: int, folder: Path) -> None:
     class TextThatEnds(model.Text):
         def next_batch(self) -> Any:
             if self.position == KILLED_AT * model.CONTEXT:
-                _stand_still(rank)
+                announce(f"rank {rank} stands still")
+                await_announced("never", 2 * WAIT_S)
             return super().next_batch()
 
     two_tiers.Text = TextThatEnds
     _train(rank, world_size, folder)
 
 
-def _stand_still(rank: int) -> NoReturn:
-    announce(f"rank {rank} stands still")
-    await_announced("never", 2 * WAIT_S)
-    raise AssertionError("nobody announces it")
-
-
 def _shards(folder: Path, iteration: int) -> list[Path]:
     return sorted((folder / "local").glob(f"session-*/*/{iteration:012d}.*.safetensors"))
-
-
-def _checkpoint(folder: Path, iteration: int, epoch: int = 1) -> Path:
-    return folder / "shared" / "session-two-tiers" / f"iteration_{iteration:08d}.{epoch:04d}"
 
 
 def _end_of(folder: Path) -> Any:

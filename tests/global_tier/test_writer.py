@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import collections
+import gzip
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from localckpt import (
-    CheckpointingException,
-    SaveFailedError,
-    StorageError,
-)
+from localckpt import CheckpointingException, SaveFailedError, StorageError
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import (
     FileSystemWriterAsync,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from tests.global_tier.models import blank, manager_on
+from tests.global_tier.models import manager_on
 from tests.global_tier.states import (
-    Zipped,
-    assert_same,
+    blank,
     data_files,
     load_with_ours,
     load_with_torch,
-    registry,
     save,
     state_of,
     write,
 )
+from tests.state_dict.states import assert_same
 
 MakeWriter = Callable[..., FileSystemWriterAsync]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -54,26 +52,18 @@ def make_writer() -> Iterator[MakeWriter]:
         writer.close()
 
 
-def everything_in(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"thread_count": 1, "sync_files": False}, {"thread_count": 7, "staging_threads": 1}],
-    ids=str,
-)
 def test_a_state_comes_back_bit_for_bit_in_torch_and_here(
-    tmp_path: Path, make_writer: MakeWriter, options: dict[str, Any]
+    tmp_path: Path, make_writer: MakeWriter
 ) -> None:
-    path, state = tmp_path / "checkpoint", state_of(3)
+    state, kinds = state_of(3), [{"sync_files": False}, {"staging_threads": 1}]
+    for threads, options in zip((1, 7), kinds, strict=True):
+        path = tmp_path / str(threads)
 
-    save(make_writer(path, **options), state)
+        save(make_writer(path, thread_count=threads, **options), state)
 
-    assert_same(load_with_torch(path, state), state)
-    assert_same(load_with_ours(path, state), state)
-    names = {file.name for file in path.iterdir()}
-    assert names == {".metadata", *(file.name for file in data_files(path))}
+        assert_same(load_with_torch(path, state), state)
+        assert_same(load_with_ours(path, state), state)
+        assert {*path.iterdir()} == {path / ".metadata", *data_files(path)}
 
 
 def test_values_go_into_tensors_of_any_strides_and_another_dtype(
@@ -96,45 +86,28 @@ def test_values_go_into_tensors_of_any_strides_and_another_dtype(
     assert reader.nbytes_read > 3 * 24 * 4
 
 
-_NESTED = [torch.ones(2, 3), torch.ones(1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "told"),
-    [
-        (torch.nested.nested_tensor(_NESTED), r"is a nested tensor.*unbind\(\)"),
-        (
-            torch.nested.nested_tensor(_NESTED, layout=torch.jagged),
-            r"is a nested tensor.*unbind\(\)",
-        ),
-        (torch.eye(3).to_sparse(), "is a torch.sparse_coo tensor"),
-    ],
-    ids=["nested", "jagged", "sparse"],
-)
 def test_a_tensor_that_has_no_form_in_a_file_is_refused(
-    tensor: torch.Tensor, told: str, tmp_path: Path, make_writer: MakeWriter
+    tmp_path: Path, make_writer: MakeWriter
 ) -> None:
-    with pytest.raises(CheckpointingException, match=rf"inner\.x {told}"):
-        save(make_writer(tmp_path), {"inner": {"x": tensor}, "dense": torch.ones(2)})
+    parts, is_nested = [torch.ones(2, 3), torch.ones(1, 3)], r"is a nested tensor.*unbind\(\)"
+    for tensor, told in (
+        (torch.nested.nested_tensor(parts), is_nested),
+        (torch.nested.nested_tensor(parts, layout=torch.jagged), is_nested),
+        (torch.eye(3).to_sparse(), "is a torch.sparse_coo tensor"),
+    ):
+        with pytest.raises(CheckpointingException, match=rf"inner\.x {told}"):
+            save(make_writer(tmp_path), {"inner": {"x": tensor}, "dense": torch.ones(2)})
 
     assert not (tmp_path / ".metadata").exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"single_file_per_rank": False}, {"thread_count": 0}],
-    ids=str,
-)
-def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointingException, match=next(iter(options))):
-        FileSystemWriterAsync(tmp_path / "checkpoint", **options)
-
-    assert not (tmp_path / "checkpoint").exists()
-
-
-def test_an_outcome_that_is_missing_is_an_error(tmp_path: Path, make_writer: MakeWriter) -> None:
+def test_options_that_cannot_be_and_an_outcome_that_is_missing_are_errors(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    for options in ({"single_file_per_rank": False}, {"thread_count": 0}):
+        with pytest.raises(CheckpointingException, match=next(iter(options))):
+            FileSystemWriterAsync(tmp_path, **options)
     planned = save_state_dict_async_plan({"w": torch.ones(3)}, make_writer(tmp_path))
-
     with pytest.raises(SaveFailedError, match="nobody has written this rank's part"):
         save_state_dict_async_finalize(*planned)
 
@@ -146,10 +119,10 @@ def test_a_checkpoint_is_replaced_only_if_asked_and_can_be_loaded_until_the_new_
 ) -> None:
     old, new = state_of(1), state_of(2)
     save(make_writer(tmp_path), old)
-    before, files = everything_in(tmp_path), data_files(tmp_path)
+    before, files = {p: p.read_bytes() for p in tmp_path.iterdir()}, data_files(tmp_path)
     with pytest.raises(StorageError, match=r"holds a checkpoint.*overwrite=True"):
         save(make_writer(tmp_path), new)
-    assert everything_in(tmp_path) == before
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
     writer = make_writer(tmp_path, overwrite=True)
 
     def require_old() -> None:
@@ -167,13 +140,34 @@ def test_a_checkpoint_is_replaced_only_if_asked_and_can_be_loaded_until_the_new_
     assert set(files).isdisjoint(data_files(tmp_path))
 
 
-def test_what_torch_wrote_through_an_extension_is_read_by_who_knows_it(tmp_path: Path) -> None:
-    state = state_of(1)
-    dcp.save(
-        state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Zipped()]), no_dist=True
-    )
+class Zipped(StreamTransformExtension):
+    """Compresses each item; as torch's ZStandard, which needs a package."""
 
-    assert_same(load_with_ours(tmp_path, state, _extension_registry=registry()), state)
+    @staticmethod
+    def registry_name() -> str:
+        return "tests.zipped"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Zipped:
+        return Zipped()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return cast(IO[bytes], gzip.GzipFile(fileobj=output, mode="wb"))
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
+        return io.BytesIO(gzip.decompress(input.read()))
+
+
+def test_what_torch_wrote_through_an_extension_is_read_by_who_knows_it(tmp_path: Path) -> None:
+    state, registry = state_of(1), ExtensionRegistry()
+    registry.register(Zipped)
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Zipped()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+    assert_same(load_with_ours(tmp_path, state, _extension_registry=registry), state)
     with pytest.raises(Exception, match=r"tests\.zipped"):
         load_with_ours(tmp_path, state)
 

@@ -84,6 +84,11 @@ def _train(
     return first, losses, text
 
 
+def _run(nodes: list[Path], sharding: str, steps: int, options: dict[str, Any]) -> list[Any]:
+    args = (_train, len(nodes), sharding, steps, options)
+    return run_ranks(*args, store_per_node=nodes, backend="nccl", timeout_s=_S)
+
+
 @pytest.mark.parametrize("guard", [False, True], ids=["alone", "guarded"])
 @pytest.mark.parametrize("sharding", ["plain", "ddp", "fsdp2"])
 def test_a_loop_goes_on_with_the_losses_it_would_have_had(
@@ -92,24 +97,14 @@ def test_a_loop_goes_on_with_the_losses_it_would_have_had(
     nodes = [tmp_path / "a", tmp_path / "b"][: 1 if sharding == "plain" else 2]
     options = {"every": localckpt.Every(steps=2), "guard": guard}
 
-    def train(steps: int, stores: list[Path]) -> list[Any]:
-        return run_ranks(
-            _train,
-            len(nodes),
-            *(sharding, steps, options),
-            store_per_node=stores,
-            backend="nccl",
-            timeout_s=_S,
-        )
-
-    whole = train(8, [tmp_path / f"{node.name} whole" for node in nodes])
-    train(4, nodes)
+    whole = _run([tmp_path / f"{node.name} whole" for node in nodes], sharding, 8, options)
+    _run(nodes, sharding, 4, options)
     if len(nodes) == 2:
         # A node is lost, and the other one is another rank's now.
         shutil.rmtree(nodes[0])
         nodes[0].mkdir()
         nodes.reverse()
-    resumed = train(8, nodes)
+    resumed = _run(nodes, sharding, 8, options)
 
     for (first, losses, weights), (_, all_losses, all_weights) in zip(resumed, whole, strict=True):
         assert first == 4
@@ -124,18 +119,8 @@ def test_another_number_of_ranks_goes_on_with_a_sharded_model(
     nodes = [tmp_path / "a", tmp_path / "b"]
     options = {"every": localckpt.Every(steps=2), "on_resize": "drop", "rng": False}
 
-    def train(count: int) -> list[Any]:
-        return run_ranks(
-            _train,
-            count,
-            *("fsdp2", 4, options),
-            store_per_node=nodes[:count] if count < 2 else nodes,
-            backend="nccl",
-            timeout_s=_S,
-        )
-
-    saved = train(before)
-    found = train(after)
+    saved = _run(nodes[:before], "fsdp2", 4, options)
+    found = _run(nodes[:after], "fsdp2", 4, options)
 
     assert [(first, losses) for first, losses, _ in found] == [(4, [])] * after
     assert {weights for _, _, weights in found} == {saved[0][2]}
@@ -210,12 +195,6 @@ def test_images_are_sent_between_gpus_over_nccl() -> None:
     run_ranks(_exchange, 2, backend="nccl", timeout_s=_S)
 
 
-def _drain(rank: int, world_size: int, shared: Path) -> str:
-    return _train(
-        rank, world_size, "fsdp2", 4, {"every": localckpt.Every(steps=2), "shared": shared}
-    )[2]
-
-
 def _load_with_torch(rank: int, world_size: int, shared: Path) -> str:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -230,8 +209,8 @@ def _load_with_torch(rank: int, world_size: int, shared: Path) -> str:
 
 def test_what_a_sharded_loop_drains_torch_loads_on_one_gpu(tmp_path: Path) -> None:
     nodes, shared = [tmp_path / "a", tmp_path / "b"], tmp_path / "shared"
-    saved = run_ranks(_drain, 2, shared, store_per_node=nodes, backend="nccl", timeout_s=_S)
+    saved = _run(nodes, "fsdp2", 4, {"every": localckpt.Every(steps=2), "shared": shared})
 
     (found,) = run_ranks(_load_with_torch, 1, shared, backend="nccl", timeout_s=_S)
 
-    assert saved[0].startswith(found[:-1])
+    assert saved[0][2].startswith(found[:-1])

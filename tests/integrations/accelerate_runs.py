@@ -1,16 +1,8 @@
-"""Loops with Accelerate whose losses tell whether they were resumed.
-
-Dropout and the order of the batches draw random numbers, so a loss is the same bit for bit only if
-the parameters, the optimizer, the schedule, the position and all generators are.
-"""
+"""Loops with Accelerate whose losses tell whether they were resumed."""
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
 from localckpt.integrations.accelerate import LocalCheckpoints
+from tests.integrations.trainings import Run
+from tests.ranks import node_store
 
 __all__ = ["can_resume_stateful_loaders", "refuse_miscounted", "train", "wrong_uses"]
 
@@ -44,57 +38,28 @@ class _Count:
         self.samples = state["samples"]
 
 
-def train(
-    rank: int,
-    world_size: int,
-    local: Path,
-    every: int,
-    end: dict[int, dict[str, int]],
-    *,
-    is_new: bool = True,
-    pause_s: float = 0.0,
-    loading: dict[str, bool] | None = None,
-    is_sharded: bool = False,
-) -> tuple[list[str], list[Any]]:
+def train(run: Run, loading: dict[str, bool] | None = None, is_sharded: bool = False) -> list[Any]:
     """Train a model, as far as this run gets.
 
     Args:
-        local: Directory of the node.
-        every: Steps between saves.
-        end: For ranks, signals that they send themselves, by batch.
-        is_new: Whether the run begins here; else it begins with other parameters.
-        pause_s: Length of each batch, in seconds.
+        run: Notes the losses of batches, and a random number after each epoch.
         loading: How the accelerator loads data.
         is_sharded: Whether FSDP2 shards the model.
-
-    Returns:
-        The losses of the batches and evaluations that this run has made; and what is known at its
-        end.
     """
-    noted: list[str] = []
-
-    def note(batch: str, text: str) -> None:
-        noted.append(f"{batch} {text}")
-
     # Known to all ranks, since Accelerate has the first one's order of the batches for all.
-    torch.manual_seed(0 if is_new else random.SystemRandom().randrange(1 << 32))
+    run.seed(0)
     accelerator, loader, model, optimizer, schedule = _prepared(
-        world_size, loading or {}, is_sharded=is_sharded
+        run.world_size, loading or {}, is_sharded=is_sharded
     )
     count = _Count()
     accelerator.register_for_checkpointing(count)
-    torch.manual_seed(rank)
-    ends = dict(end.get(rank, {}))
+    torch.manual_seed(run.rank)
     with LocalCheckpoints(
-        accelerator, local=local, every=Every(steps=every), max_attempts=None
+        accelerator, local=run.local, every=Every(steps=run.every), max_attempts=None
     ) as checkpoints:
         for epoch in checkpoints.epochs(3):
             for batch, (samples,) in enumerate(checkpoints.batches(loader), start=count.samples):
-                if (number := ends.pop(f"{batch}", None)) is not None:
-                    # Else the batch of the resume would depend on how fast saves are.
-                    checkpoints.checkpointer.wait_until_finished()
-                    os.kill(os.getpid(), number)
-                time.sleep(pause_s)
+                run.may_end(batch, checkpoints.checkpointer)
                 with accelerator.accumulate(model):
                     loss = model(samples).square().mean()
                     accelerator.backward(loss)
@@ -102,14 +67,15 @@ def train(
                     schedule.step()
                     optimizer.zero_grad()
                 count.samples += 1
-                note(f"{batch}", f"{samples.sum().item().hex()} {loss.item().hex()}")
+                run.note(batch, samples.sum().item(), loss.item())
             if checkpoints.stopped is None:
-                note(f"epoch {epoch}", f"{torch.rand(()).item().hex()}")
+                run.note(f"epoch {epoch}", torch.rand(()).item())
+    run.is_stopped = checkpoints.stopped is not None
     total = sum(float(_local(p).double().abs().sum()) for p in model.parameters())
-    return noted, [count.samples, total.hex(), checkpoints.steps, checkpoints.stopped is not None]
+    return [count.samples, total.hex(), checkpoints.steps]
 
 
-def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
+def wrong_uses(rank: int, world_size: int) -> list[str]:
     """Use local checkpoints in ways that are wrong; the errors that this raises."""
     told = []
     accelerator = Accelerator(cpu=True)
@@ -117,7 +83,7 @@ def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
 
     def attempt(fn: Callable[[LocalCheckpoints], Any]) -> None:
         try:
-            with LocalCheckpoints(accelerator, local=local) as checkpoints:
+            with LocalCheckpoints(accelerator, local=node_store()) as checkpoints:
                 fn(checkpoints)
         except CheckpointingException as error:
             told.append(str(error))
@@ -132,12 +98,13 @@ def can_resume_stateful_loaders() -> bool:
     return _COUNTS in vars(DataLoaderShard)
 
 
-def refuse_miscounted(rank: int, world_size: int, local: Path) -> str:
+def refuse_miscounted(rank: int, world_size: int) -> str:
     """Begin a loop with a stateful loader of an older release; the error that this raises."""
     if can_resume_stateful_loaders():
         delattr(DataLoaderShard, _COUNTS)
     try:
-        train(rank, world_size, local, 1, {}, loading={"use_stateful_dataloader": True})
+        run = Run(rank, world_size, node_store() / "miscounted")
+        train(run, loading={"use_stateful_dataloader": True})
     except CheckpointingException as error:
         return str(error)
     return "no error"

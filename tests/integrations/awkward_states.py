@@ -23,8 +23,9 @@ from torchao.quantization import (
 )
 
 import localckpt
+from tests.ranks import node_store
 
-__all__ = ["CASES", "RANKS_CASES", "is_resumed"]
+__all__ = ["resume_each"]
 
 _STEPS, _STOPPED_AT, _SAVED_AT = 6, 3, 2
 _WIDTH = 256
@@ -59,14 +60,10 @@ def _loss_of(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     return lambda: model(_BATCH).square().mean()
 
 
-def _low_precision_optimizer(kind: Any) -> _Training:
+def _low_precision_optimizer(kind: Any, is_sharded: bool = False) -> _Training:
     model = _perceptron()
-    return _Training(model, kind(model.parameters(), lr=0.01), _loss_of(model))
-
-
-def _sharded_low_precision_optimizer(kind: Any) -> _Training:
-    model = _perceptron()
-    fully_shard(model)
+    if is_sharded:
+        fully_shard(model)
     return _Training(model, kind(model.parameters(), lr=0.01), _loss_of(model))
 
 
@@ -84,33 +81,35 @@ def _sparse_gradients() -> _Training:
     return _Training(model, optimizer, lambda: model(torch.randint(50, (6,))).square().mean())
 
 
-CASES: dict[str, Callable[[], _Training]] = {
-    "adamw-of-8-bits": lambda: _low_precision_optimizer(torchao.optim.AdamW8bit),
-    "adamw-of-4-bits": lambda: _low_precision_optimizer(torchao.optim.AdamW4bit),
-    "adamw-of-float8": lambda: _low_precision_optimizer(torchao.optim.AdamWFp8),
-    "int8-weights": lambda: _quantised(Int8WeightOnlyConfig()),
-    "int8-weights-and-activations": lambda: _quantised(Int8DynamicActivationInt8WeightConfig()),
-    "float8-weights": lambda: _quantised(Float8WeightOnlyConfig()),
-    "sparse-gradients": _sparse_gradients,
+# Of a process that is alone, and of several ranks.
+_CASES: dict[bool, dict[str, Callable[[], _Training]]] = {
+    False: {
+        "adamw of 8 bits": lambda: _low_precision_optimizer(torchao.optim.AdamW8bit),
+        "adamw of 4 bits": lambda: _low_precision_optimizer(torchao.optim.AdamW4bit),
+        "adamw of float8": lambda: _low_precision_optimizer(torchao.optim.AdamWFp8),
+        "int8 weights": lambda: _quantised(Int8WeightOnlyConfig()),
+        "int8 everywhere": lambda: _quantised(Int8DynamicActivationInt8WeightConfig()),
+        "float8 weights": lambda: _quantised(Float8WeightOnlyConfig()),
+        "sparse gradients": _sparse_gradients,
+    },
+    True: {
+        "adamw of 8 bits": lambda: _low_precision_optimizer(torchao.optim.AdamW8bit, True),
+        "adamw of float8": lambda: _low_precision_optimizer(torchao.optim.AdamWFp8, True),
+    },
 }
-"""Trainings of a process that is alone."""
-
-RANKS_CASES: dict[str, Callable[[], _Training]] = {
-    "fsdp2-and-adamw-of-8-bits": lambda: _sharded_low_precision_optimizer(torchao.optim.AdamW8bit),
-    "fsdp2-and-adamw-of-float8": lambda: _sharded_low_precision_optimizer(torchao.optim.AdamWFp8),
-}
-"""Trainings of several ranks."""
 
 
-def is_resumed(make: Callable[[], _Training], directory: Path) -> bool:
-    """Return whether a training goes on bit for bit after its first attempt was left."""
+def resume_each(rank: int, world_size: int) -> None:
+    """Each training goes on bit for bit after its first attempt was left."""
     warnings.simplefilter("ignore")
     # Low-precision optimizers compile their step, which takes far longer than the step.
     torch.compiler.set_stance("force_eager")
-    whole, state = _train(make, directory / "whole", _STEPS, seed=1)
-    _train(make, directory / "resumed", _STOPPED_AT, seed=1)
-    resumed, resumed_state = _train(make, directory / "resumed", _STEPS, seed=2)
-    return resumed == whole[_SAVED_AT + 1 :] and _is_equal(state, resumed_state)
+    for name, make in _CASES[world_size > 1].items():
+        whole, state = _train(make, node_store() / name / "whole", _STEPS, seed=1)
+        _train(make, node_store() / name / "resumed", _STOPPED_AT, seed=1)
+        resumed, resumed_state = _train(make, node_store() / name / "resumed", _STEPS, seed=2)
+        assert resumed == whole[_SAVED_AT + 1 :], name
+        assert _is_equal(state, resumed_state), name
 
 
 def _train(

@@ -1,17 +1,9 @@
-"""Runs of Lightning's ``Trainer`` whose losses tell whether they were resumed.
-
-Dropout and the order of the batches draw random numbers, so a loss is the same bit for bit only if
-the parameters, the optimizer, the schedule, the position and all generators are.
-"""
+"""Runs of Lightning's ``Trainer`` whose losses tell whether they were resumed."""
 
 from __future__ import annotations
 
 import logging
-import os
-import random
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +16,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
 from localckpt.integrations.lightning import LocalCheckpoint
+from tests.integrations.trainings import Run
+from tests.ranks import node_store
 
 __all__ = ["fit", "refuse_a_path"]
 
 _EPOCHS, _BATCHES = 4, 7
-_Note = Callable[[int, str], None]
 
 
 class _Model(LightningModule):
-    def __init__(self, note: _Note, end: dict[int, int], pause_s: float) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
         )
         self._is_sharded = False
-        self._note = note
-        self._end = end
-        self._pause_s = pause_s
+        self._run = run
         self.tokens = 0
 
     def configure_model(self) -> None:
@@ -53,12 +44,8 @@ class _Model(LightningModule):
         total = self.trainer.fit_loop.total_batch_idx
         loss = self.layers(batch[0]).square().mean()
         self.tokens += len(batch[0])
-        self._note(total, f"{batch[0].sum().item().hex()} {loss.item().hex()}")
-        if (number := self._end.get(total)) is not None:
-            # Else the batch that the run is resumed at would depend on how fast saves are.
-            self.trainer.callbacks[-1].checkpointer.wait_until_finished()
-            os.kill(os.getpid(), number)
-        time.sleep(self._pause_s)
+        self._run.note(total, batch[0].sum().item(), loss.item())
+        self._run.may_end(total, self.trainer.callbacks[-1].checkpointer)
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -90,62 +77,40 @@ class _CountValidations(Callback):
         self.count = state_dict["count"]
 
 
-def fit(
-    rank: int,
-    world_size: int,
-    local: Path,
-    every: int,
-    end: dict[int, int],
-    *,
-    is_new: bool = True,
-    is_sharded: bool = False,
-    pause_s: float = 0.0,
-) -> tuple[list[str], list[int]]:
-    """Fit a model, as far as this run gets.
-
-    Args:
-        local: Directory of the node.
-        every: Steps between saves.
-        end: Signals that this rank sends itself, by batch.
-        is_new: Whether the run begins here; else it begins with other random numbers.
-        is_sharded: Whether FSDP2 shards the model; else it is in DDP where there are two ranks.
-        pause_s: Length of each step, in seconds.
+def fit(run: Run, is_sharded: bool = False) -> list[int]:
+    """Fit a model, as far as this run gets; FSDP2 shards it, or it is in DDP on two ranks.
 
     Returns:
-        The losses of the batches that this run has trained on, and at its end: the samples that
-        were seen, the validations that were made, and whether it was stopped.
+        The samples that were seen, and the validations that were made.
     """
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(rank if is_new else random.SystemRandom().randrange(1 << 32))
-    samples = torch.randn(2 * _BATCHES, 4, generator=torch.Generator().manual_seed(100 + rank))
-    losses: list[str] = []
-
-    def note(step: int, text: str) -> None:
-        losses.append(f"{step}: {text}")
-
-    model, validations = _Model(note, end, pause_s), _CountValidations()
-    callbacks = [validations, _checkpoints(local, every)]
-    trainer = _trainer(world_size, callbacks, is_sharded=is_sharded)
+    run.seed(run.rank)
+    generator = torch.Generator().manual_seed(100 + run.rank)
+    samples = torch.randn(2 * _BATCHES, 4, generator=generator)
+    model, validations = _Model(run), _CountValidations()
+    callbacks = [validations, _checkpoints(run.local, run.every)]
+    trainer = _trainer(run.world_size, callbacks, is_sharded=is_sharded)
     trainer.fit(
         model,
         DataLoader(TensorDataset(samples), batch_size=2, shuffle=True),
         DataLoader(TensorDataset(torch.ones(2, 4)), batch_size=2),
     )
-    return losses, [model.tokens, validations.count, int(trainer.should_stop)]
+    run.is_stopped = bool(trainer.should_stop)
+    return [model.tokens, validations.count]
 
 
-def refuse_a_path(local: Path) -> str:
+def refuse_a_path(rank: int, world_size: int) -> str:
     """Fit twice, the second time from a file of Lightning's; the error that this raises."""
-    file, data = local / "lightning.ckpt", DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
-    model = _Model(lambda step, text: None, {}, 0.0)
-    trainer = _trainer(1, [_checkpoints(local, 1)])
-    trainer.fit(model, data)
+    run = Run(rank, world_size, node_store() / "refused")
+    run.local.mkdir()
+    file = run.local / "lightning.ckpt"
+    data = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    trainer = _trainer(1, [_checkpoints(run.local, 1)])
+    trainer.fit(_Model(run), data)
     trainer.save_checkpoint(file)
     try:
-        _trainer(1, [_checkpoints(local, 1)]).fit(
-            _Model(lambda step, text: None, {}, 0.0), data, ckpt_path=file
-        )
+        _trainer(1, [_checkpoints(run.local, 1)]).fit(_Model(run), data, ckpt_path=file)
     except CheckpointingException as error:
         return str(error)
     return "no error"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
-import signal
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +24,7 @@ from localckpt.integrations.ray import RayCheckpointer, Reference
 from localckpt.waiting import wait_until
 from tests.checkpointer.loops import Loader, make_model
 from tests.integrations.ray_cluster import Cluster
+from tests.managers.jobs import error_of
 from tests.ranks import node_store
 
 __all__ = ["fit", "lose_a_node", "refuse", "run_example", "train"]
@@ -60,9 +59,7 @@ def train(config: dict[str, Any]) -> None:
         RayCheckpointer(state, local=node_store(), **options) as checkpointer,
     ):
         first = checkpointer.resume()
-        load = checkpointer.manager.last_load
-        told = {"first": first, "store": str(node_store()), "pid": os.getpid()}
-        _note(noted, told | {"source": load.source if load else ""})
+        _note(noted, {"first": first})
         for step in range(first, config["steps"]):
             batch = loader.next()
             loss = model(batch * random.uniform(0.5, 1.0)).square().mean()
@@ -112,20 +109,13 @@ def fit(
     return trainer.fit()
 
 
-def lose_a_node(
-    cluster: Cluster, directory: Path, steps: int, kills: int = 0, seed: int = 0
-) -> dict[str, Any]:
-    """Fit while workers are killed, and then a node that runs one is lost, with its disk.
-
-    Args:
-        steps: Number of steps; the node is lost near the end.
-        kills: Number of workers that are killed before, at random moments.
+def lose_a_node(cluster: Cluster, directory: Path, steps: int) -> dict[str, Any]:
+    """Fit while a node that runs a worker is lost near the end, with its disk.
 
     Returns:
         What Ray Train keeps of the run.
     """
-    random_source, notes = random.Random(seed), directory / "faulty"
-    waits_at = dict.fromkeys((0, 1), steps - 4)
+    waits_at, notes = dict.fromkeys((0, 1), steps - 4), directory / "faulty"
     with ThreadPoolExecutor(1) as pool:
         fitting = pool.submit(
             *(fit, "faulty", directory),
@@ -134,10 +124,6 @@ def lose_a_node(
             wait_at=waits_at,
             max_attempts=None,
         )
-        killed: set[Path] = set()
-        for _ in range(kills):
-            rank, lines = random_source.randrange(2), random_source.randint(1, 10)
-            killed |= _kill_a_worker(fitting, notes, rank, lines, killed)
 
         def waiting() -> list[Path]:
             stores = [Path(path.read_text()) for path in notes.glob("wait_at-*")]
@@ -148,35 +134,23 @@ def lose_a_node(
         return _told(fitting.result(_LONGEST_S))
 
 
-def _kill_a_worker(
-    fitting: Future[Any], notes: Path, rank: int, lines: int, killed: set[Path]
-) -> set[Path]:
-    """Kill a worker once it has noted so much in an attempt; the notes of all attempts so far."""
-
-    def noted() -> list[tuple[Path, list[str]]]:
-        new = sorted(set(notes.glob(f"{rank}-*")) - killed)
-        texts = [(path, path.read_text().splitlines()) for path in new]
-        return [(path, text) for path, text in texts if len(text) >= lines]
-
-    _await(fitting, lambda: bool(noted()))
-    _, text = noted()[0]
-    os.kill(json.loads(text[0])["pid"], signal.SIGKILL)
-    return set(notes.glob("[01]-*"))
-
-
 def _await(fitting: Future[Any], has_happened: Callable[[], bool]) -> None:
     assert wait_until(lambda: fitting.done() or has_happened(), _LONGEST_S), "it takes too long"
     if fitting.done():
         raise AssertionError(f"the run has ended before: {fitting.result()}")
 
 
+def _begun(local: Any) -> str:
+    try:
+        with RayCheckpointer({"model": torch.nn.Linear(2, 2)}, local=local) as checkpointer:
+            return f"resumed at step {checkpointer.resume()}"
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def refuse(directory: Path) -> list[str]:
     """Errors of wrong uses, and of runs of which nothing is left."""
-    errors = []
-    try:
-        RayCheckpointer({"model": torch.nn.Linear(2, 2)}, memory=True)
-    except CheckpointingException as error:
-        errors.append(str(error))
+    errors = [error_of(lambda: RayCheckpointer({"model": torch.nn.Linear(2, 2)}, memory=True))]
 
     def refused(config: dict[str, Any]) -> None:
         for local, lost_session in [("relative", ""), (directory, "run"), (directory, "other run")]:
@@ -185,11 +159,7 @@ def refuse(directory: Path) -> list[str]:
             lost = Reference(lost_session, 7, 1, str(directory), None)
             told.set_metadata({"localckpt": asdict(lost)})
             ray.train.report({}, checkpoint=told)
-            try:
-                with RayCheckpointer({"model": torch.nn.Linear(2, 2)}, local=local) as checkpointer:
-                    errors.append(f"resumed at step {checkpointer.resume()}")
-            except CheckpointingException as error:
-                errors.append(f"{type(error).__name__}: {error}")
+            errors.append(_begun(local))
 
     trainer = TorchTrainer(
         refused,

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import Dirs
+from tests.ranks import run_ranks
 from tests.upstream.environment import import_upstream, needs
-
-Dirs = Callable[[int], list[Path]]
 
 # What these libraries take to be imported on a busy machine is within it.
 _LONGEST_S = 200.0
 
-pytestmark = [
-    pytest.mark.framework,
-    needs("torchao"),
-    pytest.mark.timeout(_LONGEST_S + 40.0),
-]
+pytestmark = [pytest.mark.framework, needs("torchao"), pytest.mark.timeout(_LONGEST_S + 40.0)]
 
 
-def _resume_each(rank: int, world_size: int, cases: str) -> dict[str, bool]:
-    module = import_upstream("tests.integrations.awkward_states")
-    found = {}
-    for name, make in getattr(module, cases).items():
-        found[name] = module.is_resumed(make, node_store() / name)
-    return found
+def _resume_each(rank: int, world_size: int) -> None:
+    import_upstream("tests.integrations.awkward_states").resume_each(rank, world_size)
 
 
-@pytest.mark.long
-def test_states_of_low_precision_and_sparse_models_are_resumed(
-    node_dirs: Dirs,
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_states_of_low_precision_sparse_and_sharded_models_are_resumed(
+    ranks: int, node_dirs: Dirs
 ) -> None:
-    (found,) = run_ranks(
-        *(_resume_each, 1, "CASES"), store_per_node=node_dirs(1), timeout_s=_LONGEST_S
-    )
-
-    assert len(found) == 7
-    assert [name for name, is_resumed in found.items() if not is_resumed] == []
-
-
-def test_sharded_states_of_low_precision_optimizers_are_resumed(node_dirs: Dirs) -> None:
-    by_rank = run_ranks(
-        *(_resume_each, 2, "RANKS_CASES"), store_per_node=node_dirs(2), timeout_s=_LONGEST_S
-    )
-
-    for found in by_rank:
-        assert len(found) == 2
-        assert [name for name, is_resumed in found.items() if not is_resumed] == []
+    run_ranks(_resume_each, ranks, store_per_node=node_dirs(ranks), timeout_s=_LONGEST_S)

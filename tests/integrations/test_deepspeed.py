@@ -2,67 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import shutil
-import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import announce, node_store, run_ranks, start_ranks
+from tests.integrations.trainings import Jobs, assert_resumed, assert_stopped, run_example
+from tests.ranks import run_ranks
 from tests.upstream.environment import import_upstream, needs
 
-Dirs = Callable[[int], list[Path]]
-_Seen = tuple[list[str], str, str]
-_Stages = list[tuple[Any, ...]]
+pytestmark = [pytest.mark.framework, needs("deepspeed"), pytest.mark.timeout(400)]
 
-pytestmark = [pytest.mark.framework, needs("deepspeed")]
-
-# What DeepSpeed takes to be imported on a busy machine is within it.
-_LONGEST_S = 150.0
+LONGEST_S = 300.0
+_STAGES = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
 _ON_CPU = {"device": "cpu"}
-_ENV = {"DS_ACCELERATOR": "cpu"}
 
 
 def _runs() -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
     runs = import_upstream("tests.integrations.deepspeed_runs")
     runs.use_no_compiler()
     return runs
 
 
-def _train_and_be_killed(rank: int, world_size: int, stages: _Stages) -> None:
-    runs = _runs()
-    wholes = [runs.train(node_store() / "whole", *stage, is_new=True) for stage in stages]
-    announce(f"whole {rank}", wholes)
-    saved = [runs.train_until_cut_off(node_store() / "killed", *stage) for stage in stages]
-    announce(f"killed {rank}", saved)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _kill_each(rank: int, world_size: int, ranks: int, stages: list[Any]) -> list[Any]:
+    train, jobs = _runs().train, Jobs()
+
+    def of(stage: int, precision: str, zero: Any = None) -> Any:
+        named = partial(train, stage=stage, precision=precision, zero=zero)
+        # Within a step: the step that was cut off is done again.
+        return jobs.killed(f"{stage} {precision}", named, 1, 8, ranks, loses_node=ranks > 1)
+
+    return [of(*stage) for stage in stages]
 
 
-def _go_on(rank: int, world_size: int, stages: _Stages) -> tuple[list[_Seen], Any]:
-    runs = _runs()
-    resumed = [runs.train(node_store() / "killed", *stage, is_new=False) for stage in stages]
-    # Only one rank receives the signal.
-    return resumed, runs.stop_and_go_on(node_store(), is_asked=rank == world_size - 1)
+def run_jobs() -> dict[str, Any]:
+    runs, jobs = _runs(), Jobs()
+    jobs.run(runs.change_over, 1)
+    return {
+        "stages": _kill_each(0, 1, 2, _STAGES),
+        "stopped": jobs.stopped(partial(runs.train, stage=2, precision="fp32"), 2),
+        "wrong": jobs.run(runs.errors_of_wrong_use, 1),
+    }
 
 
+def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node(
+    outcomes: dict[str, Any],
+) -> None:
+    for of_stage in outcomes["stages"]:
+        assert_resumed(of_stage, first=8)
+
+
+def test_all_ranks_stop_after_the_same_step_and_go_on(outcomes: dict[str, Any]) -> None:
+    assert_stopped(outcomes["stages"][2][0], outcomes["stopped"])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("world_size", "stages"),
+    ("ranks", "stages"),
     [
-        pytest.param(2, [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")], id="two-nodes"),
+        pytest.param(2, [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")], id="other precision"),
         pytest.param(
-            *(2, [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")]),
-            id="two-nodes-other-precision",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *(1, [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]),
-            id="one-process",
-            marks=pytest.mark.long,
+            1, [(stage, kind) for stage in range(4) for kind in ("fp32", "bf16")], id="one process"
         ),
         pytest.param(
             2,
@@ -72,65 +75,29 @@ def _go_on(rank: int, world_size: int, stages: _Stages) -> tuple[list[_Seen], An
                 (3, "fp32", {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}),
             ],
             id="offload",
-            marks=pytest.mark.long,
         ),
     ],
 )
-def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_after_a_signal(
-    world_size: int, stages: _Stages, node_dirs: Dirs
+def test_so_it_does_at_all_stages_in_both_precisions_and_offloaded(
+    ranks: int, stages: list[Any], tmp_path: Path
 ) -> None:
-    nodes = node_dirs(world_size)
-
-    dies = (_train_and_be_killed, world_size, stages)
-    with start_ranks(*dies, store_per_node=nodes, env=_ENV) as group:
-        wholes = [group.await_announced(f"whole {rank}", _LONGEST_S) for rank in range(world_size)]
-        saved = [group.await_announced(f"killed {rank}", _LONGEST_S) for rank in range(world_size)]
-        group.join(_LONGEST_S, expect_dead=range(world_size))
-    if world_size > 1:
-        shutil.rmtree(nodes[1])
-        nodes[1].mkdir()
-    goes_on = (_go_on, world_size, stages)
-    went_on = run_ranks(*goes_on, store_per_node=nodes, timeout_s=_LONGEST_S, env=_ENV)
-
-    for rank in range(world_size):
-        resumed, (stopped, after_stop) = went_on[rank]
-        assert [first for _, _, first in resumed] == saved[rank]
-        for (whole_lines, whole_state, _), (lines, state, _) in zip(
-            *(wholes[rank], resumed), strict=True
-        ):
-            # The step that was cut off is done again.
-            assert lines == whole_lines[8:]
-            assert state == whole_state
-        assert after_stop == stopped
-
-
-def _change_over_and_err(rank: int, world_size: int) -> tuple[Any, Any]:
-    runs = _runs()
-    return runs.change_over(node_store() / "over"), runs.errors_of_wrong_use(node_store() / "wrong")
-
-
-def test_a_run_changes_over_from_files_and_back_and_wrong_use_gives_a_clear_error(
-    node_dirs: Dirs,
-) -> None:
-    ((seen, told),) = run_ranks(
-        _change_over_and_err, 1, store_per_node=node_dirs(1), timeout_s=_LONGEST_S, env=_ENV
+    (told,) = run_ranks(
+        *(_kill_each, 1, ranks, stages),
+        store_per_node=[tmp_path],
+        init_group=False,
+        timeout_s=LONGEST_S,
     )
 
-    assert seen == {
-        "first": "own",
-        # What DeepSpeed has written before, and nothing of what was saved to the node.
-        "own files": ["global_step0", "latest", "zero_to_fp32.py"],
-        "second": ("global_step1", "node"),
-        "is same": True,
-        "weights only": "own",
-        "after": "exported",
-        "newer": ("global_step3", 3),
-        "from shared storage": 1,
-        "left": [],
-    }
+    for of_stage in told:
+        assert_resumed(of_stage, first=8)
+
+
+def test_wrong_use_gives_a_clear_error(outcomes: dict[str, Any]) -> None:
+    (told,) = outcomes["wrong"]
+
+    assert told.keys() == _TOLD.keys()
     for what, expected in _TOLD.items():
-        assert expected in told.pop(what)
-    assert not told
+        assert expected in told[what]
 
 
 _TOLD = {
@@ -151,19 +118,8 @@ _TOLD = {
 }
 
 
-def _run_example_twice(rank: int, world_size: int) -> list[str]:
-    _runs()
-    example = import_upstream("examples.integrations.deepspeed_training")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for steps in (8, 16):
-            example.main(str(node_store()), steps)
-    return [line for line in printed.getvalue().splitlines() if line.startswith("trained")]
-
-
 @pytest.mark.example
-def test_the_example_trains_on_two_ranks_and_resumes(node_dirs: Dirs) -> None:
-    printed = run_ranks(
-        *(_run_example_twice, 2), store_per_node=node_dirs(1), timeout_s=_LONGEST_S, env=_ENV
-    )
+def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    printed = run_example("deepspeed_training", tmp_path, [8, 16], _runs)
 
-    assert printed == [["trained from step 0 to step 8", "trained from step 7 to step 16"]] * 2
+    assert printed == ["trained from step 0 to step 8", "trained from step 7 to step 16"]

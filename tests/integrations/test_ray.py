@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from localckpt import CheckpointingException
+from tests.managers.jobs import Dirs
 from tests.ranks import run_ranks
 from tests.upstream.environment import UPSTREAM, import_upstream, needs
-
-Dirs = Callable[[int], list[Path]]
 
 pytestmark = [pytest.mark.framework, needs("ray")]
 
@@ -36,31 +34,20 @@ def _call(rank: int, world_size: int, name: str, *arguments: Any, **options: Any
     return getattr(import_upstream("tests.integrations.ray_runs"), name)(*arguments, **options)
 
 
-def _serve(
-    rank: int, world_size: int, stores: list[Path], workers: int, name: str, *args: Any
-) -> Any:
-    """Call a function of the runs with a cluster."""
+def _lose_a_node(rank: int, world_size: int, stores: list[Path], directory: Path) -> Any:
     start_cluster = import_upstream("tests.integrations.ray_cluster").start_cluster
-    with start_cluster(stores, workers) as cluster:
-        return _call(rank, world_size, name, cluster, *args)
+    with start_cluster(stores, 2) as cluster:
+        return _call(rank, world_size, "lose_a_node", cluster, directory, _STEPS)
 
 
-def _run_in_cluster(
-    name: str,
-    *arguments: Any,
-    stores: list[Path],
-    workers: int = 1,
-    timeout_s: float = _LONGEST_S,
-) -> Any:
-    """Call a function of the runs in the process of a cluster with these nodes."""
-    (told,) = run_ranks(
-        *(_serve, 1, stores, workers, name, *arguments),
-        init_group=False,
-        # The first worker of Ray Train hosts the store of its job, other than a rank of a test.
-        env=_VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
-        timeout_s=timeout_s,
-    )
-    return told
+def _fit_whole(rank: int, world_size: int, directory: Path) -> None:
+    _call(rank, world_size, "fit", "whole", directory, workers=0, steps=_STEPS)
+
+
+def _run_locally(fn: Callable[..., Any], ranks: int, *args: Any, store: Path) -> list[Any]:
+    """Run in Ray Train's local mode, with the ranks as its workers."""
+    options: dict[str, Any] = {"init_group": False, "timeout_s": _LONGEST_S, "env": _VARIABLES}
+    return run_ranks(fn, ranks, *args, store_per_node=[store], **options)
 
 
 def _attempts(notes: Path, rank: int) -> list[list[Any]]:
@@ -70,68 +57,40 @@ def _attempts(notes: Path, rank: int) -> list[list[Any]]:
     return [lines for lines in noted if lines]
 
 
-def _fit_locally(rank: int, world_size: int, directory: Path, steps: int) -> str:
-    """Fit in Ray Train's local mode, with the ranks as its workers; the error that it raises."""
-    try:
-        _call(rank, world_size, "fit", "whole", directory, workers=0, steps=steps)
-    except CheckpointingException as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+# Starting two nodes of Ray and their workers twice takes longer than all other tests of the file.
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_bit_for_bit_after_the_loss_of_a_node(
+    tmp_path: Path, node_dirs: Dirs
+) -> None:
+    _run_locally(_fit_whole, 2, tmp_path, store=tmp_path / "store")
 
-
-def _run_locally(fn: Callable[..., Any], ranks: int, *args: Any, stores: list[Path]) -> list[Any]:
-    return run_ranks(
-        *(fn, ranks, *args),
+    (told,) = run_ranks(
+        *(_lose_a_node, 1, node_dirs(2), tmp_path),
         init_group=False,
-        store_per_node=stores,
-        env=_VARIABLES,
+        # The first worker of Ray Train hosts the store of its job, other than a rank of a test.
+        env=_VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
         timeout_s=_LONGEST_S,
     )
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Notes of an undisturbed run of two workers, and the directory with its checkpoints."""
-    directory = tmp_path_factory.mktemp("whole")
-    store = directory / "store"
-    assert _run_locally(_fit_locally, 2, directory, _STEPS, stores=[store]) == ["no error"] * 2
-    return directory / "whole", store
-
-
-def _assert_goes_on(whole: Path, faulty: Path, restarts: int) -> None:
+    assert told["metrics"] == {"step": 11}
+    assert told["kept"][-1] == 11
+    assert len(told["kept"]) == 2
+    assert told["newest"].items() >= {"session_id": "faulty", "step": 11, "world_size": 2}.items()
     for rank in (0, 1):
-        ((_, *losses),) = _attempts(whole, rank)
-        attempts = _attempts(faulty, rank)
+        ((_, *losses),) = _attempts(tmp_path / "whole", rank)
+        attempts = _attempts(tmp_path / "faulty", rank)
         began = [begin["first"] for begin, *_ in attempts]
-        assert len(began) > restarts
+        assert len(began) > 1
         assert began[-1] > 0
         for first, (_, *noted) in zip(began, attempts, strict=True):
             assert noted == losses[first:][: len(noted)]
         assert attempts[-1][-1] == losses[-1]
 
 
-# Starting two nodes of Ray and their workers twice takes longer than all other tests of the file.
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_run_goes_on_bit_for_bit_after_the_loss_of_a_node(
-    whole: tuple[Path, Path], tmp_path: Path, node_dirs: Dirs
-) -> None:
-    notes, _ = whole
-
-    told = _run_in_cluster("lose_a_node", tmp_path, _STEPS, stores=node_dirs(2), workers=2)
-
-    assert told["metrics"] == {"step": 11}
-    assert told["kept"][-1] == 11
-    assert len(told["kept"]) == 2
-    assert told["newest"].items() >= {"session_id": "faulty", "step": 11, "world_size": 2}.items()
-    _assert_goes_on(notes, tmp_path / "faulty", restarts=1)
-
-
-def test_wrong_use_and_a_run_of_which_nothing_is_left_are_errors(
-    tmp_path: Path, node_dirs: Dirs
-) -> None:
+def test_wrong_use_and_a_run_of_which_nothing_is_left_are_errors(tmp_path: Path) -> None:
     ((outside, relative, lost, other_run),) = _run_locally(
-        *(_call, 1, "refuse", tmp_path), stores=node_dirs(1)
+        *(_call, 1, "refuse", tmp_path), store=tmp_path / "node"
     )
 
     assert "Elsewhere use localckpt.Checkpointer" in outside
@@ -141,9 +100,7 @@ def test_wrong_use_and_a_run_of_which_nothing_is_left_are_errors(
 
 
 @pytest.mark.example
-def test_the_example_resumes(node_dirs: Dirs) -> None:
-    (store,) = node_dirs(1)
-
-    (printed,) = _run_locally(_call, 1, "run_example", store, 0, stores=[store])
+def test_the_example_resumes(tmp_path: Path) -> None:
+    (printed,) = _run_locally(_call, 1, "run_example", tmp_path, 0, store=tmp_path)
 
     assert printed == ["trained step 0 to step 7", "trained step 8 to step 15"]

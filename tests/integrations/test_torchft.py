@@ -19,63 +19,43 @@ pytestmark = [pytest.mark.framework, needs("torchft")]
 _ROOT = Path(__file__).parents[2]
 
 
-def _call(rank: int, world_size: int, name: str) -> Any:
-    return getattr(import_upstream("tests.integrations.torchft_runs"), name)()
+def _call(rank: int, world_size: int, name: str, *args: Any) -> Any:
+    return getattr(import_upstream("tests.integrations.torchft_runs"), name)(*args)
 
 
-def _run(name: str) -> Any:
-    (told,) = run_ranks(_call, 1, name, init_group=False, timeout_s=120.0)
+def _run(name: str, *args: Any) -> Any:
+    (told,) = run_ranks(_call, 1, name, *args, init_group=False, timeout_s=120.0)
     return told
-
-
-@pytest.fixture(scope="module")
-def told() -> Any:
-    return _run("transfer")
 
 
 @pytest.mark.example
 def test_torchfts_own_test_of_a_transport_passes_and_leaves_no_thread() -> None:
-    assert _run("recover_in_torchfts_test") == 0
+    _run("recover_in_torchfts_test")
 
 
-def test_a_state_is_the_same_bit_for_bit_on_all_also_in_given_tensors(told: Any) -> None:
-    assert told["whole"] == 3
-    assert told["comes_later"] == "same"
-    assert told["in_place"] == {"same tensors": True}
+_TRANSFERS = [
+    "a_state_is_the_same_bit_for_bit_on_all",
+    "given_tensors_are_filled",
+    "a_state_that_does_not_fit_the_given_tensors_changes_none",
+    "damage_and_a_cut_are_refused_before_given_tensors_are_changed",
+    "a_sender_that_stops_is_waited_for_no_longer_than_told",
+    "another_step_is_refused_by_its_number",
+    "a_step_that_comes_later_is_waited_for",
+    "who_is_no_sender_of_the_state_is_an_error",
+    "classes_that_are_not_allowed_are_neither_sent_nor_made",
+    "a_transport_that_was_shut_down_says_so",
+    "a_shutdown_waits_for_no_stranger_and_no_slow_receiver",
+]
 
 
-def test_a_state_that_does_not_fit_the_given_tensors_changes_none(told: Any) -> None:
-    error = told["misfits"]
-
-    assert error.startswith("MismatchError: ")
-    assert "user.default.half" in error
+@pytest.fixture(scope="module")
+def wrong() -> dict[str, str]:
+    return dict(_run("transfer", _TRANSFERS))
 
 
-def test_damage_anywhere_is_refused_before_given_tensors_are_changed(told: Any) -> None:
-    assert [error.partition(":")[0] for error in told["damaged_blocks"]] == [
-        "CorruptShardError"
-    ] * 4
-
-
-def test_a_sender_that_stops_is_waited_for_no_longer_than_told(told: Any) -> None:
-    error, seconds = told["stalled"]
-
-    assert "timed out after 1 s" in error
-    assert seconds < 8.0
-
-
-def test_another_step_is_refused_by_its_number(told: Any) -> None:
-    errors = told["of_another_step"]
-
-    assert "MismatchError: step 6 of" in errors["older"]
-    assert "step 7 is offered there" in errors["older"]
-    assert "timed out after 1 s (step 7 is offered)" in errors["newer"]
-    assert "timed out after 1 s (none is offered)" in errors["none"]
-
-
-def test_classes_that_are_not_allowed_are_neither_sent_nor_made(told: Any) -> None:
-    assert "Settings" in told["classes"]["not allowed to send"]
-    assert told["classes"]["not allowed to receive"].startswith("UnsafeGlobalError")
+@pytest.mark.parametrize("name", _TRANSFERS)
+def test_of_a_transfer_it_holds_that(name: str, wrong: dict[str, str]) -> None:
+    assert name not in wrong, wrong[name]
 
 
 def test_a_replica_that_was_killed_gets_its_state_from_the_other() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils._pytree import tree_leaves
 
-from tests.ranks import run_ranks
+from tests.integrations.trainings import Jobs, Run, assert_resumed, assert_stopped
+from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
 # All jobs of this file are run by its first test.
-_LONGEST_S = 560.0
+LONGEST_S = 560.0
 
 pytestmark = [
     pytest.mark.framework,
@@ -25,118 +26,108 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the jobs have recorded, which one process has started after one another.
-
-    Attributes:
-        whole: Of an undisturbed job of two ranks.
-        stopped: Of a job that is resumed after a kill, and stopped by a signal.
-        rest: Of the same job, after its node was lost.
-        alone: Of the starts of a job of one process: killed, resumed, sent back, and resumed.
-        own: torchtitan's own checkpoints of that job.
-        by_flag: Of two starts of a job with torchtitan's own manager, replaced by a flag.
-        data: State of a data loader in a checkpoint of the node.
-        refused: Errors.
-    """
-
-    whole: list[list[str]]
-    stopped: list[list[str]]
-    rest: list[list[str]]
-    alone: list[list[str]]
-    own: list[str]
-    by_flag: list[list[str]]
-    data: Any
-    refused: list[str]
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> _Told:
-    folder = tmp_path_factory.mktemp("torchtitan")
-    (answer,) = run_ranks(_run_all, 1, folder, init_group=False, timeout_s=_LONGEST_S)
-    assert isinstance(answer, _Told)
-    return answer
-
-
 def _torchtitan() -> Any:
     warnings.simplefilter("ignore")
     import_upstream("examples.integrations.torchtitan_on_cpu").prepare()
     return import_upstream("tests.integrations.torchtitan_runs")
 
 
-def _run_all(rank: int, world_size: int, folder: Path) -> _Told:
-    runs = _torchtitan()
-    steps, other_seed = ("--training.steps", "14"), ("--debug.seed", "5")
+def run_jobs() -> dict[str, Any]:
+    runs, jobs = _torchtitan(), Jobs()
 
-    whole = runs.Job(folder / "whole", 2).run(*steps)
-    two = runs.Job(folder / "two", 2)
-    two.run(*steps, "--end", "SIGKILL", "--end-at", "4")
-    # Only one rank receives the signal. The ranks have a few steps' time to learn of it.
-    end = ("--end", "SIGTERM", "--end-at", "4")
-    stopped = two.run(*steps, *other_seed, "--pause-s", "0.4", last_rank=end)
-    shutil.rmtree(two.local)
-    rest = two.run(*steps, *other_seed)
+    def start(name: str, *options: str, config: str = "recording", **told: Any) -> Any:
+        """What a job of one process has noted."""
 
-    one = runs.Job(folder / "one", 1)
-    alone = one.run("--training.steps", "9", "--end", "SIGKILL", "--end-at", "7")
-    asynchronously = ("--checkpoint.async-mode", "async")
-    alone += one.run("--training.steps", "9", *other_seed, *asynchronously)
-    own = sorted(path.name for path in one.folder.rglob("step-*"))
-    alone += one.run("--training.steps", "5", "--checkpoint.load-step", "4")
+        def train(rank: int, world_size: int) -> list[str]:
+            run = Run(rank, world_size, node_store() / name / "node", **told)
+            runs.train_as_told(run, *options, config=config)
+            return run.noted
+
+        return jobs.run(train, 1)[0]
+
+    def up_to(last: int) -> tuple[str, str]:
+        return "--training.steps", f"{last}"
+
+    def train(run: Run) -> None:
+        runs.train_as_told(run, *up_to(14))
+
+    own = node_store() / "one" / "titan" / "checkpoint"
+    again = partial(start, "one", is_new=False)
+    told: dict[str, Any] = {
+        "two ranks": jobs.killed("two", train, 2, 4),
+        "stopped": jobs.stopped(train, 4),
+        "whole": start("whole", *up_to(9)),
+        "killed": start("one", *up_to(9), end_at="7"),
+        "resumed": again(*up_to(9), "--checkpoint.async-mode", "async"),
+        "own": sorted(path.name for path in own.iterdir()),
+        "back": again(*up_to(5), "--checkpoint.load-step", "4"),
+    }
     for newer in ("step-8", "step-9"):
-        shutil.rmtree(one.folder / "titan/checkpoint" / newer)
-    alone += one.run("--training.steps", "7")
-
-    named = json.dumps({"local": f"{folder}/named", "local_interval": 1, "finite": True})
-    flag = f"localckpt.integrations.torchtitan.local_checkpoint={named}"
-    plain = runs.Job(folder / "plain", 1, runs.train_plain)
-    by_flag = plain.run("--override.imports", flag, "--training.steps", "3")
-    by_flag += plain.run("--override.imports", flag, "--training.steps", "5")
-    data, refused = runs.kept_data(one.local), runs.refusals(folder)
-    return _Told(whole, stopped, rest, alone, own, by_flag, data, refused)
-
-
-def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(told: _Told) -> None:
-    for whole, stopped in zip(told.whole, told.stopped, strict=True):
-        assert 0 < len(stopped) < len(whole[3:])
-        assert stopped == whole[3 : 3 + len(stopped)]
+        shutil.rmtree(own / newer)
+    told["after"] = again(*up_to(7))
+    told["data"] = runs.kept_data(node_store() / "one" / "node")
+    for lost in ("node 0", "node 1", "titan/checkpoint/step-14"):
+        shutil.rmtree(node_store() / "two" / lost)
+    told["without nodes"] = jobs.start("two", train, 2, is_new=False)
+    named = {"local": f"{node_store()}/named", "local_interval": 1, "finite": True}
+    flag = f"localckpt.integrations.torchtitan.local_checkpoint={json.dumps(named)}"
+    by_flag = partial(start, "plain", "--override.imports", flag, config="plain")
+    told["by flag"] = [by_flag(*up_to(3)), by_flag(*up_to(5))]
+    told["refused"] = runs.refusals(f"{node_store()}/unused")
+    return told
 
 
-def test_one_process_goes_on_and_goes_back(told: _Told) -> None:
-    killed, resumed, back, after = told.alone
+def _steps(noted: list[str]) -> list[int]:
+    return [int(line.split()[0]) for line in noted]
 
-    assert list(map(_step, killed)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(map(_step, resumed)) == [6, 7, 8, 9]
-    assert resumed[:2] == killed[5:]
-    assert told.own == ["step-4", "step-8", "step-9"]
+
+def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(
+    outcomes: dict[str, Any],
+) -> None:
+    assert_resumed(outcomes["two ranks"], first=4)
+    assert_stopped(outcomes["two ranks"][0], outcomes["stopped"])
+
+
+def test_two_ranks_without_their_nodes_go_on_from_torchtitans_own(outcomes: dict[str, Any]) -> None:
+    for whole, alone in zip(outcomes["two ranks"][0], outcomes["without nodes"], strict=True):
+        # torchtitan's own checkpoints have no random numbers, which stand last.
+        lines = [line.rpartition(" ")[0] for line in alone.noted]
+        assert lines == [line.rpartition(" ")[0] for line in whole.noted[12:]]
+
+
+def test_one_process_goes_on_and_goes_back(outcomes: dict[str, Any]) -> None:
+    assert outcomes["resumed"] == outcomes["whole"][5:]
+    assert outcomes["own"] == ["step-4", "step-8", "step-9"]
     # The node has step 9, too, which was given up.
-    assert list(map(_step, back)) == [5]
-    assert list(map(_step, after)) == [6, 7]
+    assert _steps(outcomes["back"]) == [5]
+    assert _steps(outcomes["after"]) == [6, 7]
 
 
-def test_a_flag_switches_a_job_over_and_saves_nothing_of_torchtitans_own(told: _Told) -> None:
-    assert [list(map(_step, start)) for start in told.by_flag] == [[1, 2, 3], [4, 5]]
+def test_a_flag_switches_a_job_over_and_saves_nothing_of_torchtitans_own(
+    outcomes: dict[str, Any],
+) -> None:
+    assert [_steps(noted) for noted in outcomes["by flag"]] == [[1, 2, 3], [4, 5]]
 
 
-def test_what_torchtitan_pickles_is_saved_as_plain_values(told: _Told) -> None:
-    assert told.data["packed"]["dp_rank_0"]["_num_yielded"] == 7
-    assert not any(isinstance(leaf, bytes) for leaf in tree_leaves(told.data))
+def test_what_torchtitan_pickles_is_saved_as_plain_values(outcomes: dict[str, Any]) -> None:
+    assert outcomes["data"]["packed"]["dp_rank_0"]["_num_yielded"] == 7
+    assert not any(isinstance(leaf, bytes) for leaf in tree_leaves(outcomes["data"]))
 
 
-def _run_example_twice(rank: int, world_size: int, folder: Path) -> list[list[str]]:
-    runs = _torchtitan()
-    job = runs.Job(folder, 2, runs.run_example)
-    return [job.first_steps("--training.steps", last) for last in ("3", "6")]
+def test_what_makes_no_sense_is_refused(outcomes: dict[str, Any]) -> None:
+    told = ["needs checkpoint.local", "shared", "evry", "was changed"]
+    assert all(words in error for words, error in zip(told, outcomes["refused"], strict=True))
+
+
+def _run_example_twice(rank: int, world_size: int) -> list[list[int]]:
+    first, jobs = _torchtitan().first_step_of_example, Jobs()
+    return [jobs.run(first, 2, node_store() / "node", last) for last in (3, 6)]
 
 
 @pytest.mark.example
 def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     (first_steps,) = run_ranks(
-        _run_example_twice, 1, tmp_path, init_group=False, timeout_s=_LONGEST_S
+        *(_run_example_twice, 1), store_per_node=[tmp_path], init_group=False, timeout_s=LONGEST_S
     )
 
-    assert first_steps == [["1", "1"], ["4", "4"]]
-
-
-def _step(record: str) -> int:
-    return int(record.split()[0])
+    assert first_steps == [[1, 1], [4, 4]]

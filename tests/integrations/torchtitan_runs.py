@@ -1,21 +1,13 @@
-"""Runs of torchtitan's own trainer that record after each step whether they were resumed.
-
-A record is the same bit for bit only if the parameters, the optimizer, the schedule, the position
-in the data and the random numbers are. Importing torchtitan takes longer than all that is done with
-it, so jobs are forked from a process that has done so.
-"""
+"""Runs of torchtitan's own trainer that note after each step whether they were resumed."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import re
-import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +20,33 @@ from torchtitan.components.checkpointer import BaseCheckpointManager, Checkpoint
 from torchtitan.config.override import derive
 from torchtitan.trainer import Trainer
 
-from benchmarks.stores import serve_store
 from examples.integrations import torchtitan_training
-from localckpt import CheckpointingException, LocalCheckpointManager
+from localckpt import LocalCheckpointManager
 from localckpt.integrations.torchtitan import LocalCheckpoint, local_checkpoint
-from tests.integrations.kills import record
+from tests.integrations.trainings import Run
+from tests.managers.jobs import error_of
 
-__all__ = ["Job", "kept_data", "refusals", "run_example", "train_as_told", "train_plain"]
+__all__ = ["first_step_of_example", "kept_data", "refusals", "train_as_told"]
 
-_LONGEST_S = 120.0
-_fork = multiprocessing.get_context("fork")
+# Of this process, which is forked for a run.
+_runs: list[Run] = []
 
 
 class RecordingTrainer(Trainer):
-    """torchtitan's trainer, which records what it has after each step, and ends as a test says."""
+    """torchtitan's trainer, which notes what it has after each step, and ends as a test says."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        end: str = ""
-        """Name of a signal that this rank sends itself."""
-
-        end_at: int = 0
-        """The step in which it does."""
-
-        pause_s: float = 0.0
-        """Length of each step, in seconds."""
+        pass
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)
-        time.sleep(self.config.pause_s)
-        record(self.step, self._digest(), torch.distributed.get_rank())
-        if self.config.end and self.step == self.config.end_at:
-            # Else the step that the run is resumed at would depend on how fast saves are.
-            self.checkpointer.checkpointer.wait_until_finished()
-            os.kill(os.getpid(), getattr(signal, self.config.end))
+        _runs[-1].note(self.step, self._digest())
+        _runs[-1].may_end(self.step, self.checkpointer.checkpointer)
+
+    def close(self) -> None:
+        _runs[-1].is_stopped = self.checkpointer.checkpointer.stopped is not None
+        super().close()
 
     def _digest(self) -> str:
         digest = xxhash.xxh3_64()
@@ -96,95 +81,31 @@ def plain() -> RecordingTrainer.Config:
     return config
 
 
-def train_as_told(options: Sequence[str], config: str = "recording") -> None:
+def train_as_told(run: Run, *options: str, config: str = "recording") -> None:
     """Run torchtitan's command; the variables of ``torchrun`` say which rank this is."""
+    _runs.append(run)
+    seed = ["--debug.seed", "5"] if not run.is_new else []
     here = ["--module", "tests.integrations.torchtitan_runs", "--config", config]
-    sys.argv[1:] = [*here, "--hf-assets-path", "/", *options]
+    folder = run.local.parent / "titan"
+    sys.argv[1:] = [*here, "--hf-assets-path", "/", "--dump-folder", f"{folder}", *seed, *options]
+    if config == "recording":
+        sys.argv += ["--checkpoint.local", f"{run.local}"]
+    _sleep_never()
     train.main()
 
 
-def train_plain(options: Sequence[str]) -> None:
-    """Run torchtitan's command with its own checkpoint manager."""
-    train_as_told(options, "plain")
+def first_step_of_example(rank: int, world_size: int, local: Path, last: int) -> int:
+    """The step with which a run of the example begins."""
+    steps, step = list[int](), Trainer.train_step
 
+    def note(trainer: Any, data_iterator: Any) -> None:
+        step(trainer, data_iterator)
+        steps.append(trainer.step)
 
-def run_example(options: Sequence[str]) -> None:
-    torchtitan_training.main(list(options))
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job of torchtitan, in a folder of its own.
-
-    Attributes:
-        folder: Has torchtitan's folder, and the directory of the node.
-        world_size: Number of ranks.
-        main: Runs it on one rank, with options of torchtitan's command line.
-    """
-
-    folder: Path
-    world_size: int
-    main: Callable[[Sequence[str]], None] = train_as_told
-
-    @property
-    def local(self) -> Path:
-        return self.folder / "node"
-
-    def run(self, *options: str, last_rank: Sequence[str] = ()) -> list[list[str]]:
-        """Train, as far as the ranks get.
-
-        Args:
-            options: Of torchtitan's command line.
-            last_rank: More of them for the last rank.
-
-        Returns:
-            What each rank has recorded.
-        """
-        places = ["--dump-folder", f"{self.folder}/titan"]
-        if self.main is train_as_told:
-            places += ["--checkpoint.local", str(self.local)]
-        records = self._run([*places, *options], last_rank)
-        files = [records / f"{rank}" for rank in range(self.world_size)]
-        return [file.read_text().splitlines() for file in files]
-
-    def first_steps(self, *options: str) -> list[str]:
-        """Train, and return the step that each rank says to begin with."""
-        records = self._run(["--checkpoint.local", str(self.local), *options], ())
-        logs = [records / f"log{rank}" for rank in range(self.world_size)]
-        return [re.findall(r"Training starts at step (\d+)", log.read_text())[-1] for log in logs]
-
-    def _run(self, options: Sequence[str], last_rank: Sequence[str]) -> Path:
-        records = self.folder / f"records{time.time_ns()}"
-        records.mkdir(parents=True)
-        store = serve_store()
-        variables = {
-            "WORLD_SIZE": f"{self.world_size}",
-            "LOCALCKPT_TEST_RECORD": str(records),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": f"{store.port}",
-            # The store is in this process.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        ranks = range(self.world_size)
-        processes = [
-            _fork.Process(
-                target=_run_rank,
-                args=(
-                    self.main,
-                    variables | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-                    [*options, *(last_rank if rank == ranks[-1] else ())],
-                    records / f"log{rank}",
-                ),
-            )
-            for rank in ranks
-        ]
-        for process in processes:
-            process.start()
-        codes = _reap(processes)
-        if set(codes) - {0, -signal.SIGKILL}:
-            said = "".join(log.read_text()[-8000:] for log in sorted(records.glob("log*")))
-            raise RuntimeError(f"the ranks ended with {codes}: {said}")
-        return records
+    Trainer.train_step = note
+    _sleep_never()
+    torchtitan_training.main(["--checkpoint.local", f"{local}", "--training.steps", f"{last}"])
+    return steps[0]
 
 
 def kept_data(local: Path) -> Any:
@@ -195,16 +116,16 @@ def kept_data(local: Path) -> Any:
     return state["dataloader"]
 
 
-def refusals(folder: Path) -> list[str]:
+def refusals(local: str) -> list[str]:
     """The errors that configs raise that make no sense."""
-    local = f"{folder}/unused"
-    configs = [
-        lambda: LocalCheckpoint.Config(enable=True).build(),
-        lambda: LocalCheckpoint.Config(enable=True, local=local, options={"shared": 1}).build(),
-        lambda: LocalCheckpoint.Config(enable=True, local=local, options={"evry": 1}).build(),
+    config = partial(LocalCheckpoint.Config, enable=True)
+    makes: list[Callable[[], Any]] = [
+        lambda: config().build(),
+        lambda: config(local=local, options={"shared": 1}).build(),
+        lambda: config(local=local, options={"evry": 1}).build(),
         lambda: local_checkpoint(derive(LocalCheckpoint.Config(), _OtherConfig), local=local),
     ]
-    return [_refusal(make) for make in configs]
+    return [error_of(make) for make in makes]
 
 
 class _OtherManager(LocalCheckpoint):
@@ -216,41 +137,11 @@ class _OtherManager(LocalCheckpoint):
 _OtherConfig: type[BaseCheckpointManager.Config] = _OtherManager.Config
 
 
-def _refusal(make: Any) -> str:
-    try:
-        make()
-    except CheckpointingException as error:
-        return str(error)
-    return "no error"
-
-
-def _run_rank(
-    main: Callable[[Sequence[str]], None],
-    variables: dict[str, str],
-    options: Sequence[str],
-    log: Path,
-) -> None:
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(variables)
+def _sleep_never() -> None:
     # The first rank would sleep for two seconds at the end of a run.
     torchtitan.trainer.time = types.SimpleNamespace(
         sleep=lambda _: None, perf_counter=time.perf_counter
     )
-    main(options)
-
-
-def _reap(processes: Sequence[Any]) -> list[int]:
-    """Exit codes of processes; those that are too late are killed, and have the code 1."""
-    deadline = time.monotonic() + _LONGEST_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [process for process in processes if process.exitcode is None]
-    for process in late:
-        process.kill()
-        process.join()
-    return [1 if process in late else process.exitcode for process in processes]
 
 
 def _values(tensor: torch.Tensor) -> Any:

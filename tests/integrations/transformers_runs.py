@@ -1,15 +1,8 @@
-"""Runs of Transformers' ``Trainer`` whose losses tell whether they were resumed.
-
-Dropout and the order of the batches draw random numbers, so a loss is the same bit for bit only if
-the parameters, the optimizer, the schedule, the position and all generators are.
-"""
+"""Runs of Transformers' ``Trainer`` whose losses tell whether they were resumed."""
 
 from __future__ import annotations
 
-import os
-import random
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,177 +21,125 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from localckpt import Checkpointer, CheckpointingException, Every
+from localckpt import Checkpointer, Every
 from localckpt.integrations.transformers import LocalCheckpointCallback
 from tests.cli.commands import call
-from tests.managers.jobs import damage
+from tests.integrations.trainings import Run
+from tests.managers.jobs import assert_same, damage, error_of
+from tests.ranks import node_store
 
 __all__ = ["export", "resume_from_paths", "train", "train_adapters", "wrong_uses"]
 
 # An epoch of one rank has 11 steps of 2 batches; one of two ranks 5, and one of the last batch.
 _SAMPLES = 22
-_Note = Callable[[int, str], None]
 
 
 class _Recording(Trainer):
     """Notes what each batch is, and its loss; ends the process where it is told to."""
 
-    note: _Note
-    end: dict[int, int]
-    pause_s: float
+    run: Run
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         step = self.state.global_step
-        if (number := self.end.pop(step, None)) is not None:
-            # Else the step that the run is resumed at would depend on how fast saves are.
-            self.callback_handler.callbacks[-1].checkpointer.wait_until_finished()
-            os.kill(os.getpid(), number)
-        time.sleep(self.pause_s)
+        callbacks = self.callback_handler.callbacks
+        self.run.may_end(step, getattr(callbacks[-1], "checkpointer", None))
         samples = inputs["input_ids"].sum().item()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         half = "" if self.accelerator.sync_gradients else "a"
-        self.note(f"{step}{half}", f"{samples} {loss.item().hex()}")
+        self.run.note(f"{step}{half}", samples, loss.item())
         return loss
 
 
 class _NoteEvaluations(TrainerCallback):
-    def __init__(self, note: _Note) -> None:
-        self._note = note
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note(f"{state.global_step}e", kwargs["metrics"]["eval_loss"].hex())
+        self._run.note(f"{state.global_step}e", kwargs["metrics"]["eval_loss"])
 
 
-def train(
-    rank: int,
-    world_size: int,
-    local: Path,
-    every: int,
-    end: dict[int, dict[int, int]],
-    *,
-    is_new: bool = True,
-    pause_s: float = 0.0,
-    adapters: bool = False,
-    **arguments: Any,
-) -> tuple[list[str], dict[str, Any]]:
-    """Train a model, as far as this run gets.
-
-    Args:
-        local: Directory of the node.
-        every: Steps between saves.
-        end: For ranks, signals that they send themselves, by step.
-        is_new: Whether the run begins here; else it begins with other parameters.
-        pause_s: Length of each batch, in seconds.
-        adapters: Whether to train adapters of a model that is frozen.
-        arguments: Further training arguments.
-
-    Returns:
-        The losses of the batches and evaluations that this run has made; and what is known at its
-        end.
-    """
-    noted: list[str] = []
-
-    def note(step: str, text: str) -> None:
-        noted.append(f"{step} {text}")
-
-    seed = 0 if is_new else random.SystemRandom().randrange(1 << 32)
-    trainer = _trainer(local, seed, note, arguments, adapters=adapters)
-    trainer.end, trainer.pause_s = dict(end.get(rank, {})), pause_s
+def train(run: Run, *, adapters: bool = False, **arguments: Any) -> dict[str, Any]:
+    """Train a model, or adapters of one that is frozen, as far as this run gets."""
+    trainer = _trainer(run, arguments, adapters=adapters)
     patience = EarlyStoppingCallback(early_stopping_patience=1000)
-    trainer.add_callback(_NoteEvaluations(note))
+    trainer.add_callback(_NoteEvaluations(run))
     trainer.add_callback(patience)
-    checkpoints = LocalCheckpointCallback(local=local, every=Every(steps=every), max_attempts=None)
+    checkpoints = LocalCheckpointCallback(
+        local=run.local, every=Every(steps=run.every), max_attempts=None
+    )
     checkpoints.attach(trainer)
     trainer.train()
+    run.is_stopped = checkpoints.stopped is not None
     state = trainer.state
-    return noted, {
+    return {
         "known": [state.global_step, state.epoch, state.total_flos, state.best_metric],
         "patience": patience.early_stopping_patience_counter,
         "parameters": _digest(trainer.model.state_dict()),
         "optimizer": _digest(trainer.optimizer.state_dict()["state"]),
         "rate": trainer.lr_scheduler.get_last_lr(),
-        "is_stopped": checkpoints.stopped is not None,
     }
 
 
-def train_adapters(*args: Any, **kwargs: Any) -> tuple[list[str], dict[str, Any]]:
-    """Train as :func:`train` does, adapters, evaluated after each epoch.
+def train_adapters(run: Run) -> dict[str, Any]:
+    """Train adapters, evaluated after each epoch.
 
     The order of the batches is drawn from the random number generators.
     """
-    return train(
-        *args,
-        **kwargs,
-        adapters=True,
-        eval_strategy="epoch",
-        accelerator_config={"use_seedable_sampler": False},
-    )
+    sampler = {"use_seedable_sampler": False}
+    return train(run, adapters=True, eval_strategy="epoch", accelerator_config=sampler)
 
 
-def resume_from_paths(rank: int, world_size: int, local: Path) -> list[list[str]]:
-    """Resume beside checkpoints of the trainer's own, and from a damaged one.
+def resume_from_paths(rank: int, world_size: int) -> None:
+    """Resume beside checkpoints of the trainer's own, and from a damaged one."""
+    base = node_store() / "paths"
 
-    Returns:
-        What each run has noted: one with all 6 steps; one from the trainer's checkpoint of step 2;
-        one with the same path, and a newer checkpoint on the node, of step 3; and one without a
-        path, whose newest checkpoint, of step 5, is damaged.
-    """
-    runs: list[list[str]] = []
-
-    def run(store: str, every: int, path: Path | None = None, **arguments: Any) -> None:
-        runs.append([])
-        noted = runs[-1]
+    def first_of(store: str, every: int, path: Path | None = None, **arguments: Any) -> str:
         arguments |= {"max_steps": 6, "eval_strategy": "no"}
-        trainer = _trainer(
-            local, len(runs), lambda *words: noted.append(" ".join(words)), arguments
-        )
-        LocalCheckpointCallback(local=local / store, every=Every(steps=every)).attach(trainer)
+        run = Run(rank, world_size, base, is_new=False)
+        trainer = _trainer(run, arguments)
+        LocalCheckpointCallback(local=base / store, every=Every(steps=every)).attach(trainer)
         trainer.train(resume_from_checkpoint=None if path is None else str(path))
+        return run.noted[0].split()[0]
 
-    saved = local / "output" / "checkpoint-2"
-    run("a", 4, save_strategy="steps", save_steps=2)
-    run("b", 2, saved)
-    run("a", 100, saved)
-    (newest,) = (local / "b").rglob("*05.*.safetensors")
+    saved = base / "output" / "checkpoint-2"
+    began = [
+        first_of("a", 4, save_strategy="steps", save_steps=2),
+        first_of("b", 2, saved),
+        # The node has a newer one.
+        first_of("a", 100, saved),
+    ]
+    (newest,) = (base / "b").rglob("*05.*.safetensors")
     damage(newest)
-    run("b", 100)
-    return runs
+    began.append(first_of("b", 100))
+    assert began == ["0a", "2a", "3a", "3a"]
 
 
-def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
+def wrong_uses(rank: int, world_size: int) -> list[str]:
     """Use the callback in ways that are wrong; the errors that this raises."""
-    told = []
-
-    def attempt(fn: Callable[..., Any], *args: Any) -> None:
-        try:
-            fn(*args)
-        except CheckpointingException as error:
-            told.append(str(error))
+    local = node_store() / "wrong"
 
     def trainer(**arguments: Any) -> Any:
-        return _trainer(local, 0, lambda *words: None, arguments)
+        return _trainer(Run(rank, world_size, local), arguments)
 
-    alone = trainer()
+    alone, jit = trainer(), trainer()
     alone.add_callback(LocalCheckpointCallback(local=local))
-    attempt(alone.train)
-    attempt(LocalCheckpointCallback(local=local).attach, trainer(auto_find_batch_size=True))
-    jit = trainer()
     # An argument that older releases do not have.
     jit.args.enable_jit_checkpoint = True
-    attempt(LocalCheckpointCallback(local=local).attach, jit)
     twice = LocalCheckpointCallback(local=local)
+    attach = LocalCheckpointCallback(local=local).attach
+    told = [error_of(alone.train)]
     twice.attach(alone)
-    attempt(twice.attach, trainer())
-    return told
+    told += [error_of(partial(attach, trainer(auto_find_batch_size=True)))]
+    return [*told, error_of(partial(attach, jit)), error_of(partial(twice.attach, trainer()))]
 
 
-def export(rank: int, world_size: int, local: Path) -> list[bool]:
-    """Whether ``from_pretrained`` makes the same model of an exported checkpoint."""
+def export(rank: int, world_size: int) -> None:
+    """``from_pretrained`` makes the same model of an exported checkpoint."""
+    local = node_store() / "export"
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
     with Checkpointer({"model": model}, local=local / "node", quiet=True) as checkpointer:
         checkpointer.resume()
         checkpointer.step(0)
-    read = []
     for name, most_gb in ("one", "5"), ("several", "0.00001"):
         model.config.save_pretrained(local / name)
         out = local / name / "model.safetensors"
@@ -208,16 +149,10 @@ def export(rank: int, world_size: int, local: Path) -> list[bool]:
         )
         assert told.status == 0, told.err
         found = GPT2LMHeadModel.from_pretrained(local / name).state_dict()
-        wanted = model.state_dict()
-        read.append(
-            found.keys() == wanted.keys() and all(map(torch.equal, found.values(), wanted.values()))
-        )
-    return read
+        assert_same(dict(found), dict(model.state_dict()))
 
 
-def _trainer(
-    local: Path, seed: int, note: _Note, arguments: dict[str, Any], *, adapters: bool = False
-) -> Any:
+def _trainer(run: Run, arguments: dict[str, Any], *, adapters: bool = False) -> Any:
     logging.set_verbosity_error()
     torch.manual_seed(100)
     model: Any = GPT2LMHeadModel(
@@ -228,13 +163,13 @@ def _trainer(
         config = peft.LoraConfig(target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         model = peft.get_peft_model(model, config)
     # What is trained is drawn anew in each process, and must be replaced.
-    torch.manual_seed(seed)
+    run.seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     defaults: dict[str, Any] = {
-        "output_dir": str(local / "output"),
+        "output_dir": str(run.local / "output"),
         "num_train_epochs": 2,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
@@ -258,7 +193,7 @@ def _trainer(
         train_dataset=samples,
         eval_dataset=samples[:4],
     )
-    trainer.note, trainer.end, trainer.pause_s = note, {}, 0.0
+    trainer.run = run
     trainer.remove_callback(PrinterCallback)
     return trainer
 

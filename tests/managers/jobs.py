@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,31 +17,8 @@ import pytest
 import torch
 
 import localckpt
+from localckpt.waiting import wait_until
 from tests.ranks import node_store
-
-__all__ = [
-    "KINDS",
-    "MAX_S",
-    "Dirs",
-    "assert_same",
-    "before_commit",
-    "cliques",
-    "damage",
-    "error_of",
-    "files",
-    "in_job",
-    "iterations_on",
-    "make_manager",
-    "on_node",
-    "our_children",
-    "our_threads",
-    "put_back",
-    "reads_fail",
-    "resume",
-    "save",
-    "state_of",
-    "take_away",
-]
 
 Dirs = Callable[[int], list[Path]]
 """Fixture that makes so many directories, each the disk or the shared memory of a node."""
@@ -183,6 +161,11 @@ def files(*roots: Path) -> list[str]:
     )
 
 
+def everything(root: Path) -> dict[Path, tuple[int, int]]:
+    """All names below a directory, each with its inode and time of change."""
+    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
+
+
 def is_ahead(path: Path) -> bool:
     """Whether it is memory that was made ahead of time; closing the manager removes it."""
     return path.name.startswith("ahead.")
@@ -223,15 +206,25 @@ def reads_fail(path: Path) -> Iterator[None]:
         ]
     )
     try:
-        deadline = time.monotonic() + MAX_S
-        while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{me}/status").read_text():
-            assert tracer.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        status, told = Path(f"/proc/{me}/status"), f"TracerPid:\t{tracer.pid}\n"
+        assert wait_until(lambda: tracer.poll() is None and told in status.read_text(), MAX_S)
         yield
     finally:
         tracer.terminate()
         tracer.wait(MAX_S)
+
+
+@contextmanager
+def no_file_larger_than(nbytes: int) -> Iterator[None]:
+    """This process cannot write more into a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def take_away(folder: Path) -> None:

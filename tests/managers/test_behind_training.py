@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import localckpt
 from localckpt import SaveFailedError
 from localckpt.replication.redundancy import Lacking
 from localckpt.storage.buffers import buffer_nbytes
+from localckpt.waiting import wait_until
 from tests.managers.jobs import (
     MAX_S,
     Dirs,
@@ -38,33 +36,19 @@ def _standing(manager: Any) -> list[str]:
     return [str(durability) for durability in manager.status()]
 
 
-def _whole(*iterations: int, copies: int = 2) -> list[str]:
-    return [f"iteration {number} is replicated, {copies} of {copies}" for number in iterations]
+def _whole(*iterations: int) -> list[str]:
+    return [f"iteration {number} is replicated, 2 of 2" for number in iterations]
 
 
 def _lacking(*iterations: int) -> list[str]:
     return [f"iteration {i} is local, 1 of 2: 2 shards lack copies" for i in iterations]
 
 
-def _spoil(value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        value.zero_()
-    elif isinstance(value, dict):
-        for inner in value.values():
-            _spoil(inner)
-
-
 def _begin(manager: Any, queue: localckpt.AsyncCallsQueue, rank: int, iteration: int) -> None:
     state = state_of(rank, iteration)
     queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-    _spoil(state)
-
-
-def _await(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + MAX_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    for tensor in state["model"].values():
+        tensor.zero_()
 
 
 def _left_over() -> list[str]:
@@ -75,9 +59,6 @@ def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
     """Start anew; where the shard came from."""
     with in_job(kind=kind) as (manager, _):
         return resume(manager, rank, iteration)
-
-
-# A peer that is late.
 
 
 def _save_while_a_peer_is_stopped(rank: int, world_size: int) -> list[list[str]]:
@@ -126,45 +107,31 @@ def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(node_
     assert run_ranks(_resume, 2, "disk", 2, store_per_node=stores[::-1]) == ["own node"] * 2
 
 
-# The order of replications.
-
-
-# A peer that is lost.
-
-
 class _Breaking(localckpt.CliqueReplicationStrategy):
-    """Its connections break on rank 1 when these iterations are to be sent, or cannot be made."""
+    """Its connections break on rank 1 when 2 and 5 are to be sent, and cannot be made for 6."""
 
-    breaking: frozenset[int] = frozenset()
-    unreachable: frozenset[int] = frozenset()
+    repairs = False
 
     def lacking(self, checkpoint: Any, inventory: Any) -> Lacking:
-        return Lacking({})
+        return super().lacking(checkpoint, inventory) if self.repairs else Lacking({})
 
     def _host_transport(self, announced: Any, timeout_s: float) -> Any:
         iteration = announced[0].id_.iteration if self._world().rank == 1 else None
-        if iteration in self.unreachable:
+        # After the failure before there are no connections any more.
+        if iteration == 6 and not self.repairs:
             raise localckpt.PeerLostError("rank 1 has no network")
         transport = super()._host_transport(announced, timeout_s)
-        if iteration in self.breaking:
+        if iteration in (2, 5) and not self.repairs:
             transport.abort()
         return transport
-
-
-def _breaking(*iterations: int) -> _Breaking:
-    made = _Breaking.from_replication_params(1, 2, timeout_s=MAX_S)
-    made.breaking = frozenset(iterations)
-    return made
 
 
 def _lose_a_peer_now_and_then(
     rank: int, world_size: int, strict: bool
 ) -> tuple[list[str], list[str]]:
     errors, standing = [], []
-    repl = _breaking(2, 5)
-    # After the failure there are no connections any more.
-    repl.unreachable = frozenset([6])
-    with in_job(repl, strict=strict, keep_last=9) as (manager, calls):
+    repl: Any = _Breaking.from_replication_params(1, 2, timeout_s=MAX_S)
+    with in_job(repl, strict=strict, keep_last=99) as (manager, calls):
         # An error that was handled keeps no state until cycles are collected.
         gc.disable()
         save(manager, state_of(rank, 0), 0)
@@ -178,7 +145,7 @@ def _lose_a_peer_now_and_then(
                 errors.append(str(error))
             del state
             # The thread that saved may be about to let go of it.
-            _await(lambda weight=weight: weight() is None)
+            assert wait_until(lambda weight=weight: weight() is None, MAX_S)
             standing.append(_standing(manager)[0])
             assert manager.degraded == (2 if standing[-1].endswith("lack copies") else 0)
             assert not manager.store.is_busy()
@@ -187,34 +154,18 @@ def _lose_a_peer_now_and_then(
             assert staging_nbytes(manager.store) <= 2 * sum(sizes)
         assert manager.degraded_saves == (0 if strict else 3)
         assert resume(manager, rank, 7) == "own node"
+        # A next save finds what was not copied, and it is copied.
+        repl.repairs = True
+        for iteration in range(8, 16):
+            save(manager, state_of(rank, iteration), iteration)
+        saved = sorted(iterations_on(node_store()), reverse=True)
+        assert wait_until(lambda: _standing(manager) == _whole(*saved), MAX_S)
     assert _left_over() == []
     return errors, standing
 
 
-class _BackAgain(_Breaking):
-    lacking = localckpt.CliqueReplicationStrategy.lacking
-
-
-def _lose_a_peer_for_a_while(rank: int, world_size: int) -> list[str]:
-    repl = _BackAgain.from_replication_params(1, 2, timeout_s=MAX_S)
-    repl.breaking = frozenset([2])
-    with in_job(repl, keep_last=3) as (manager, _):
-        for iteration in (1, 2):
-            save(manager, state_of(rank, iteration), iteration)
-        told = _standing(manager)
-        save(manager, state_of(rank, 3), 3)
-        _await(lambda: _standing(manager) == _whole(3, 2, 1))
-    return told
-
-
-def test_copies_that_a_lost_peer_has_cost_are_made_once_it_is_back(node_dirs: Dirs) -> None:
-    told = run_ranks(_lose_a_peer_for_a_while, 2, store_per_node=node_dirs(2))
-
-    assert told == [[*_lacking(2), *_whole(1)]] * 2
-
-
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_lost_peer_costs_the_copies_or_if_strict_the_save_and_the_next_is_whole(
+def test_a_lost_peer_costs_the_copies_until_it_is_back_or_if_strict_the_save(
     strict: bool, node_dirs: Dirs
 ) -> None:
     told = run_ranks(_lose_a_peer_now_and_then, 2, strict, store_per_node=node_dirs(2))
@@ -230,12 +181,6 @@ def test_a_lost_peer_costs_the_copies_or_if_strict_the_save_and_the_next_is_whol
     assert len(errors) == 3
     for text, iteration in zip(errors, (2, 5, 6), strict=True):
         assert f"the save of iteration {iteration} failed" in text
-
-
-# What is kept.
-
-
-# Ends.
 
 
 def _close_with_saves_under_way(rank: int, world_size: int, closes: bool) -> None:
@@ -269,12 +214,6 @@ def test_a_process_ends_well_with_saves_under_way_closed_or_not(
     run_ranks(_close_with_saves_under_way, 2, closes, store_per_node=stores)
 
     assert run_ranks(_resume, 2, "disk", 0, store_per_node=stores) == ["own node"] * 2
-
-
-# What can be chosen, and who can use it.
-
-
-# Buffers.
 
 
 def _save_more_than_there_is_room_for(rank: int, world_size: int) -> list[Any]:

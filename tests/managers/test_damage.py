@@ -5,15 +5,14 @@ from __future__ import annotations
 import collections
 import enum
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-import localckpt
 from localckpt import CorruptShardError, NoReplicasAvailableError, RestoreError
 from tests.managers.jobs import (
     Dirs,
@@ -27,6 +26,7 @@ from tests.managers.jobs import (
     reads_fail,
 )
 from tests.ranks import node_store, run_ranks
+from tests.scenarios import Begin
 
 # Several digest blocks, so that damage can lie where finding the shard does not look.
 _NBYTES = 3 << 20
@@ -38,25 +38,21 @@ def _large(rank: int, iteration: int) -> dict[str, Any]:
     return {"large": torch.randn(_NBYTES // 4, generator=random), "iteration": iteration}
 
 
-def _save_iterations(rank: int, world_size: int) -> None:
-    with in_job(keep_last=2) as (manager, _):
-        for iteration in (7, 8):
-            manager.save(_large(rank, iteration), iteration)
+def _save_iterations(manager: Any) -> None:
+    for iteration in (7, 8):
+        manager.save(_large(manager.rank, iteration), iteration)
 
 
-def _load(rank: int, world_size: int) -> tuple[int, int, str]:
-    """What find_latest said, what was loaded and was right, and where it came from."""
-    with in_job(keep_last=2) as (manager, _):
-        found = manager.find_latest()
-        state, ckpt_id = manager.load()
-        assert manager.last_load.iteration == manager.latest_iteration == ckpt_id.iteration
-        assert_same(state, _large(rank, ckpt_id.iteration))
-        source = manager.last_load.source
+def _load(manager: Any, found: int, loaded: int, of_rank_1: str) -> None:
+    assert manager.find_latest() == found
+    for number in range(2):
         # Loading again gives the same, whatever had to be found out the first time.
-        again, same_id = manager.load()
-        assert same_id == ckpt_id
-        assert_same(again, state)
-    return found, ckpt_id.iteration, source
+        state, ckpt_id = manager.load()
+        assert manager.last_load.iteration == manager.latest_iteration == loaded
+        assert ckpt_id.iteration == loaded
+        assert_same(state, _large(manager.rank, loaded))
+        if number == 0:
+            assert manager.last_load.source == (of_rank_1 if manager.rank else "own node")
 
 
 def _copy(node: Path, owner: int, iteration: int) -> Path:
@@ -69,48 +65,12 @@ def _set_aside(*nodes: Path) -> list[tuple[int, int]]:
     return [(int(iteration), int(owner)) for iteration, owner, *_ in names]
 
 
-def _all_is_bad(rank: int, world_size: int) -> list[str]:
-    told = []
-    with in_job(keep_last=2) as (manager, _):
-        assert manager.find_latest() == 7
-        told.append(error_of(manager.load, NoReplicasAvailableError))
-        assert manager.find_latest() == -1
-        told.append(error_of(manager.load, NoReplicasAvailableError))
-        # The job can begin anew.
-        manager.save(_large(rank, 1), 1)
-        assert manager.find_latest() == 1
-        assert_same(manager.load()[0], _large(rank, 1))
-    return told
-
-
-@pytest.mark.fault("bad-copies")
-def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or_it_is_an_error(
-    node_dirs: Dirs,
-) -> None:
-    first, second = nodes = node_dirs(2)
-    run_ranks(_save_iterations, 2, store_per_node=nodes)
-    before = len(files(*nodes))
-
-    # Of one of two copies.
-    damage(_copy(second, 1, 8), _MIDDLE)
-    assert run_ranks(_load, 2, store_per_node=nodes) == [(8, 8, "own node"), (8, 8, "peer rank 0")]
-    assert (_set_aside(first), _set_aside(second)) == ([], [(8, 1)])
-    # Nothing is deleted by a restart, and the copy is made again.
-    assert len(files(*nodes)) == before + 1
-    assert _copy(second, 1, 8).read_bytes() == _copy(first, 1, 8).read_bytes()
-
-    # Of both copies.
-    for node in nodes:
-        damage(_copy(node, 1, 8), _MIDDLE)
-    assert run_ranks(_load, 2, store_per_node=nodes) == [(8, 7, "own node")] * 2
-    assert (_set_aside(first), _set_aside(second)) == ([(8, 1)], [(8, 1)] * 2)
-
-    # Of both iterations.
-    for node in nodes:
-        damage(_copy(node, 1, 7), _MIDDLE)
-    told = run_ranks(_all_is_bad, 2, store_per_node=nodes)
-    assert told[0] == told[1]
-    for text in told[0]:
+def _all_is_bad(manager: Any) -> None:
+    assert manager.find_latest() == 7
+    told = [error_of(manager.load, NoReplicasAvailableError)]
+    assert manager.find_latest() == -1
+    told.append(error_of(manager.load, NoReplicasAvailableError))
+    for text in told:
         assert "iteration 8 (generation 1.2, 2 ranks) lacks the shards of ranks 1" in text
         assert "iteration 7 (generation 1.1, 2 ranks) lacks the shards of ranks 1" in text
         assert "Looked for on the node of rank 0, the node of rank 1." in text
@@ -119,6 +79,38 @@ def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or
                 name = rf"{node}: {iteration:012d}\.1\.\d+\.\d+\.safetensors[.\d]*\.corrupt[.\d]*: "
                 assert re.findall(rf"{name}iteration {iteration} of rank 1", text)
         assert "is damaged: the 1048576 bytes from" in text
+    # The job can begin anew.
+    manager.save(_large(manager.rank, 1), 1)
+    assert manager.find_latest() == 1
+    assert_same(manager.load()[0], _large(manager.rank, 1))
+
+
+@pytest.mark.fault("bad-copies")
+def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or_it_is_an_error(
+    job: Begin,
+) -> None:
+    running = job(nodes=2, redundancy=(1, 2), keep_last=2).call(_save_iterations)
+    first, second = running.nodes
+    before = len(running.files())
+
+    # Of one of two copies.
+    damage(_copy(second, 1, 8), _MIDDLE)
+    after = running.call(_load, 8, 8, "peer rank 0").files()
+    assert (_set_aside(first), _set_aside(second)) == ([], [(8, 1)])
+    # Nothing is deleted by a restart, and the copy is made again.
+    assert len(after) == before + 1
+    assert _copy(second, 1, 8).read_bytes() == _copy(first, 1, 8).read_bytes()
+
+    # Of both copies.
+    for node in running.nodes:
+        damage(_copy(node, 1, 8), _MIDDLE)
+    running.call(_load, 8, 7, "own node").run()
+    assert (_set_aside(first), _set_aside(second)) == ([(8, 1)], [(8, 1)] * 2)
+
+    # Of both iterations.
+    for node in running.nodes:
+        damage(_copy(node, 1, 7), _MIDDLE)
+    running.call(_all_is_bad).run()
 
 
 def _read_from_a_node_whose_disk_fails(rank: int, world_size: int) -> str:
@@ -145,9 +137,6 @@ def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load
     assert told == ["own node", "own node", "peer rank 1"]
     # What could not be read now may be read the next time.
     assert _set_aside(*nodes) == []
-
-
-# A state that cannot be rebuilt is an error of the program: every file stays as it is.
 
 
 class Step(collections.namedtuple("Step", "step")):
@@ -178,51 +167,24 @@ _ALLOWED = (Step, Color, Restless)
 _OWN = __name__
 
 
-@contextmanager
-def _one_field_more() -> Iterator[None]:
-    before = Step.__new__
-    Step.__new__ = lambda cls, step, loss: before(cls, step)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Step.__new__ = before  # type: ignore[method-assign]
-
-
-@contextmanager
-def _one_member_less() -> Iterator[None]:
-    members = Color._value2member_map_
-    red = members.pop(1)
-    try:
-        yield
-    finally:
-        members[1] = red
-
-
-def _raises(error: Exception) -> Callable[[], Any]:
-    @contextmanager
-    def broken() -> Iterator[None]:
-        Restless.raises = error
-        try:
-            yield
-        finally:
-            Restless.raises = None
-
-    return broken
+def _new_with_a_field_more(cls: Any, step: int, loss: float) -> Any: ...
 
 
 # The object, what breaks it, and what the error names of it.
-_BREAKS: dict[str, tuple[Any, Callable[[], Any], str, str]] = {
-    "field": (Step(3), _one_field_more, f"{_OWN}.Step", "missing 1 required positional"),
-    "member": (Color.RED, _one_member_less, f"{_OWN}.Color", "1 is not a valid Color"),
-    "key": (Restless(), _raises(KeyError("lr")), f"{_OWN}.Restless", "KeyError: 'lr'"),
-    "memory": (Restless(), _raises(MemoryError()), f"{_OWN}.Restless", "MemoryError"),
+_BREAKS: dict[str, tuple[Any, Any, str]] = {
+    "field": (
+        *(Step(3), mock.patch.object(Step, "__new__", _new_with_a_field_more)),
+        "missing 1 required positional",
+    ),
+    "member": (
+        *(Color.RED, mock.patch.dict(Color._value2member_map_, clear=True)),
+        "1 is not a valid Color",
+    ),
+    "key": (Restless(), mock.patch.object(Restless, "raises", KeyError("lr")), "KeyError: 'lr'"),
+    "memory": (Restless(), mock.patch.object(Restless, "raises", MemoryError()), "MemoryError"),
     # Whoever raises it: the bytes were verified before.
-    "ours": (Restless(), _raises(CorruptShardError("no")), f"{_OWN}.Restless", "no"),
+    "ours": (Restless(), mock.patch.object(Restless, "raises", CorruptShardError("no")), "no"),
 }
-
-
-def _manager(root: Path) -> Any:
-    return make_manager("disk", root, "job", keep_last=2, safe_globals=_ALLOWED)
 
 
 def _state(value: Any, rank: int, iteration: int) -> dict[str, Any]:
@@ -233,17 +195,16 @@ def _state(value: Any, rank: int, iteration: int) -> dict[str, Any]:
 @pytest.mark.fault("not-rebuilt")
 @pytest.mark.parametrize("what", _BREAKS)
 def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(what: str, tmp_path: Path) -> None:
-    value, broken, class_name, told = _BREAKS[what]
-    with _manager(tmp_path / "node") as manager:
+    value, broken, told = _BREAKS[what]
+    class_name = f"{_OWN}.{type(value).__name__}"
+    with make_manager("disk", tmp_path, "job", keep_last=2, safe_globals=_ALLOWED) as manager:
         for iteration in (1, 2):
             manager.save(_state(value, 0, iteration), iteration)
-    before = files(tmp_path / "node")
-
-    with _manager(tmp_path / "node") as manager:
+        before = files(tmp_path)
         assert manager.find_latest() == 2
-        with broken(), pytest.raises(RestoreError) as raised:
+        with broken, pytest.raises(RestoreError) as raised:
             manager.load()
-        assert files(tmp_path / "node") == before
+        assert files(tmp_path) == before
         # Once the class is mended, the same manager can go on.
         state, ckpt_id = manager.load()
 
@@ -259,49 +220,37 @@ def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(what: str, tmp_pat
     assert error.__cause__.__cause__.__traceback__ is not None
 
 
-def _in_job(world_size: int) -> Any:
-    repl = localckpt.ParityReplicationStrategy(1, world_size)
-    return in_job(repl, keep_last=2, safe_globals=_ALLOWED)
+def _save_restless(manager: Any) -> None:
+    for iteration in (1, 2):
+        manager.save(_state(Restless(), manager.rank, iteration), iteration)
 
 
-def _save_restless(rank: int, world_size: int) -> None:
-    with _in_job(world_size) as (manager, _):
-        for iteration in (1, 2):
-            manager.save(_state(Restless(), rank, iteration), iteration)
-
-
-def _load_restless(rank: int, world_size: int) -> tuple[str, str | None, str | None, str]:
-    """The error while rank 1 cannot rebuild its state, and where the state comes from then."""
-    with _in_job(world_size) as (manager, _):
-        assert manager.find_latest() == 2
-        before = files(node_store())
-        Restless.raises = KeyError("lr") if rank == 1 else None
-        with pytest.raises(RestoreError) as raised:
-            manager.load()
-        assert files(node_store()) == before
-        Restless.raises = None
-        state, ckpt_id = manager.load()
-        assert ckpt_id.iteration == 2
-        assert torch.equal(state["model"]["weight"], _state(None, rank, 2)["model"]["weight"])
-    error = raised.value
-    return str(error), error.class_name, error.path, str(manager.last_load.source)
+def _load_restless(manager: Any, source: str) -> None:
+    """While rank 1 cannot rebuild its state, and when it can."""
+    rank = manager.rank
+    assert manager.find_latest() == 2
+    before = files(node_store())
+    Restless.raises = KeyError("lr") if rank == 1 else None
+    with pytest.raises(RestoreError, match="could not load iteration 2: rank 1: ") as raised:
+        manager.load()
+    assert files(node_store()) == before
+    told = raised.value.class_name, raised.value.path
+    assert told == (f"{_OWN}.Restless", "progress.1.state")
+    Restless.raises = None
+    state, ckpt_id = manager.load()
+    assert ckpt_id.iteration == 2
+    assert torch.equal(state["model"]["weight"], _state(None, rank, 2)["model"]["weight"])
+    assert manager.last_load.source == (source if rank == 1 else "own node")
 
 
 @pytest.mark.fault("not-rebuilt")
 @pytest.mark.parametrize("source", ["own node", "parity"])
 def test_it_is_the_same_error_on_all_ranks_wherever_the_shard_came_from(
-    source: str, node_dirs: Dirs
+    source: str, job: Begin
 ) -> None:
-    nodes = node_dirs(3)
-    run_ranks(_save_restless, 3, store_per_node=nodes)
+    options = {"redundancy": "parity 1 of 3", "keep_last": 2, "safe_globals": _ALLOWED}
+    running = job(nodes=3, **options).call(_save_restless)
     if source == "parity":
-        (path,) = nodes[1].rglob("000000000002.1.*[0-9].safetensors")
-        path.unlink()
+        running.remove("000000000002.1.*[0-9].safetensors", 1)
 
-    told = run_ranks(_load_restless, 3, store_per_node=nodes)
-
-    assert told[0][:3] == told[1][:3] == told[2][:3]
-    text, class_name, path, _ = told[0]
-    assert (class_name, path) == (f"{_OWN}.Restless", "progress.1.state")
-    assert "could not load iteration 2: rank 1: " in text
-    assert [came_from for *_, came_from in told] == ["own node", source, "own node"]
+    running.restart().call(_load_restless, source).run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 import localckpt
-from tests.managers.jobs import Dirs, assert_same, cliques, on_node, save
+from tests.managers.jobs import assert_same, on_node, save
 from tests.ranks import run_ranks
+from tests.scenarios import Begin
 
 
 def _common(iteration: int) -> dict[str, Any]:
-    """Tensors of which some are tied, not contiguous, without rows, of one row, or empty."""
     random = torch.Generator().manual_seed(iteration)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -86,12 +85,11 @@ def _require_loads(manager: Any, rank: int, iteration: int) -> str:
     return source
 
 
-def _divided(session: str = "once", repl: Any = None) -> Any:
-    return on_node(session, repl, divide_replicated=True)
-
-
 def _saves_once(rank: int, world_size: int) -> int:
-    with _divided() as manager, localckpt.AsyncCallsQueue() as queue:
+    with (
+        on_node("once", divide_replicated=True) as manager,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
         save(manager, _state(rank, 3), 3)
         _require_loads(manager, rank, 3)
         save(manager, _state(rank, 4), 4, queue)
@@ -127,37 +125,29 @@ def test_four_ranks_of_a_node_write_what_they_have_equal_once_and_others_put_it_
     run_ranks(_loads_what_others_saved, 3, store_per_node=[tmp_path])
 
 
-def _protected(parity: bool) -> Any:
-    return _divided("once", localckpt.ParityReplicationStrategy(1, 3) if parity else cliques(2, 2))
+def _save_next(manager: Any, iteration: int) -> None:
+    save(manager, _state(manager.rank, iteration), iteration)
 
 
-def _saves(rank: int, world_size: int, parity: bool) -> None:
-    with _protected(parity) as manager:
-        save(manager, _state(rank, 3), 3)
+def _load_with_lost(manager: Any, lost: int, told: str) -> None:
+    assert manager.find_latest() == 3
+    source = _require_loads(manager, manager.rank, 3)
+    assert (told if manager.rank // 2 == lost else "own node") in source
+    # What is saved next descends from it.
+    _save_next(manager, 4)
+    _require_loads(manager, manager.rank, 4)
 
 
-def _loads(rank: int, world_size: int, parity: bool) -> str:
-    with _protected(parity) as manager:
-        assert manager.find_latest() == 3
-        source = _require_loads(manager, rank, 3)
-        # What is saved next descends from it.
-        save(manager, _state(rank, 4), 4)
-        _require_loads(manager, rank, 4)
-        return source
+@pytest.mark.parametrize(
+    ("nodes", "redundancy", "told"), [(2, (2, 2), "peer"), (3, "parity 1 of 3", "parity")]
+)
+def test_what_a_lost_node_held_comes_from_its_peers(
+    nodes: int, redundancy: Any, told: str, job: Begin
+) -> None:
+    options = {"ranks": 2 * nodes, "redundancy": redundancy, "divide_replicated": True}
+    saved = job(nodes=nodes, timeout=120.0, **options).call(_save_next, 3)
 
-
-@pytest.mark.parametrize("parity", [False, True])
-def test_what_a_lost_node_held_comes_from_its_peers(node_dirs: Dirs, parity: bool) -> None:
-    nodes = node_dirs(3 if parity else 2)
-    ranks = 2 * len(nodes)
-    run_ranks(_saves, ranks, parity, store_per_node=nodes)
-    shutil.rmtree(nodes[-1])
-    nodes[-1].mkdir()
-
-    sources = run_ranks(_loads, ranks, parity, store_per_node=nodes)
-
-    assert sources[:-2] == ["own node"] * (ranks - 2)
-    assert all(source == "parity" if parity else "peer" in source for source in sources[-2:])
+    saved.lose(nodes - 1).call(_load_with_lost, nodes - 1, told).run()
 
 
 def _disagrees(rank: int, world_size: int) -> None:
@@ -165,12 +155,12 @@ def _disagrees(rank: int, world_size: int) -> None:
         return {"model": localckpt.replicated({"weight": torch.ones(200 + width, 100)})}
 
     odd = int(rank == 1)
-    with _divided("first") as manager:
+    with on_node("first", divide_replicated=True) as manager:
         # What does not fit together is seen before anything is saved: each rank saves it whole.
         save(manager, state(odd), 1)
         loaded, _ = manager.load()
         assert loaded["model"]["weight"].shape == (200 + odd, 100)
-    with _divided("later") as manager:
+    with on_node("later", divide_replicated=True) as manager:
         save(manager, state(0), 1)
         with pytest.raises(localckpt.SaveFailedError, match=r"ranks 0 and 1 were to divide"):
             save(manager, state(odd), 2)

@@ -18,61 +18,40 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import localckpt
 from localckpt import MismatchError
-from tests.managers.jobs import Dirs, damage, error_of, on_node
+from tests.managers.jobs import Dirs, error_of, on_node
 from tests.ranks import run_ranks
 
 # Ranks import FSDP at once, which takes long where the processor is busy.
 _LONG_S = 120.0
-# Over gloo torch 2.8 adds up the gradients of ranks, so each number of ranks trains otherwise.
-_AVERAGES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-class _Net(torch.nn.Module):
-    """Uneven shards on 3 ranks, empty ones on 4, and a scalar-like bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(12, 20)
-        self.second = torch.nn.Linear(20, 8)
-        self.few = torch.nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.few(self.second(torch.relu(self.first(x))))
-        return result
-
-
 def _sharded(mesh_shape: Sequence[int], kind: str) -> torch.nn.Module:
     torch.manual_seed(7)
-    net = _Net()
+    # Uneven shards on 3 ranks, empty ones on 4, and a scalar-like bias.
+    layers = [torch.nn.Linear(*of) for of in ((12, 20), (20, 8), (8, 2))]
+    net: torch.nn.Module = torch.nn.Sequential(*layers)
     if kind == "fsdp":
-        fully_shard(net.first, mesh=init_device_mesh("cpu", tuple(mesh_shape)))
+        fully_shard(layers[0], mesh=init_device_mesh("cpu", tuple(mesh_shape)))
         fully_shard(net, mesh=init_device_mesh("cpu", tuple(mesh_shape)))
     elif kind == "hsdp":
         names = ("replicas", "shards")
         fully_shard(net, mesh=init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names))
     elif kind == "tp":
         mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=("data", "tensor"))
-        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         net = parallelize_module(net, mesh["tensor"], plan)
         fully_shard(net, mesh=mesh["data"])
     return net
 
 
-def _train(
-    net: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, stop: int
-) -> list[float]:
-    """Make steps on batches that are the same on all ranks; the loss of each."""
-    losses = []
-    for step in range(first, stop):
+def _train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
         torch.manual_seed(100 + step)
-        loss = net(torch.randn(6, 12)).square().mean()
-        loss.backward()
+        net(torch.randn(6, 12)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def _tensors(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -81,7 +60,7 @@ def _tensors(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 def _manager(world_size: int, redundancy: str, **options: Any) -> Any:
     strategy: Any = None
-    if redundancy == "parity" and world_size > 2:
+    if redundancy == "parity":
         strategy = localckpt.ParityReplicationStrategy(1, world_size, timeout_s=_LONG_S)
     elif world_size > 1:
         strategy = localckpt.CliqueReplicationStrategy.from_replication_params(
@@ -95,7 +74,7 @@ def _save(
 ) -> None:
     net = _sharded(mesh, kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    _train(net, optimizer, 0, 3)
+    _train(net, optimizer, 3)
     with _manager(world_size, redundancy) as manager:
         manager.save({"model": net, "optimizer": optimizer, "step": 3, "seen": [1, (2, "b")]}, 3)
     dcp.save(_tensors(net, optimizer), checkpoint_id=shared)
@@ -114,34 +93,18 @@ def _load(
         assert loaded["step"] == 3
         assert loaded["seen"] == [1, (2, "b")]
         assert optimizer.param_groups[0]["lr"] == 0.01
-        _assert_as_shared(net, optimizer, mesh, kind, shared)
-        losses = _train(net, optimizer, 3, 6)
-        if _AVERAGES:
-            assert losses == pytest.approx(_undisturbed_losses()[3:], rel=1e-4)
+        other = _sharded(mesh, kind)
+        reference = torch.optim.AdamW(other.parameters(), lr=0.01)
+        _train(other, reference, 1)
+        wanted = _tensors(other, reference)
+        dcp.load(wanted, checkpoint_id=shared)
+        found = dict(_flat(_tensors(net, optimizer)))
+        for key, tensor in _flat(wanted):
+            assert torch.equal(_local(found[key]), _local(tensor)), key
+        # It trains and saves on.
+        _train(net, optimizer, 1)
         manager.save({"model": net, "optimizer": optimizer, "step": 6, "seen": []}, 6)
         assert manager.find_latest() == 6
-
-
-def _undisturbed_losses() -> list[float]:
-    net = _sharded([1], "plain")
-    return _train(net, torch.optim.AdamW(net.parameters(), lr=0.01), 0, 6)
-
-
-def _assert_as_shared(
-    net: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: Sequence[int],
-    kind: str,
-    shared: Path,
-) -> None:
-    other = _sharded(mesh, kind)
-    reference = torch.optim.AdamW(other.parameters(), lr=0.01)
-    _train(other, reference, 0, 1)
-    wanted = _tensors(other, reference)
-    dcp.load(wanted, checkpoint_id=shared)
-    found = dict(_flat(_tensors(net, optimizer)))
-    for key, tensor in _flat(wanted):
-        assert torch.equal(_local(found[key]), _local(tensor)), key
 
 
 def _flat(state: Any, above: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -164,9 +127,7 @@ def _local(tensor: Any) -> torch.Tensor:
         ([2, 2], [3], ("tp", "fsdp"), "copies"),
         ([2, 2], [2, 1], ("hsdp", "hsdp"), "copies"),
         ([1], [3], ("plain", "fsdp"), "copies"),
-        # Parity is of three ranks or more. A smaller job that goes on has copies, or nothing.
-        ([8], [5], ("fsdp", "fsdp"), "parity"),
-        ([4], [1], ("fsdp", "plain"), "parity"),
+        ([3], [4], ("fsdp", "fsdp"), "parity"),
     ],
 )
 def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
@@ -177,7 +138,6 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     node_dirs: Dirs,
     tmp_path: Path,
 ) -> None:
-    """Save, delete the first node's store, and load on as many nodes as there are ranks."""
     saved_by, world_size = math.prod(before), math.prod(after)
     shared = tmp_path / "shared"
     nodes = node_dirs(max(saved_by, world_size))
@@ -187,18 +147,8 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
         shutil.rmtree(nodes[0])
         nodes[0].mkdir()
 
-    where = nodes[:1] if world_size == 1 else nodes[-world_size:]
-    if world_size == 1 or redundancy == "parity":
-        # One rank alone must see all nodes' files. Of a group with one parity only one node may be
-        # gone, so the first of the nodes that go on has the files of those that do not.
-        for node in nodes[1:]:
-            if node not in where:
-                shutil.copytree(node, where[0], dirs_exist_ok=True)
     args = (after, kinds[1], shared, redundancy)
-    run_ranks(_load, world_size, *args, store_per_node=where, timeout_s=_LONG_S)
-
-
-# As many ranks, whose tensors are sharded otherwise.
+    run_ranks(_load, world_size, *args, store_per_node=nodes[-world_size:], timeout_s=_LONG_S)
 
 
 _WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -254,11 +204,13 @@ def _load_as(rank: int, world_size: int, shardings: list[str]) -> None:
         ("whole", ["plain", "columns", "whole"]),
     ],
 )
-def test_as_many_ranks_load_into_another_sharding_also_after_a_node_was_lost(
+def test_as_many_ranks_load_into_another_sharding_after_a_node_was_lost_or_are_refused(
     saved: str, loaded: list[str], tmp_path: Path
 ) -> None:
     nodes = [tmp_path / name for name in "abc"]
     run_ranks(_save_as, 3, saved, store_per_node=nodes)
+    if saved == "rows":
+        run_ranks(_load_what_does_not_fit, 3, store_per_node=nodes)
     shutil.rmtree(nodes[1])
     nodes[1].mkdir()
 
@@ -282,59 +234,3 @@ def _load_what_does_not_fit(rank: int, world_size: int) -> None:
     with _in_copies() as manager:
         not_asked = error_of(lambda: manager.load(into=state), MismatchError)
         assert "make the manager with elastic=True" in not_asked
-
-
-def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_left_as_it_is_on_each(
-    tmp_path: Path,
-) -> None:
-    nodes = [tmp_path / name for name in "abc"]
-    run_ranks(_save_as, 3, "rows", store_per_node=nodes)
-
-    run_ranks(_load_what_does_not_fit, 3, store_per_node=nodes)
-
-
-# Tensors of one key that ranks shard over meshes of their own, loaded by other ranks.
-
-
-_VALUES = torch.arange(4000.0).reshape(40, 100)
-
-
-def _save_pairs(rank: int, world_size: int) -> None:
-    """Rows over two ranks: each pair has a mesh of its own, as the ranks of tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rows"))["rows"]
-    strategy = localckpt.CliqueReplicationStrategy.from_replication_params(2, 2)
-    for odd in (0, 1):
-        values = _VALUES + odd * (rank // 2)
-        rows = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
-        with on_node(f"odd{odd}", strategy) as manager:
-            manager.save({"w": rows, "b": torch.ones(3)}, 1)
-
-
-def _load_pairs(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    expected = distribute_tensor(_VALUES, mesh, [Shard(0)], src_data_rank=None)
-    empty = torch.full_like(_VALUES, -1.0)
-    rows = distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None)
-    state = {"w": rows, "b": torch.zeros(3)}
-    with on_node("odd1", elastic=True) as manager:
-        text = error_of(lambda: manager.load(into=state), MismatchError)
-        assert "w: differs between the shards of ranks 0 and 2" in text
-        assert bool((rows.to_local() == -1.0).all())
-        assert not state["b"].any()
-    with on_node("odd0", elastic=True) as manager:
-        manager.load(into=state)
-    assert torch.equal(rows.to_local(), expected.to_local())
-    assert torch.equal(state["b"], torch.ones(3))
-
-
-def test_tensors_of_one_key_are_loaded_where_equal_also_with_one_damaged_and_never_mixed(
-    tmp_path: Path,
-) -> None:
-    nodes = [tmp_path / "a", tmp_path / "b"]
-    run_ranks(_save_pairs, 4, store_per_node=nodes)
-    (copy,) = (nodes[0] / "session-odd0").rglob("000000000001.2.*")
-    damage(copy)
-
-    run_ranks(_load_pairs, 3, store_per_node=nodes)
-
-    assert not copy.exists()

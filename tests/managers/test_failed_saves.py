@@ -21,7 +21,6 @@ import localckpt
 from localckpt import (
     CheckpointingException,
     PeerLostError,
-    SaveFailedError,
     StorageError,
 )
 from localckpt.ranks.round import Round
@@ -53,7 +52,7 @@ from tests.scenarios import Begin
 
 def _troubled(manager: Any) -> Any:
     """Have a manager's commits fail when it is asked to, by its ``trouble``."""
-    manager.trouble = manager.skipped_iteration = None
+    manager.trouble = None
 
     def fail(ckpt_id: localckpt.CkptID) -> bool:
         if manager.trouble == "refuses":
@@ -61,8 +60,7 @@ def _troubled(manager: Any) -> Any:
         if manager.trouble == "raises":
             raise ZeroDivisionError("a mistake of the user's")
         is_forgotten = manager.trouble == "forgets the replica" and ckpt_id.rank != manager.rank
-        is_left_out = manager.trouble == "does nothing" or is_forgotten
-        return not is_left_out and ckpt_id.iteration != manager.skipped_iteration
+        return manager.trouble != "does nothing" and not is_forgotten
 
     return before_commit(manager, fail)
 
@@ -73,6 +71,7 @@ _SAID = {
     "does nothing": "does not have it",
     "forgets the replica": "does not have it",
     "cannot be pickled": "cannot be pickled",
+    "another iteration": "different iterations: '",
 }
 
 
@@ -91,17 +90,20 @@ def _fail_in_every_way(
                 continue
             for bad_rank in range(world_size):
                 failing, kept_before = saved[-1] + 1, _kept()
-                state = state_of(rank, failing)
+                state, asked = state_of(rank, failing), failing
                 if rank == bad_rank:
                     manager.trouble = how
+                    asked += how == "another iteration"
                     if how == "cannot be pickled":
                         state["model"]["hook"] = lambda: None
 
-                told[how, bad_rank] = error_of(
-                    lambda i=failing, s=state: save(manager, s, i, queue)
-                )
+                text = error_of(lambda i=asked, s=state: save(manager, s, i, queue))
 
                 manager.trouble = None
+                if how == "another iteration":
+                    assert f"'{failing + 1}' on rank {bad_rank}" in text
+                    text = text.replace(f"of iteration {asked} failed", "failed")
+                told[how, bad_rank] = text
                 assert _kept() == kept_before
                 if bad_rank == 0:
                     assert resume(manager, rank, saved[-1]) == "own node"
@@ -122,7 +124,7 @@ def _kept() -> list[str]:
     return [name for name in files(node_store()) if not name.endswith(".recycled")]
 
 
-@pytest.mark.fault("refused-io")
+@pytest.mark.fault("refused-io", "disagreement")
 @pytest.mark.parametrize(("is_async", "replicated"), [(False, False), (True, True)])
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_good(
     is_async: bool, replicated: bool, node_dirs: Dirs
@@ -264,36 +266,6 @@ def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dir
     assert [name for name in files(root) if "000001." in name] == []
 
 
-# Ranks that do not do the same, or cannot.
-
-
-def _other_iterations(rank: int, world_size: int) -> list[str]:
-    told = []
-    with in_job(keep_last=9) as (manager, queues):
-        for good, queue in ((0, None), (10, queues)):
-            save(manager, state_of(rank, good), good, queue)
-            other = lambda i=good + 5 + rank, q=queue: save(manager, {}, i, q)  # noqa: E731
-            told.append(error_of(other, SaveFailedError))
-            assert max(iterations_on(node_store())) == good
-            assert resume(manager, rank, good) == "own node"
-        save(manager, state_of(rank, 20), 20)
-        assert resume(manager, rank, 20) == "own node"
-    return told
-
-
-@pytest.mark.fault("disagreement")
-def test_ranks_that_save_different_iterations_are_named_and_can_go_on(node_dirs: Dirs) -> None:
-    told = run_ranks(_other_iterations, 2, store_per_node=node_dirs(2))
-
-    for told_to_rank in told:
-        for first, text in zip((5, 15), told_to_rank, strict=True):
-            assert f"different iterations: '{first}' on rank 0, '{first + 1}' on rank 1" in text
-
-
-# Errors keep no memory once they are handled, also while Python's garbage collector is off: an
-# error that is part of a cycle keeps the variables of all calls that it came through.
-
-
 _MIB = 1 << 20
 
 
@@ -302,18 +274,7 @@ class _Unpicklable:
         raise ZeroDivisionError("a mistake of the user's")
 
 
-def _small() -> dict[str, Any]:
-    return {"weight": torch.ones(_MIB // 4)}
-
-
-def _larger() -> dict[str, Any]:
-    return {"weight": torch.ones(3 * _MIB // 4)}
-
-
-def _not_to_be_pickled() -> dict[str, Any]:
-    return _small() | {"callback": _Unpicklable()}
-
-
+# An error that is part of a cycle would keep the variables of all calls that it came through.
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -338,35 +299,29 @@ def _fill_up(root: Path) -> None:
                 return
 
 
-def _kept_after_error(call: Callable[[Any], object], argument: Callable[[], Any]) -> bool:
-    """Whether the state that a call is given lives on when its error has been handled."""
-
-    def handle() -> weakref.ref[Any]:
-        state = argument()
-        told = weakref.ref(state["weight"])
-        try:
-            call(state)
-        except CheckpointingException:
-            return told
-        raise AssertionError("it did not fail")
-
-    return handle()() is not None
-
-
-@pytest.mark.parametrize(("state", "is_async"), [(_larger, True), (_not_to_be_pickled, False)])
+@pytest.mark.parametrize(
+    ("mibs", "more", "is_async"), [(3, {}, True), (1, {"callback": _Unpicklable()}, False)]
+)
 def test_a_failed_save_keeps_neither_the_state_nor_a_buffer(
-    state: Callable[[], dict[str, Any]],
+    mibs: int,
+    more: dict[str, Any],
     is_async: bool,
     small_disk: Callable[[str], Path],
     no_collector: None,
 ) -> None:
     root = small_disk("size=8m")
 
-    def fail(state: dict[str, Any]) -> None:
-        with localckpt.AsyncCallsQueue() as queue, make_manager("disk", root) as manager:
-            manager.save(_small(), 1)
-            _fill_up(root)
-            save(manager, state, 2, queue if is_async else None)
+    def fail() -> weakref.ref[Any]:
+        state = {"weight": torch.ones(mibs * _MIB // 4), **more}
+        told = weakref.ref(state["weight"])
+        try:
+            with localckpt.AsyncCallsQueue() as queue, make_manager("disk", root) as manager:
+                manager.save({"weight": torch.ones(_MIB // 4)}, 1)
+                _fill_up(root)
+                save(manager, state, 2, queue if is_async else None)
+        except CheckpointingException:
+            return told
+        raise AssertionError("it did not fail")
 
-    assert not _kept_after_error(fail, state)
+    assert fail()() is None
     assert sum(len(o.view) for o in gc.get_objects() if type(o).__mro__[1:2] == (Buffer,)) == 0

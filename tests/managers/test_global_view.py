@@ -21,7 +21,6 @@ from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.header import Skeleton
 from tests.managers.jobs import Dirs, error_of, make_manager, on_node
 from tests.ranks import node_store, run_ranks
-from tests.upstream.environment import import_upstream, needs
 
 # Key to the box, and the tensor.
 Told = dict[str, tuple[Box, torch.Tensor]]
@@ -171,36 +170,6 @@ def _load_into_other_shardings(rank: int) -> None:
 
 def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> None:
     run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=150.0, group_timeout_s=120.0)
-
-
-def _tell_of_megatron(rank: int, world_size: int) -> None:
-    core = import_upstream("megatron.core.dist_checkpointing.mapping")
-    sharded = core.ShardedTensor.from_rank_offsets
-    whole = torch.arange(48.0).reshape(4, 6, 2)
-    part = whole[2, 3:6].clone()
-    state = {
-        "layers": sharded(
-            "layers.weight", part, (0, 2, 4), (1, 1, 2), prepend_axis_num=1, replica_id=1
-        ),
-        "left to others": sharded("bias", torch.ones(3)).without_data(),
-        "own": torch.ones(2),
-        # Beyond its own global tensor, which Megatron-Core does not mind.
-        "odd": core.ShardedTensor(
-            *("odd", torch.ones(4), torch.float32, (4,), (6,), (4,), None),
-            allow_shape_mismatch=True,
-        ),
-    }
-
-    told = _saved(state, "megatron")
-
-    assert told.keys() == {"layers.weight"}
-    _assert_part(told["layers.weight"], whole)
-    assert told["layers.weight"][0].ranks is None
-
-
-@needs("megatron.core")
-def test_the_sharded_tensors_of_megatron_core_tell_theirs(node_dirs: Dirs) -> None:
-    run_ranks(_tell_of_megatron, 1, store_per_node=node_dirs(1))
 
 
 def _load_beside_meshes(rank: int, world_size: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,27 +65,6 @@ def _go_back_in_one_job(rank: int, world_size: int) -> None:
 
 def test_a_job_that_says_it_goes_back_overrules_what_it_left_on_all_ranks(node_dirs: Dirs) -> None:
     run_ranks(_go_back_in_one_job, 2, store_per_node=node_dirs(2))
-
-
-def test_a_job_that_asks_for_nothing_removes_what_is_ahead_of_it_only_when_it_has_passed_it(
-    tmp_path: Path,
-) -> None:
-    def start() -> Any:
-        return make_manager("disk", tmp_path, "job", keep_last=1)
-
-    with start() as manager:
-        manager.save(state_of(0, 20), 20)
-    # Another training under the same name: it does not know that there is something.
-    with start() as manager:
-        manager.save(state_of(0, 3), 3)
-        manager.save(state_of(0, 4), 4)
-        assert iterations_on(tmp_path) == {4, 20}
-        assert resume(manager, 0, 4) == "own node"
-    with start() as manager:
-        assert resume(manager, 0, 4) == "own node"
-        manager.save(state_of(0, 5), 5)
-
-    assert iterations_on(tmp_path) == {5}
 
 
 def test_an_iteration_that_cannot_be_had_is_an_error_and_not_replaced_by_another_one(

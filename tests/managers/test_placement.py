@@ -34,8 +34,8 @@ from tests.ranks import node_store, run_ranks
 def _share_a_node(rank: int, world_size: int) -> list[str]:
     # When the manager is made, not when the first checkpoint is lost.
     with cliques(1, 2) as eager:
-        begin = lambda: make_manager("disk", node_store(), "job", eager)  # noqa: E731
-        told = [error_of(begin, SameMachineReplicationException)]
+        make = partial(make_manager, "disk", node_store(), "job", eager)
+        told = [error_of(make, SameMachineReplicationException)]
     # A strategy that is built later says so when it is used first.
     for call in ("find_latest", "save"):
         with in_job(localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)) as (manager, _):
@@ -44,21 +44,23 @@ def _share_a_node(rank: int, world_size: int) -> list[str]:
             told.append(error_of(use, SameMachineReplicationException))
             assert manager.last_save is None
     assert files(node_store()) == []
+    dist.barrier()
 
-    # What the message says does work, whichever kind of strategy it is told to.
-    for session, across in (
-        ("eager", cliques(2, 2)),
-        ("lazy", localckpt.LazyCliqueReplicationStrategy(2, 2, timeout_s=MAX_S)),
-        # By default as many as there are ranks on the node, as torchrun tells it.
-        ("default", localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)),
-    ):
-        with across, make_manager("disk", node_store(), session, across) as manager:
-            assert manager.find_latest() == -1
-            manager.save(state_of(rank, 1), 1)
-            assert resume(manager, rank, 1) == "own node"
-        owners = [n.split(".")[1] for n in files(node_store()) if f"-{session}/{rank}/" in n]
-        assert sorted(owners) == [str(rank % 2), str(rank % 2 + 2)]
-    assert our_threads() == []
+    # By default as many as there are ranks on the node, as torchrun tells it.
+    with in_job(localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)) as (manager, _):
+        manager.save(state_of(rank, 1), 1)
+    owners = [name.split(".")[1] for name in files(node_store()) if f"-job/{rank}/" in name]
+    assert sorted(owners) == [str(rank % 2), str(rank % 2 + 2)]
+
+    # Groups that were given have to be given anew when the ranks join again.
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    given = localckpt.CliqueReplicationStrategy(localckpt.GroupWrapper(pairs[rank % 2]))
+    with in_job(given) as (manager, _):
+        manager.save(state_of(rank, 2), 2)
+        assert "repl_strategy" in error_of(manager.rejoin, MismatchError)
+        manager.rejoin(repl_strategy=localckpt.LazyCliqueReplicationStrategy(2, 2))
+        assert manager.find_latest() == 2
+    assert "closed" in error_of(manager.rejoin)
     return told
 
 
@@ -72,10 +74,8 @@ def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(node_dirs: Dirs)
 
 
 def _save_or_load(rank: int, world_size: int) -> None:
-    with in_job(localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S)) as (
-        manager,
-        _,
-    ):
+    repl = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S)
+    with in_job(repl) as (manager, _):
         if manager.find_latest() == -1:
             manager.save(state_of(rank, 1), 1)
         else:
@@ -124,9 +124,6 @@ def test_managers_of_survivors_load_what_they_have_in_memory(node_dirs: Dirs) ->
     sources = run_ranks(_survive, 4, init_group=False, store_per_node=node_dirs(4))
 
     assert sources == ["own memory", "", "own memory", "parity"]
-
-
-# Managers of a user's own five hooks.
 
 
 class _Troubled(DictManager):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,22 @@ from localckpt import GlobalCheckpointManager, NoReplicasAvailableError
 from localckpt.managers.load import Load
 from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import KINDS, assert_same, damage, error_of, make_manager, state_of
+from tests.managers.jobs import (
+    KINDS,
+    assert_same,
+    damage,
+    error_of,
+    everything,
+    make_manager,
+    state_of,
+)
 from tests.ranks import node_store, run_ranks
 from tests.scenarios import Begin
 
 
-def _everything(root: Path) -> dict[Path, tuple[int, int]]:
-    """All names below a directory, each with its inode and time of change."""
-    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
-
-
 def _kept(root: Path) -> dict[Path, tuple[int, int]]:
     """The same of files that a live job does not make ahead of time, in the background."""
-    found = _everything(root).items()
+    found = everything(root).items()
     return {p: seen for p, seen in found if p.is_file() and p.suffix not in (RECYCLED, DIRTY)}
 
 
@@ -40,12 +45,8 @@ def _read(rank: int, world_size: int, root: Path) -> None:
         assert_same(manager.load()[0], state_of(0, 3))
         assert_same(manager.load(iteration=2)[0], state_of(0, 2))
         assert str(manager.explain()).startswith("A ")
-        for call in (
-            lambda: manager.save(state_of(0, 9), 9),
-            lambda: manager.warm_up(state_of(0, 9)),
-            lambda: manager.begin(1),
-        ):
-            assert "read_only=True" in error_of(call)
+        for call, args in (("save", ({}, 9)), ("warm_up", ({},)), ("begin", (1,))):
+            assert "read_only=True" in error_of(partial(getattr(manager, call), *args))
     assert _kept(root) == before
 
 
@@ -67,37 +68,27 @@ def test_a_damaged_file_is_left_out_and_keeps_its_name(kind: str, tmp_path: Path
             writer.save(state_of(0, iteration), iteration)
     for path in tmp_path.rglob("*2.0.*.safetensors"):
         damage(path, 0.5)
-    before = _everything(tmp_path)
+    before = everything(tmp_path)
 
     with make_manager(kind, tmp_path, "job", read_only=True) as manager:
         assert_same(manager.load()[0], state_of(0, 1))
 
-    assert _everything(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
-def _read_what_peers_have(rank: int, world_size: int) -> str:
-    before = _everything(node_store())
-    with make_manager("disk", node_store(), "job", read_only=True) as manager:
-        for _ in range(3):
-            assert_same(manager.load()[0], state_of(rank, 5))
-        came_from = str(manager.last_load.source)
-    assert _everything(node_store()) == before
-    return came_from
-
-
-@pytest.mark.parametrize(("redundancy", "told"), [((1, 2), "peer"), ("parity 1 of 3", "parity")])
+@pytest.mark.parametrize(
+    ("redundancy", "told"), [((1, 2), "peer rank 1"), ("parity 1 of 3", "parity")]
+)
 def test_what_is_on_other_nodes_is_fetched_or_computed_and_not_kept(
     redundancy: Any, told: str, job: Begin
 ) -> None:
     saved = job(nodes=3, redundancy=redundancy).save(5).lose(0)
+    before = [everything(node) for node in saved.nodes]
 
-    came_from = run_ranks(_read_what_peers_have, 3, store_per_node=saved.nodes)
+    reading = saved.restart(redundancy=None, read_only=True).expect(5, {0: told})
+    reading.expect(5, {0: told}).expect(5, {0: told}).run()
 
-    assert told in came_from[0]
-    assert came_from[1:] == ["own node"] * 2
-
-
-# Beside a job that prunes.
+    assert [everything(node) for node in saved.nodes] == before
 
 
 def _make(tier: str, root: Path, **options: Any) -> Any:
@@ -106,40 +97,27 @@ def _make(tier: str, root: Path, **options: Any) -> Any:
     return make_manager(tier, root, "job", **options)
 
 
-def _load_what_is_pruned_meanwhile(
-    rank: int, world_size: int, tier: str, root: Path | None, prunes: int, timeout: float
-) -> int:
-    """Load while every checkpoint that is chosen, up to a number, is pruned before it is read."""
-    root = node_store() if root is None else root
+@pytest.mark.parametrize("tier", ["disk", "shared"])
+def test_at_the_deadline_the_error_says_that_a_job_prunes(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner: Any = GlobalCheckpointManager if tier == "shared" else Load
     name = "_reader_of" if tier == "shared" else "load"
+    choose, iterations = getattr(owner, name), count(2)
+
+    def prune_and_choose(self: Any, *args: Any) -> Any:
+        writer.save({"w": torch.zeros(1000)}, next(iterations))
+        return choose(self, *args)
+
+    monkeypatch.setattr(owner, name, prune_and_choose)
     with (
-        _make(tier, root, keep_last=1) as writer,
-        _make(tier, root, read_only=True, timeout=timeout) as reader,
+        _make(tier, tmp_path, keep_last=1) as writer,
+        _make(tier, tmp_path, read_only=True, timeout=0.3) as reader,
     ):
-        writer.save({"w": torch.full((1000,), 1.0)}, 1)
+        writer.save({"w": torch.zeros(1000)}, 1)
         assert reader.find_latest() == 1
-        choose, saved = getattr(owner, name), [1]
-
-        def prune_and_choose(self: Any, *args: Any) -> Any:
-            if saved[-1] <= prunes:
-                saved.append(saved[-1] + 1)
-                writer.save({"w": torch.full((1000,), float(saved[-1]))}, saved[-1])
-            return choose(self, *args)
-
-        setattr(owner, name, prune_and_choose)
-        try:
-            loaded, ckpt_id = reader.load(into={"w": torch.zeros(1000)})
-        finally:
-            setattr(owner, name, choose)
-    assert (loaded["w"] == ckpt_id.iteration).all()
-    return ckpt_id.iteration
-
-
-@pytest.mark.parametrize("tier", ["disk", "shared"])
-def test_at_the_deadline_the_error_says_that_a_job_prunes(tier: str, tmp_path: Path) -> None:
-    with pytest.raises(NoReplicasAvailableError, match=r"keep more of them"):
-        _load_what_is_pruned_meanwhile(0, 1, tier, tmp_path, 10**9, 0.3)
+        with pytest.raises(NoReplicasAvailableError, match=r"keep more of them"):
+            reader.load(into={"w": torch.zeros(1000)})
 
 
 _NOTEBOOK = """

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import localckpt
@@ -21,12 +20,11 @@ from localckpt.events.stream import EventStream
 from localckpt.storage.catalog import Problem
 from tests.events.sinks import Kept
 from tests.managers.jobs import (
-    MAX_S,
     Dirs,
     assert_same,
     before_commit,
+    cliques,
     error_of,
-    files,
     in_job,
     make_manager,
     our_threads,
@@ -35,26 +33,7 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import DeadRank, node_store, run_ranks
-from tests.scenarios import Begin
-
-
-def _clique() -> Any:
-    return localckpt.CliqueReplicationStrategy.from_replication_params(
-        replication_factor=2, timeout_s=MAX_S
-    )
-
-
-def _await_whole(manager: Any) -> list[str]:
-    """Wait until no checkpoint lacks copies; the standing of each then."""
-    until = time.monotonic() + MAX_S
-    while any(standing.lacking for standing in manager.status()) and time.monotonic() < until:
-        time.sleep(0.01)
-    manager._saves.repairs.finish()
-    return [str(standing) for standing in manager.status()]
-
-
-def _whole(*iterations: int) -> list[str]:
-    return [f"iteration {number} is replicated, 2 of 2" for number in iterations]
+from tests.scenarios import Begin, require_whole
 
 
 def _remove_folder(manager: Any) -> None:
@@ -95,31 +74,25 @@ def _lose(manager: Any, what: str) -> None:
 
 @pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize(
-    ("what", "kind"),
-    [("folder", "disk"), ("own shard", "memory"), ("replica in quarantine", "disk")],
+    ("what", "kind", "redundancy"),
+    [
+        ("folder", "disk", (1, 2)),
+        ("own shard", "memory", (1, 2)),
+        ("replica in quarantine", "disk", (1, 2)),
+        ("folder", "disk", "parity 1 of 3"),
+    ],
 )
 def test_what_a_node_has_lost_is_whole_again_without_a_restart(
-    what: str, kind: str, job: Begin
+    what: str, kind: str, redundancy: Any, job: Begin
 ) -> None:
-    running = job(nodes=2, kind=kind, redundancy=(1, 2), keep_last=3).save(1, 2).call(_lose, what)
+    nodes = 2 if redundancy == (1, 2) else 3
+    running = job(nodes=nodes, kind=kind, redundancy=redundancy, keep_last=3).save(1, 2)
 
-    running.save(3).whole(3, 2, 1).expect(2, asked=True).expect(1, asked=True).run()
+    running.call(_lose, what).save(3).whole(3, 2, 1).expect(2, asked=True).expect(1, asked=True)
 
-    for node in running.nodes:
-        kept = [name.rpartition("/")[2] for name in files(node) if not name.endswith(".corrupt")]
-        assert [name.split(".")[:2] for name in kept] == [
-            [f"{iteration:012d}", str(owner)] for iteration in (1, 2, 3) for owner in (0, 1)
-        ]
-
-
-@pytest.mark.fault("lost-nodes")
-def test_shards_and_parity_of_a_lost_folder_are_computed_again(job: Begin) -> None:
-    running = job(nodes=3, redundancy="parity 1 of 3", keep_last=3).save(1, 2)
-
-    running.call(_lose, "folder").save(3).whole(3, 2, 1).expect(2, asked=True)
-
-    # Of each checkpoint a shard and the parity, on each node.
-    assert len(running.files()) == 18
+    # Of each checkpoint a shard and a copy, or the parity, on each node.
+    kept = [name for name in running.files() if not name.endswith(".corrupt")]
+    assert len(kept) == 6 * nodes
 
 
 def _save_without_loss(manager: Any) -> None:
@@ -143,8 +116,8 @@ def test_where_nothing_is_lost_no_repair_begins_and_a_save_costs_what_it_did(job
 _LARGE = 24 << 20
 
 
-def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
-    repl, kept, took = _clique(), Kept(), list[float]()
+def _save_beside_a_slow_repair(rank: int, world_size: int) -> None:
+    repl, kept, took = cliques(1, 2), Kept(), list[float]()
     events = EventStream([kept])
     retention = localckpt.Retention(last=2)
     with in_job(repl, events=events, retention=retention) as (manager, queue):
@@ -168,31 +141,27 @@ def _save_beside_a_slow_repair(rank: int, world_size: int) -> list[Any]:
             lacked.append(sum(standing.lacking > 0 for standing in manager.status()))
             time.sleep(0.1)
         began = time.monotonic()
-        whole = _await_whole(manager)
+        require_whole(manager, [8, 7, 1])
         waited = time.monotonic() - began
         assert_same(manager.load(iteration=1)[0], state_of(rank, 1, _LARGE))
     events.close()
     ended = kept.named("reprotected")[-1]
-    return [max(took[1:]), lacked[-1], waited, whole, (ended.step, ended.outcome)]
+    # It was still under way when the last of the saves was over.
+    assert lacked[-1] == 1
+    assert max(took[1:]) < 1.0
+    assert waited > 0.5
+    assert (ended.step, ended.outcome) == (1, "ok")
 
 
 @pytest.mark.fault("lost-nodes")
 def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_pruned(
     node_dirs: Dirs,
 ) -> None:
-    told = run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
-
-    for took, lacked, waited, whole, ended in told:
-        assert took < 1.0
-        # It was still under way when the last of the saves was over.
-        assert lacked == 1
-        assert waited > 0.5
-        assert whole == _whole(8, 7, 1)
-        assert ended == (1, "ok")
+    run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
 
 
 def _die_in_a_repair(rank: int, world_size: int) -> Any:
-    repl = _clique()
+    repl = cliques(1, 2)
     manager = make_manager("disk", node_store(), "job", repl, keep_last=100, timeout=4.0)
     for iteration in (1, 2):
         save(manager, state_of(rank, iteration), iteration)
@@ -241,16 +210,10 @@ def test_a_rank_that_dies_in_a_repair_is_named_by_the_next_save_and_a_restart_ha
 
 
 def _resume(rank: int, world_size: int, *expected: int) -> str:
-    with in_job(_clique()) as (manager, _):
+    with in_job(cliques(world_size // 2, 2)) as (manager, _):
         found = manager.find_latest()
         assert found in expected, (found, expected)
         return resume(manager, rank, found)
-
-
-# After a restart.
-
-
-_FROM_PEER = {0: "peer rank 1"}
 
 
 @pytest.mark.fault("lost-nodes")
@@ -259,18 +222,15 @@ def test_after_a_restart_a_save_waits_for_copies_and_older_checkpoints_are_made_
 ) -> None:
     lost = job(nodes=2, redundancy=(1, 2), keep_last=3).save(1, 2, 3).lose(0)
 
-    lost.expect(3, _FROM_PEER).lacking(2).save(4).lacking(0).whole(4, 3, 2)
+    lost.expect(3, {0: "peer rank 1"}).lacking(2).save(4).lacking(0).whole(4, 3, 2)
 
     # Of each checkpoint a shard of each rank, on each node.
     assert len(lost.files()) == 12
 
 
-# Stores that are replaced.
-
-
 def _replace(rank: int, world_size: int, fresh: Path) -> list[str]:
     """Try in vain to replace stores, and then replace that of the second node."""
-    with in_job(_clique(), keep_last=3) as (manager, queue):
+    with in_job(cliques(2, 2), keep_last=3) as (manager, queue):
         save(manager, state_of(rank, 1), 1, queue)
         queue.schedule_async_request(manager.save(state_of(rank, 2), 2, is_async=True))
         told = [error_of(lambda: manager.replace_store(fresh))]
@@ -293,7 +253,7 @@ def _replace(rank: int, world_size: int, fresh: Path) -> list[str]:
             assert not (old / ".owner").exists()
             # Whoever removes the old one changes nothing.
             shutil.rmtree(old)
-        assert _await_whole(manager) == _whole(2, 1)
+        require_whole(manager, [2, 1])
         dist.barrier()
         for iteration in (3, 4):
             save(manager, state_of(rank, iteration), iteration, queue)
@@ -322,20 +282,3 @@ def test_a_store_that_is_replaced_is_filled_and_used_or_all_ranks_are_told_why_n
     assert "is a URL" in url
     again = run_ranks(_resume, 4, 5, store_per_node=[first, fresh / "store"])
     assert again == ["own node"] * 4
-
-
-def test_a_training_loop_goes_on_with_another_disk_and_resumes_from_it(tmp_path: Path) -> None:
-    first, fresh, weight = tmp_path / "first", tmp_path / "fresh", torch.zeros(9)
-    state = {"weight": (lambda: weight, weight.copy_)}
-    options: dict[str, Any] = {"every": 1, "timeout_s": MAX_S, "events": ()}
-    with localckpt.Checkpointer(state, local=first, **options) as checkpointer:
-        for step in range(checkpointer.resume(), 3):
-            weight.fill_(step)
-            checkpointer.step(step)
-            if step == 1:
-                checkpointer.replace_store(fresh)
-        checkpointer.wait_until_finished()
-    weight.zero_()
-    with localckpt.Checkpointer(state, local=fresh, **options) as checkpointer:
-        assert checkpointer.resume() == 3
-    assert weight[0] == 2

@@ -32,9 +32,6 @@ def _shards(root: Path) -> list[tuple[int, int]]:
     return sorted((int(n.split(".")[0]), int(n.split(".")[1])) for n in names)
 
 
-# A whole job.
-
-
 def _spare(rate_limit: float = 1e9) -> Spare:
     port = os.environ["MASTER_PORT"]
     return Spare(f"127.0.0.1:{port}", node_store(), "job", rate_limit=rate_limit)

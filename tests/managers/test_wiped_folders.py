@@ -92,7 +92,6 @@ def _mount_another_store(rank: int, world_size: int) -> str:
             mine.rename(node_store() / "away")
             other.rename(mine)
         told = error_of(manager.find_latest, StorageError)
-        assert "session-job/1" not in "".join(map(str, mine.rglob("*.safetensors"))) or rank == 0
         if rank == 1:
             mine.rename(other)
             (node_store() / "away").rename(mine)

@@ -1,4 +1,4 @@
-"""Images for the tests of replication, and sources that behave badly."""
+"""Images and plans for the tests of replication, and sources that behave badly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 
 
 def image(seed: object, nbytes: int) -> bytes:
@@ -74,3 +77,14 @@ class SignallingSource(ScratchSource):
             self._at = self.nbytes
             os.kill(os.getpid(), self._number)
         return super().read(start, stop)
+
+
+def plan_exchange(
+    available: Mapping[int, Collection[Any]], wanted: Mapping[int, Sequence[Any]]
+) -> ExchangePlan[Any]:
+    """Plan among ranks that share no node."""
+    holders: dict[Any, list[int]] = {}
+    for rank, ids in available.items():
+        for id_ in ids:
+            holders.setdefault(id_, []).append(rank)
+    return plan_among_nodes(holders, {rank: (rank,) for rank in available}, wanted)

@@ -70,12 +70,9 @@ def test_with_racks_no_copy_is_in_the_rack_of_its_shard(
         check_failure_domains(cliques, racks)
 
 
-def test_one_node_is_refused_with_what_to_do() -> None:
+def test_one_node_and_a_node_in_two_racks_are_refused() -> None:
     with pytest.raises(SameMachineReplicationException, match="pass repl_strategy=None"):
         place_cliques(["a"] * 4, 2)
-
-
-def test_a_node_in_two_racks_is_refused() -> None:
     with pytest.raises(MismatchError, match=r"ranks \[0, 1\] share a node.*'x' on rank 0"):
         place_cliques(list("aabb"), 2, list("xyzz"))
 
@@ -155,10 +152,8 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
     assert "cpu" in world.supported_devices
 
     mine = GroupWrapper.from_list_of_groups([[3, 1], [0, 2]], timeout_s=20)
-    assert mine.world_size == 2
-    assert mine.ranks == ([0, 2] if rank % 2 == 0 else [1, 3])
-    assert mine.my_global_rank == rank
-    assert mine.my_group_rank == rank // 2
+    assert (mine.world_size, mine.ranks) == (2, [rank % 2, rank % 2 + 2])
+    assert (mine.my_global_rank, mine.my_group_rank) == (rank, rank // 2)
     assert mine.get_group_rank(rank) == rank // 2
     assert mine.get_global_rank(rank // 2) == rank
     with pytest.raises(MismatchError, match="not in the group"):
@@ -178,8 +173,7 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
 def test_a_group_has_ranks_and_backend_and_refuses_wrong_lists() -> None:
     run_ranks(_facts_of_groups, 4)
 
-
-def test_without_torch_distributed_there_is_a_world_of_one() -> None:
+    # Without torch.distributed there is a world of one.
     group = GroupWrapper.wrap(None)
 
     assert (group.group, group.ranks, group.world_size) == (None, [0], 1)

@@ -43,16 +43,13 @@ print(found, len(complete_checkpoints(inventory)))
 """
 
 
-def _install(site: Path, module: str) -> None:
-    """Make a folder like the one of an installed package that has a scheme."""
+def _run(site: Path, module: str) -> subprocess.CompletedProcess[str]:
+    """Look where a package is installed that has a scheme."""
     (site / "mirrors.py").write_text(_MIRROR)
     info = site / "mirrors-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mirrors\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[localckpt.schemes]\nmirror = {module}:Mirror\n")
-
-
-def _run(site: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(site), str(Path(localckpt.__file__).parents[1])])
     return subprocess.run(
         [sys.executable, "-c", _LOOK],
@@ -65,9 +62,7 @@ def _run(site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_pieces_of_another_packages_scheme_make_a_checkpoint_complete(tmp_path: Path) -> None:
-    _install(tmp_path, "mirrors")
-
-    found = _run(tmp_path)
+    found = _run(tmp_path, "mirrors")
 
     assert found.stdout.splitlines() == [
         "False ['mirror', 'parity'] False",
@@ -76,9 +71,7 @@ def test_pieces_of_another_packages_scheme_make_a_checkpoint_complete(tmp_path: 
 
 
 def test_a_scheme_that_cannot_be_imported_is_an_error_that_names_it(tmp_path: Path) -> None:
-    _install(tmp_path, "mirrors_of_another_version")
-
-    found = _run(tmp_path)
+    found = _run(tmp_path, "mirrors_of_another_version")
 
     assert "MismatchError: pieces of the kind 'mirror' are computed by" in found.stderr
     assert "mirrors_of_another_version:Mirror, which cannot be imported" in found.stderr

@@ -24,8 +24,7 @@ from localckpt.replication.strategies import (
 )
 from localckpt.state_dict.source import ShardSource
 from tests.ranks import run_ranks
-from tests.replication.plans import plan_exchange
-from tests.replication.sources import FailingSource, ScratchSource, image
+from tests.replication.sources import FailingSource, ScratchSource, image, plan_exchange
 
 _NBYTES = 300_000
 

@@ -203,21 +203,13 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -
     assert "rank 0 (" in peer_told
 
 
-def _connect_alone(rank: int, world_size: int) -> None:
+def _connect_in_vain(rank: int, world_size: int) -> str:
     logged = _warnings()
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
             HostConnections("alone", [0, 1], rank, 1.0)
         assert any("s to connect, for rank 1" in line for line in logged), logged
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_peer_that_never_connects_ends_in_an_error() -> None:
-    run_ranks(_connect_alone, 2)
-
-
-def _connect_to_one_who_gives_up(rank: int, world_size: int) -> str:
     dist.barrier()
     if rank == 2:
         return "did not come"
@@ -233,8 +225,8 @@ def _connect_to_one_who_gives_up(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_rank_that_connects_notices_that_another_has_given_up() -> None:
-    waited, gave_up, _ = run_ranks(_connect_to_one_who_gives_up, 3)
+def test_a_peer_that_never_connects_or_gives_up_ends_in_an_error() -> None:
+    waited, gave_up, _ = run_ranks(_connect_in_vain, 3)
 
     assert "rank 0 could not connect to ranks [0, 1, 2]" in waited
     assert "rank 1 has given up" in waited

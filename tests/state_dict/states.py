@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import struct
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.distributed.tensor import Shard
 
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
-from localckpt.state_dict.boxes import NO_BOXES
+from localckpt.state_dict.boxes import NO_BOXES, Region
 from localckpt.state_dict.header import NO_PARTS, Skeleton
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -48,6 +51,10 @@ class TaggedParameter(torch.nn.Parameter):
     """A parameter subclass without behaviour of its own."""
 
 
+class Rows(Shard):
+    """A placement that is equal to a ``Shard`` for Python."""
+
+
 ALLOWED = SafeGlobals([Settings, FrozenSettings, Tagged, TaggedParameter])
 
 
@@ -80,6 +87,22 @@ def with_pickle(pickled: bytes, identity: ShardIdentity = IDENTITY) -> bytearray
     return written(dataclasses.replace(capture, skeleton=framed), identity)
 
 
+def elements_of(region: Region) -> set[tuple[int, ...]]:
+    sides = [[i for start, count in runs for i in range(start, start + count)] for runs in region]
+    return set(itertools.product(*sides))
+
+
+def runs_of(indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Runs of sorted indices; of none an empty run."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return tuple(runs) or ((0, 0),)
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg()
     if flat.itemsize in (1, 2, 4, 8):
@@ -91,24 +114,28 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Types, order and bits are the same, all the way down."""
+    """Types, order, bits and attributes of containers are the same, all the way down."""
     assert type(found) is type(wanted)
     if isinstance(wanted, torch.Tensor):
         _assert_same_tensor(found, wanted)
     elif isinstance(wanted, numpy.ndarray):
-        assert found.dtype == wanted.dtype
-        assert found.shape == wanted.shape
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
         assert found.tobytes() == wanted.tobytes()
+        assert found.flags.writeable == wanted.flags.writeable
+        assert found.flags.f_contiguous >= wanted.flags.fnc
     elif isinstance(wanted, float):
         assert struct.pack("<d", found) == struct.pack("<d", wanted)
     elif isinstance(wanted, complex):
         assert_same((found.real, found.imag), (wanted.real, wanted.imag))
     elif isinstance(wanted, dict):
         assert list(found) == list(wanted)
+        for name in ("default_factory", "_metadata"):
+            assert getattr(found, name, None) == getattr(wanted, name, None)
         for key, value in wanted.items():
             assert_same(found[key], value)
     elif isinstance(wanted, list | tuple | collections.deque):
         assert len(found) == len(wanted)
+        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None)
         for one, other in zip(found, wanted, strict=True):
             assert_same(one, other)
     elif dataclasses.is_dataclass(wanted):
@@ -118,10 +145,22 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 def _assert_same_tensor(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert found.device == wanted.device
-    assert found.requires_grad == wanted.requires_grad
-    assert found.layout == wanted.layout
-    if not wanted.is_meta:
+    for name in ("dtype", "shape", "device", "requires_grad", "layout"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    if wanted.layout is not torch.strided:
+        assert_same(list(_parts(found)), list(_parts(wanted)))
+    elif not wanted.is_meta:
         assert bits(found) == bits(wanted)
+
+
+def _parts(sparse: torch.Tensor) -> Iterator[torch.Tensor]:
+    if sparse.layout is torch.sparse_coo:
+        yield from (sparse._indices(), sparse._values(), torch.tensor(sparse.is_coalesced()))
+        return
+    by_rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
+    yield from (
+        (sparse.crow_indices(), sparse.col_indices())
+        if by_rows
+        else (sparse.ccol_indices(), sparse.row_indices())
+    )
+    yield sparse.values()

@@ -69,7 +69,7 @@ def _shardings(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
 
 
 @given(_shardings())
-def test_the_place_of_a_shard_is_where_torch_has_its_values_from(
+def test_the_place_of_a_shard_is_where_torch_has_its_values_from_and_a_sum_has_none(
     sharding: tuple[list[int], list[int], list[Any]],
 ) -> None:
     shape, mesh, placements = sharding
@@ -88,9 +88,6 @@ def test_the_place_of_a_shard_is_where_torch_has_its_values_from(
         assert runs is not None
         indices = [[i for start, n in of for i in range(start, start + n)] for of in runs]
         assert torch.equal(whole[numpy.ix_(*indices)], local)
-
-
-def test_a_partial_sum_is_no_part_of_a_global_tensor() -> None:
     assert shard_runs([4], [2], [0], [Partial()]) is None
 
 
@@ -205,11 +202,13 @@ def test_a_marked_part_is_whole_and_loads_without_the_marker() -> None:
     assert torch.equal(into["own"], state["own"])
 
 
-def test_a_marker_inside_of_another_is_refused() -> None:
+def test_a_marker_inside_of_another_is_refused_and_two_paths_of_one_text_have_two_keys() -> None:
     state = {"all": localckpt.replicated({"model": localckpt.replicated({"w": torch.ones(2)})})}
+    alike = localckpt.replicated({"a": {"b": torch.rand(2)}, "a.b": torch.rand(3)})
 
     with pytest.raises(CheckpointingException, match=r"'all\.model' is marked .* inside"):
         ImagePlanner(job=_JOB).capture(state)
+    assert [box.key for box in _boxes(alike).values()] == ["a.b", "a.b#2"]
 
 
 def test_boxes_are_made_once_while_the_markers_stay(layouts: list[Any]) -> None:
@@ -219,9 +218,3 @@ def test_boxes_are_made_once_while_the_markers_stay(layouts: list[Any]) -> None:
         planner.capture(state)
 
     assert len(layouts) == 2
-
-
-def test_two_paths_of_the_same_text_have_two_keys() -> None:
-    state = localckpt.replicated({"a": {"b": torch.rand(2)}, "a.b": torch.rand(3)})
-
-    assert [box.key for box in _boxes(state).values()] == ["a.b", "a.b#2"]

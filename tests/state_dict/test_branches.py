@@ -29,7 +29,7 @@ from localckpt.state_dict.image import ImagePlanner, unpack
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.ranks import run_ranks
-from tests.state_dict.states import IDENTITY, bits, source_of, written
+from tests.state_dict.states import IDENTITY, Rows, bits, source_of, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -61,10 +61,6 @@ def _state() -> dict[str, Any]:
         "iteration": 1,
         "rng": torch.rand(7),
     }
-
-
-class Rows(Shard):
-    """A placement that is equal to a ``Shard`` for Python."""
 
 
 _ALLOWED = SafeGlobals([Rows])

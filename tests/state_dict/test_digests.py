@@ -20,7 +20,6 @@ from localckpt.memory.digests import (
     covered_nbytes,
     digests_nbytes,
 )
-from localckpt.state_dict.header import ImageHeader
 from localckpt.state_dict.image import unpack
 from localckpt.state_dict.source import MemorySource, read_header, read_verified_record
 from tests.state_dict.states import IDENTITY, assert_same, image_of, source_of
@@ -35,15 +34,6 @@ def large_state() -> dict[str, Any]:
     return {
         f"t{n}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         for n, size in enumerate(sizes)
-    }
-
-
-def regions(header: ImageHeader) -> dict[str, tuple[int, int]]:
-    return {
-        "header": (0, header.data_start),
-        "tensors": (header.data_start, header.skeleton_start),
-        "skeleton": (header.skeleton_start, header.digests_start),
-        "digests": (header.digests_start, header.nbytes),
     }
 
 

@@ -17,13 +17,9 @@ from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.models import MISDESCRIBED, misdescribed
 from tests.ranks import run_ranks
-from tests.state_dict.states import IDENTITY, bits
+from tests.state_dict.states import IDENTITY, Rows, bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-class Rows(Shard):
-    """A placement that is equal to a ``Shard`` for Python."""
 
 
 _ALLOWED = SafeGlobals([Rows, TwoTensor])

@@ -157,13 +157,12 @@ def test_a_header_longer_than_the_file_is_refused_and_nothing_is_allocated(claim
     assert peak < 1 << 20
 
 
-@given(
-    st.text(max_size=30),
-    st.tuples(*[st.integers(0, 10**18)] * 3),
-    st.integers(1, 1 << 20).flatmap(
-        lambda ranks: st.tuples(st.integers(0, ranks - 1), st.just(ranks))
-    ),
+_PLACES = st.integers(1, 1 << 20).flatmap(
+    lambda ranks: st.tuples(st.integers(0, ranks - 1), st.just(ranks))
 )
+
+
+@given(st.text(max_size=30), st.tuples(*[st.integers(0, 10**18)] * 3), _PLACES)
 def test_every_identity_comes_back_from_a_header(
     session: str, numbers: tuple[int, ...], place: tuple[int, int]
 ) -> None:

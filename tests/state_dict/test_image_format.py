@@ -15,10 +15,7 @@ from localckpt.memory.copying import Copier
 from localckpt.memory.digests import digests_nbytes
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.memory.host_memory import PAGE_NBYTES
-from localckpt.state_dict.header import (
-    DIGESTS,
-    SKELETON,
-)
+from localckpt.state_dict.header import DIGESTS, SKELETON
 from localckpt.state_dict.image import ImagePlanner, unpack, write_digests
 from localckpt.state_dict.layout import ITEM_NBYTES, TensorSlot, lay_out
 from localckpt.state_dict.source import MemorySource, read_header

@@ -21,7 +21,7 @@ from localckpt.state_dict.foreign_values import (
 )
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
-from tests.state_dict.states import IDENTITY, round_trip, source_of, with_pickle
+from tests.state_dict.states import IDENTITY, assert_same, round_trip, source_of, with_pickle
 
 DTYPES = [
     *("?", "i1", "u2", "<i4", ">i4", "u8", "f2", ">f4", "f8", "c8", "c16", "g", "G"),
@@ -33,15 +33,6 @@ def _values(dtype: Any, count: int) -> numpy.ndarray[Any, Any]:
     kind = numpy.dtype(dtype)
     data = numpy.random.default_rng(3).integers(0, 2, count * kind.itemsize, dtype=numpy.uint8)
     return data.view(kind)
-
-
-def _assert_same_array(found: Any, wanted: numpy.ndarray[Any, Any]) -> None:
-    assert type(found) is numpy.ndarray
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert found.tobytes() == wanted.tobytes()
-    assert found.flags.writeable == wanted.flags.writeable
-    assert found.flags.f_contiguous >= wanted.flags.fnc
 
 
 @pytest.mark.parametrize("count", [0, 1, 24, 3000])
@@ -59,7 +50,7 @@ def test_every_dtype_of_numpy_comes_back_bit_for_bit(dtype: Any, count: int) -> 
     read_only.flags.writeable = False
 
     for array in (*arrays, read_only):
-        _assert_same_array(round_trip([array])[0], array)
+        assert_same(round_trip([array])[0], array)
 
 
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
@@ -83,33 +74,6 @@ class Labelled(numpy.ndarray):  # type: ignore[type-arg]
     """A class of arrays without behaviour of its own."""
 
 
-class Pickled(numpy.ndarray):  # type: ignore[type-arg]
-    """A class of arrays that pickles itself, with a tensor."""
-
-    noted: torch.Tensor
-
-    def __reduce__(self) -> Any:
-        return make_pickled, (self.noted, self.shape)
-
-
-def make_pickled(noted: torch.Tensor, shape: tuple[int, ...]) -> Pickled:
-    array = numpy.zeros(shape).view(Pickled)
-    array.noted = noted
-    return array
-
-
-@pytest.mark.parametrize("count", [5, 5000])
-def test_a_save_refuses_a_class_of_arrays_and_says_what_to_save(count: int) -> None:
-    array = numpy.arange(count).view(Labelled)
-
-    with pytest.raises(CheckpointingException) as refused:
-        pack({"a": [array]}, IDENTITY, ImagePlanner(SafeGlobals([Labelled])))
-
-    assert "test_numpy_arrays.Labelled is a class of arrays" in str(refused.value)
-    assert "save numpy.asarray(array)" in str(refused.value)
-    assert "(at 'a.0')" in str(refused.value)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -125,15 +89,21 @@ def test_a_save_refuses_a_class_of_arrays_and_says_what_to_save(count: int) -> N
         numpy.dtype([("a", "<i4")]),
         numpy.dtype(("<f8", (2,))),
         numpy.dtype((numpy.record, 8)),
+        numpy.arange(5).view(Labelled),
+        numpy.arange(5000).view(Labelled),
     ],
     ids=lambda value: repr(value)[:60],
 )
 def test_a_save_refuses_arrays_and_dtypes_that_are_not_plain(value: Any) -> None:
     with pytest.raises(CheckpointingException) as refused:
-        pack({"a": [value]}, IDENTITY)
+        pack({"a": [value]}, IDENTITY, ImagePlanner(SafeGlobals([Labelled])))
 
-    assert "is not one of numpy's plain ones" in str(refused.value)
-    assert "save an array of a plain dtype for each field, or a list" in str(refused.value)
+    told = (
+        ["test_numpy_arrays.Labelled is a class of arrays", "save numpy.asarray(array)"]
+        if isinstance(value, Labelled)
+        else ["is not one of numpy's plain ones", "save an array of a plain dtype for each field"]
+    )
+    assert all(words in str(refused.value) for words in told)
     assert "(at 'a.0')" in str(refused.value)
 
 

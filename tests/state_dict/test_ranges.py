@@ -22,6 +22,7 @@ from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.saved_shard import SavedShard
 from localckpt.state_dict.source import PIECE_NBYTES, ByteRange, ImageBytes, MemorySource
+from tests.state_dict.states import runs_of
 
 _IDENTITY = ShardIdentity("runs", Generation(1, 5), 3, 0, 1)
 _NBYTES = 2 * PIECE_NBYTES + 1000
@@ -96,13 +97,7 @@ def _within(region: Region, data: st.DataObject) -> Region:
     for runs in region:
         own = [first + n for first, count in runs for n in range(count)]
         chosen = [own[n] for a, count in _side(data, len(own), 2) for n in range(a, a + count)]
-        joined: list[tuple[int, int]] = []
-        for index in chosen:
-            if joined and sum(joined[-1]) == index:
-                joined[-1] = joined[-1][0], joined[-1][1] + 1
-            else:
-                joined.append((index, 1))
-        part.append(tuple(joined))
+        part.append(runs_of(chosen))
     return tuple(part)
 
 
@@ -208,9 +203,7 @@ def test_the_damaged_one_of_all_that_are_open_is_found(images: OpenImages) -> No
     assert isinstance(images.bad[_DAMAGED], CorruptShardError)
 
 
-def test_one_that_cannot_be_opened_is_bad_and_what_was_opened_is_closed(
-    images: OpenImages,
-) -> None:
+def test_one_that_cannot_be_opened_is_bad_and_what_was_opened_is_closed(images: OpenImages) -> None:
     good = images.source(_GOOD)
 
     with pytest.raises(StorageError, match="it is gone"):

@@ -42,9 +42,6 @@ def _name_of(value: Any) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:60]
 
 
-# What cannot be allowed.
-
-
 @pytest.mark.parametrize(
     "callable_",
     [
@@ -68,9 +65,6 @@ def test_what_torch_allows_is_not_allowed_if_it_runs_code() -> None:
         pytest.raises(UnsafeGlobalError, match=r"builtins\.eval cannot be allowed"),
     ):
         pack(state, IDENTITY)
-
-
-# The check at a save is that of a load.
 
 
 @pytest.mark.parametrize(
@@ -123,20 +117,6 @@ def test_what_a_save_accepts_is_loaded_and_what_it_refuses_a_load_refuses(value:
         assert_same(loaded["weight"], state["weight"])
 
 
-class _Missing:
-    def __reduce__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
-
-
-# All reasons at once, with their places.
-
-
-# What is accepted without being asked for.
-
-
 def test_types_of_dtypes_and_constants_come_back() -> None:
     state = [
         *(numpy.dtype("f4"), numpy.dtype(">f8"), numpy.dtype("V3")),
@@ -156,9 +136,6 @@ def test_a_generator_of_torch_goes_on_where_it_was() -> None:
 
     assert loaded["a"] is loaded["b"]
     assert_same(torch.rand(5, generator=loaded["a"]), torch.rand(5, generator=generator))
-
-
-# What it takes.
 
 
 @pytest.mark.parametrize("number", [-1, 1, 2**40])

@@ -21,16 +21,10 @@ from localckpt.state_dict.boxes import (
     whole,
     without,
 )
-
-Element = tuple[int, ...]
-
-
-def _elements(region: Region) -> set[Element]:
-    sides = [[i for start, count in runs for i in range(start, start + count)] for runs in region]
-    return set(itertools.product(*sides))
+from tests.state_dict.states import elements_of, runs_of
 
 
-def _rectangle(starts: Any, sizes: Any) -> list[Element]:
+def _rectangle(starts: Any, sizes: Any) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(a, a + n) for a, n in zip(starts, sizes, strict=True))))
 
 
@@ -39,14 +33,7 @@ def _regions(draw: Any, count: int = 2) -> tuple[tuple[int, ...], list[Region]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
 
     def runs(size: int) -> tuple[tuple[int, int], ...]:
-        indices = sorted(draw(st.sets(st.integers(0, size - 1))))
-        found: list[tuple[int, int]] = []
-        for index in indices:
-            if found and sum(found[-1]) == index:
-                found[-1] = (found[-1][0], found[-1][1] + 1)
-            else:
-                found.append((index, 1))
-        return tuple(found) or ((0, 0),)
+        return runs_of(sorted(draw(st.sets(st.integers(0, size - 1)))))
 
     return shape, [tuple(runs(size) for size in shape) for _ in range(count)]
 
@@ -55,12 +42,13 @@ def _regions(draw: Any, count: int = 2) -> tuple[tuple[int, ...], list[Region]]:
 def test_regions_are_sets(drawn: tuple[tuple[int, ...], list[Region]]) -> None:
     _, (one, other) = drawn
     both, rest = common(one, other), without(one, other)
+    mine, others = elements_of(one), elements_of(other)
 
-    assert (_elements(both) if both is not None else set()) == _elements(one) & _elements(other)
-    parts = [_elements(part) for part in rest]
-    assert set().union(*parts) == _elements(one) - _elements(other)
+    assert (elements_of(both) if both is not None else set()) == mine & others
+    parts = [elements_of(part) for part in rest]
+    assert set().union(*parts) == mine - others
     assert sum(map(len, parts)) == len(set().union(*parts))
-    assert volume(one) == len(_elements(one))
+    assert volume(one) == len(mine)
 
 
 @given(_regions(1), st.integers(1, 40))
@@ -73,7 +61,7 @@ def test_a_region_is_its_rectangles_and_can_be_divided(
     parts = [_rectangle(first, sizes) for first, sizes in rectangles_of(region, most)]
 
     for pieces in (found, parts):
-        assert set().union(*pieces) == _elements(region)
+        assert set().union(*pieces) == elements_of(region)
         assert sum(map(len, pieces)) == volume(region)
     assert all(len(part) <= most for part in parts)
     for first, sizes in rectangles_of(region):
@@ -138,9 +126,7 @@ def two_lists_of_boxes(draw: st.DrawFn) -> tuple[Chunks, Chunks]:
 
 
 @given(lists=two_lists_of_boxes())
-def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
-    lists: tuple[Chunks, Chunks],
-) -> None:
+def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(lists: tuple[Chunks, Chunks]) -> None:
     pairs = overlapping_pairs(*lists)
 
     assert pairs == pairs_by_definition(*lists)

@@ -40,11 +40,7 @@ _MOST_ITEMS = 400
 
 
 class Zoo:
-    """Draws states; the same ones for the same seed.
-
-    Args:
-        seed: Of all that is drawn.
-    """
+    """Draws states; the same ones for the same seed."""
 
     def __init__(self, seed: object) -> None:
         self._random = random.Random(str(seed))
@@ -232,7 +228,7 @@ def assert_same_state(found: Any, wanted: Any) -> None:
     """All that is promised of a state that was saved and loaded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _assert_same_values(found, wanted)
+        assert_same(found, wanted)
         pairs = list(zip(tensors_of(found), tensors_of(wanted), strict=True))
         numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})
         for pair in pairs:
@@ -241,46 +237,6 @@ def assert_same_state(found: Any, wanted: Any) -> None:
             assert firsts[0] == firsts[1]
             _assert_same_shape_in_memory(*pair)
         _assert_same_aliases(pairs)
-
-
-def _assert_same_values(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        if wanted.layout is torch.strided:
-            assert_same(found, wanted)
-        else:
-            assert (type(found), found.layout) == (type(wanted), wanted.layout)
-            assert found.shape == wanted.shape
-            assert_same(list(_parts(found)), list(_parts(wanted)))
-        return
-    assert type(found) is type(wanted)
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        for key, value in wanted.items():
-            _assert_same_values(found[key], value)
-        assert getattr(found, "default_factory", None) is getattr(wanted, "default_factory", None)
-        assert getattr(found, "_metadata", None) == getattr(wanted, "_metadata", None)
-    elif isinstance(wanted, list | tuple | collections.deque):
-        assert len(found) == len(wanted)
-        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None)
-        for one, other in zip(found, wanted, strict=True):
-            _assert_same_values(one, other)
-    elif isinstance(wanted, Settings | FrozenSettings):
-        _assert_same_values(vars(found), vars(wanted))
-    else:
-        assert_same(found, wanted)
-
-
-def _parts(sparse: torch.Tensor) -> Iterator[torch.Tensor]:
-    if sparse.layout is torch.sparse_coo:
-        yield from (sparse._indices(), sparse._values(), torch.tensor(sparse.is_coalesced()))
-        return
-    by_rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
-    yield from (
-        (sparse.crow_indices(), sparse.col_indices())
-        if by_rows
-        else (sparse.ccol_indices(), sparse.row_indices())
-    )
-    yield sparse.values()
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -29,9 +29,7 @@ class Node:
 
 @pytest.fixture(params=KINDS)
 def node(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    shm_roots: Callable[[int], list[Path]],
+    request: pytest.FixtureRequest, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
 ) -> Iterator[Node]:
     """A node of each kind: disk and shared memory."""
     (memory,) = shm_roots(1)

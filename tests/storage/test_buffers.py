@@ -18,8 +18,9 @@ import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import address_of
-from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer
+from localckpt.storage.buffers import BufferPool, PrivateBuffer
 from localckpt.storage.write import write_shard
+from localckpt.waiting import wait_until
 from tests.storage.conftest import Node
 from tests.storage.shards import PATIENCE_S, assert_loads, identity, save, staged
 
@@ -29,7 +30,9 @@ def test_a_private_buffer_cannot_be_sent_and_says_what_to_do() -> None:
         pickle.dumps(PrivateBuffer(1))
 
 
-def test_a_pool_has_at_most_as_many_buffers_as_saves_under_way() -> None:
+def test_a_pool_has_as_many_buffers_as_saves_under_way_waits_for_one_and_gives_up_in_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = BufferPool(PrivateBuffer, depth=2)
 
     buffers = [pool.take(0, 1000, 1.0) for _ in range(2)]
@@ -37,38 +40,20 @@ def test_a_pool_has_at_most_as_many_buffers_as_saves_under_way() -> None:
 
     assert len({id(buffer) for buffer in (*buffers, other)}) == 3
     assert pool.nbytes == 3 * len(other.view)
-    pool.close()
-    assert pool.nbytes == 0
-
-
-def test_a_pool_waits_for_an_older_save(caplog: pytest.LogCaptureFixture) -> None:
-    pool = BufferPool(PrivateBuffer, depth=1)
-    first = pool.take(0, 1000, 1.0)
-    timer = threading.Timer(0.2, first.give_back)
+    started = time.monotonic()
+    with pytest.raises(CheckpointingException, match=r"the saves before .* after 0\.1 s"):
+        pool.take(0, 1000, 0.1)
+    assert time.monotonic() - started < 5
+    timer = threading.Timer(0.2, buffers[0].give_back)
     timer.start()
     started = time.monotonic()
-
     with caplog.at_level("INFO"):
-        second = pool.take(0, 1000, 10.0)
-
+        assert pool.take(0, 1000, 10.0) is buffers[0]
     timer.join()
-    assert second is first
     assert 0.1 < time.monotonic() - started < 5
     assert "waiting for an older save" in caplog.text
     pool.close()
-
-
-def test_a_pool_whose_buffers_stay_busy_gives_up_in_time_and_says_why() -> None:
-    pool = BufferPool(PrivateBuffer, depth=2)
-    for _ in range(2):
-        pool.take(0, 1000, 1.0)
-    started = time.monotonic()
-
-    with pytest.raises(CheckpointingException, match=r"the saves before .* after 0\.1 s"):
-        pool.take(0, 1000, 0.1)
-
-    assert time.monotonic() - started < 5
-    pool.close()
+    assert pool.nbytes == 0
 
 
 def test_more_than_there_is_memory_for_is_an_error_before_it_is_touched() -> None:
@@ -150,20 +135,14 @@ def _living_fork() -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-@pytest.fixture
-def buffer() -> Iterator[Buffer]:
-    made = PrivateBuffer(_NBYTES)
-    yield made
-    made.close()
-
-
 def _mapped_ranges(pid: int) -> list[range]:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     borders = [line.split()[0].split("-") for line in lines]
     return [range(int(start, 16), int(stop, 16)) for start, stop in borders]
 
 
-def test_a_fork_has_none_of_it_and_writing_on_costs_no_copies(buffer: Buffer) -> None:
+def test_a_fork_has_none_of_it_and_writing_on_costs_no_copies() -> None:
+    buffer = PrivateBuffer(_NBYTES)
     buffer.view[:] = bytes(len(buffer.view))
     address = address_of(buffer.view)
     assert any(address in mapped for mapped in _mapped_ranges(os.getpid()))
@@ -177,6 +156,7 @@ def test_a_fork_has_none_of_it_and_writing_on_costs_no_copies(buffer: Buffer) ->
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     assert faults < _PAGES / 4
+    buffer.close()
 
 
 def test_a_fork_that_closes_a_store_or_drops_it_takes_nothing_away(node: Node) -> None:
@@ -184,11 +164,8 @@ def test_a_fork_that_closes_a_store_or_drops_it_takes_nothing_away(node: Node) -
     save(store, identity(1))
     job = staged(store, identity(2))
 
-    def close() -> None:
-        store.close()
-
     before = set(node.root.rglob("*"))
-    _in_a_fork(close)
+    _in_a_fork(store.close)
     _in_a_fork(lambda: store.__dict__.clear() or (gc.collect() and None))
 
     # The store makes memory for later saves meanwhile.
@@ -210,15 +187,11 @@ def test_stores_that_are_dropped_without_close_leave_no_memory_and_no_descriptor
     stores.clear()
     del store
 
-    # A thread that makes the buffer of the save after this one ends with it, and frees it.
-    deadline = time.monotonic() + 30
-    while _is_left(descriptors) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    def is_gone() -> bool:
+        gc.collect()
+        # A thread that makes the buffer of the next save ends with this one, and frees it. It opens
+        # files of /proc to look how much memory there is.
+        is_preparing = any(thread.name == "localckpt-prepare" for thread in threading.enumerate())
+        return not is_preparing and len(os.listdir("/proc/self/fd")) <= descriptors
 
-
-def _is_left(descriptors: int) -> bool:
-    gc.collect()
-    # Such a thread opens files of /proc to look how much memory there is.
-    is_preparing = any(thread.name == "localckpt-prepare" for thread in threading.enumerate())
-    return is_preparing or len(os.listdir("/proc/self/fd")) > descriptors
+    assert wait_until(is_gone, 30.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,20 +86,14 @@ def _noted(folder: Path) -> int:
     return read_notes(folder).noted[_CHECKPOINT].failed_starts
 
 
-def _in_a_handler(call: Callable[[], None]) -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: call())
-    try:
-        signal.raise_signal(signal.SIGUSR2)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
 def test_what_a_handler_takes_back_in_the_middle_of_a_change_follows_it(tmp_path: Path) -> None:
     notes = NotesFile(tmp_path)
     notes.count_start(_CHECKPOINT, 0, 3)
 
     def change(noted: Notes) -> Notes:
-        _in_a_handler(lambda: notes.take_back_start(_CHECKPOINT))
+        before = signal.signal(signal.SIGUSR2, lambda *_: notes.take_back_start(_CHECKPOINT))
+        signal.raise_signal(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, before)
         return noted.but(_OTHER, mark="good")
 
     notes.change(change)

@@ -19,7 +19,7 @@ from localckpt.ids import Group
 from localckpt.memory import limits
 from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
 from localckpt.storage.preflight import MemoryNeeds, file_system, plan_buffers
-from tests.managers.jobs import MAX_S, assert_same, files, make_manager
+from tests.managers.jobs import MAX_S, assert_same, error_of, files, make_manager
 from tests.ranks import run_ranks
 
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def test_a_store_that_cannot_be_written_is_an_error_when_the_manager_is_made(
 
 
 @pytest.mark.fault("unusable-store")
-@pytest.mark.parametrize("root_option", ["disk", "memory"])
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 @pytest.mark.parametrize(
     "kept",
     [
@@ -68,22 +68,17 @@ def test_a_store_that_cannot_be_written_is_an_error_when_the_manager_is_made(
     ids=["last", "best"],
 )
 def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
-    root_option: str, kept: dict[str, Any], small_disk: Callable[[str], Path]
+    kind: str, kept: dict[str, Any], small_disk: Callable[[str], Path]
 ) -> None:
     root, given = small_disk("size=12m"), state(3 * MIB)
 
-    def manager(**options: Any) -> localckpt.BaseCheckpointManager:
-        if root_option == "disk":
-            return localckpt.LocalCheckpointManager(root, **options)
-        return localckpt.InMemoryCheckpointManager(root=root, **options)
-
-    with manager(**kept) as greedy:
+    with make_manager(kind, root, **kept) as greedy:
         for iteration in (1, 2):
             with pytest.raises(SaveFailedError, match=r"5 checkpoints of 3\.\d MB.*keep fewer of"):
                 greedy.save(given, iteration)
         assert greedy.find_latest() == -1
     assert files(root) == []
-    with manager(keep_last=1) as modest:
+    with make_manager(kind, root, keep_last=1) as modest:
         for iteration in range(5):
             modest.save(given, iteration)
         assert modest.find_latest() == 4
@@ -92,13 +87,8 @@ def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
 
 @pytest.mark.fault("unusable-store")
 def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str], Path]) -> None:
-    root = small_disk("size=64m,nr_inodes=16")
-
-    with (
-        localckpt.LocalCheckpointManager(root, keep_last=20) as manager,
-        pytest.raises(SaveFailedError, match=r"more files, and 21 checkpoints of 1 shards"),
-    ):
-        manager.save(state(), 1)
+    with localckpt.LocalCheckpointManager(small_disk("size=64m,nr_inodes=16"), keep_last=20) as m:
+        assert "more files, and 21 checkpoints of 1 shards" in error_of(lambda: m.save(state(), 1))
 
 
 MB = 1_000_000
@@ -177,16 +167,6 @@ def _enter(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "/proc/self/mountinfo": f"31 1 0:28 / {job.parent} rw - cgroup cgroup rw,memory",
     }
     monkeypatch.setattr(limits, "_read", lambda *path: told.get(str(path[0])) or read(*path))
-
-
-def test_the_limit_of_a_container_is_read_and_named(
-    container: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _enter(container, monkeypatch)
-
-    found = {limit.name: limit.available_nbytes for limit in limits.memory_limits()}
-
-    assert found[f"{container}/memory.limit_in_bytes, 45.0 MB"] == 35 * MB
 
 
 # The decision.
@@ -278,21 +258,18 @@ def test_ranks_in_one_container_are_planned_together(container: Path, tmp_path: 
     assert [newest for newest, _ in ended] == ["newest: 4"] * 2
     assert all("saves of ranks 0, 1 take" in log for _, log in ended)
     assert all("with 1 staging buffers for each image" in log for _, log in ended)
+    assert all(f"{container}/memory.limit_in_bytes, 45.0 MB" in log for _, log in ended), ended
 
 
-def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
-    ((ended, log),) = run_ranks(_save, 1, tmp_path, 200 * MB, 850 * MB, init_group=False)
-
+def test_within_an_address_space_saves_go_on_with_one_buffer_and_for_none_the_first_says_so(
+    tmp_path: Path,
+) -> None:
+    ((ended, log),) = run_ranks(_save, 1, tmp_path / "one", 200 * MB, 850 * MB, init_group=False)
     assert ended == "newest: 4"
     assert "with 1 staging buffers for each image" in log
     assert "RLIMIT_AS" in log
 
-
-def test_within_an_address_space_for_none_the_first_save_says_so_and_writes_nothing(
-    tmp_path: Path,
-) -> None:
-    ((ended, _),) = run_ranks(_save, 1, tmp_path, 400 * MB, 700 * MB, init_group=False)
-
+    ((ended, _),) = run_ranks(_save, 1, tmp_path / "none", 400 * MB, 700 * MB, init_group=False)
     assert ended.startswith("saves of rank 0 take")
     assert "RLIMIT_AS" in ended
-    assert files(tmp_path) == []
+    assert files(tmp_path / "none") == []

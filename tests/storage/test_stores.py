@@ -48,15 +48,12 @@ def test_any_name_of_a_session_gives_a_folder_of_its_own(node: Node) -> None:
     folders = [path for path in node.root.iterdir() if path.is_dir()]
 
     assert len(folders) == len(NAMES)
+    with pytest.raises(StorageError, match="choose a shorter session_id"):
+        node(session="x" * 300)
     for name in NAMES:
         store = node(session=name)
         assert found(store) == {identity(1, session=name)}
         assert store.folder.parent.parent == node.root
-
-
-def test_a_name_too_long_for_a_file_is_an_error_that_says_so(node: Node) -> None:
-    with pytest.raises(StorageError, match="choose a shorter session_id"):
-        node(session="x" * 300)
 
 
 def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> None:
@@ -278,31 +275,24 @@ def test_pieces_that_are_made_again_take_no_memory_for_which_a_save_waits(node: 
     assert store.slots == []
 
 
-_URL = "s3://bucket/run"
-
-
 @pytest.mark.fault("unusable-store")
-@pytest.mark.parametrize("name", ["LocalCheckpointManager", "InMemoryCheckpointManager"])
-def test_no_store_of_a_node_takes_it_for_a_directory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_url_is_no_directory_of_a_node_and_commands_say_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    where = {"root_local_ckpt_dir" if name[0] == "L" else "root": _URL}
+    url = "s3://bucket/run"
 
-    with pytest.raises(localckpt.StorageError, match="s3://bucket/run is a URL, and this is kept"):
-        getattr(localckpt, name)(**where)
+    with pytest.raises(StorageError, match="s3://bucket/run is a URL, and this is kept"):
+        localckpt.LocalCheckpointManager(url)
+    with pytest.raises(StorageError, match="s3://bucket/run is a URL, and this is kept"):
+        localckpt.InMemoryCheckpointManager(root=url)
+    for command in ("ls", "verify", "clean", "explain", "inspect"):
+        answer = call(command, url)
+        said = "is a URL" if command == "inspect" else "run pip install fsspec s3fs"
+        assert (answer.status, answer.out) == (2, "")
+        assert said in answer.err
 
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", ["ls", "verify", "clean", "explain", "inspect"])
-def test_the_command_line_says_so_or_what_it_needs(command: str) -> None:
-    answer = call(command, _URL)
-
-    assert answer.status == 2
-    said = "is a URL" if command == "inspect" else "run pip install fsspec s3fs"
-    assert said in answer.err
-    assert answer.out == ""
 
 
 @pytest.mark.parametrize("name", ["a", "a:b", "C:/x", "/x/s3:/y", "./x/https://y", "x y:/z"])

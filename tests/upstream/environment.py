@@ -39,8 +39,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip tests where a package is not installed, such as ``"lightning"``."""
     missing = [name for name in packages if not (UPSTREAM / name.replace(".", "/")).is_dir()]
     return pytest.mark.skipif(
-        bool(missing),
-        reason=f"needs {', '.join(missing)} in {UPSTREAM} (make test installs them)",
+        bool(missing), reason=f"needs {', '.join(missing)} in {UPSTREAM} (make test installs them)"
     )
 
 

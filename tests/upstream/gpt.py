@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from argparse import Namespace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,12 @@ __all__ = ["Training"]
 sys.modules.setdefault("apex.optimizers", fused_adam)
 
 _LENGTH, _VOCABULARY = 16, 64
+
+
+def _state_class() -> Any:
+    # Megatron-LM imports it where it saves only.
+    core = import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict")
+    return core.MCoreTensorAwareStateDict
 
 
 class Training:
@@ -78,6 +85,7 @@ class Training:
             wd_incr_style="linear",
         )
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._cached: Any = None
         self._metadata = {
             "distrib_optim_sharding_type": "dp_reshardable",
             "dp_cp_group": self.group,
@@ -118,7 +126,25 @@ class Training:
         }
         return state if is_loading else state | self._common_state(iteration)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def tensor_aware(self, iteration: int, algorithm: str = "fully_parallel") -> Any:
+        """The state as Megatron-LM gives it to a manager."""
+        made, self._cached = _state_class().from_state_dict(
+            self.sharded_state(iteration),
+            algo=algorithm,
+            cached_metadata=self._cached,
+            parallelization_group=self.group,
+        )
+        return made
+
+    def take_over(self, loaded: Any, algorithm: str = "fully_parallel") -> dict[str, Any]:
+        """Load what a manager has loaded."""
+        state: dict[str, Any] = loaded.to_state_dict(
+            self.sharded_state(is_loading=True), algo=algorithm, parallelization_group=self.group
+        )
+        self._load(state)
+        return state
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])

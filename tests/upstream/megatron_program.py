@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 
 from localckpt.integrations import nvrx
-from tests.integrations.kills import record, record_end
 from tests.upstream.gpt import Training
+from tests.upstream.kills import record, record_end
 
 ITERATIONS = 130
 _SAVED_EVERY = 3
 _NVRX = "nvidia_resiliency_ext.checkpointing"
-_MEGATRON = "megatron.core.dist_checkpointing"
 _QUEUES = {
-    "megatron": f"{_MEGATRON}.strategies.async_utils",
+    "megatron": "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvrx": f"{_NVRX}.async_ckpt.core",
 }
 
@@ -41,17 +40,11 @@ def train(algorithm: str, queue_name: str, directory: Path) -> None:
     )
     queue = import_module(_QUEUES[queue_name]).AsyncCallsQueue(persistent=True)
     training, first = _begin(manager, algorithm)
-    cached = None
     for iteration in range(first, ITERATIONS + 1):
         record(iteration, training.step(), rank)
         queue.maybe_finalize_async_calls(blocking=False)
         if iteration % _SAVED_EVERY == 0:
-            state, cached = _state_class().from_state_dict(
-                training.sharded_state(iteration),
-                algo=algorithm,
-                cached_metadata=cached,
-                parallelization_group=training.group,
-            )
+            state = training.tensor_aware(iteration, algorithm)
             # Megatron-LM finalizes the save before, if it is not yet.
             queue.maybe_finalize_async_calls(blocking=True)
             queue.schedule_async_request(manager.save(state, iteration, is_async=True))
@@ -74,17 +67,7 @@ def _begin(manager: Any, algorithm: str) -> tuple[Training, int]:
         torch.manual_seed(training.group.rank())
         return training, 1
     loaded, _ = manager.load()
-    state = loaded.to_state_dict(
-        training.sharded_state(is_loading=True),
-        algo=algorithm,
-        parallelization_group=training.group,
-    )
-    training.load(state)
-    return training, state["iteration"] + 1
-
-
-def _state_class() -> Any:
-    return import_module(f"{_MEGATRON}.tensor_aware_state_dict").MCoreTensorAwareStateDict
+    return training, training.take_over(loaded, algorithm)["iteration"] + 1
 
 
 if __name__ == "__main__":

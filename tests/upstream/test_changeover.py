@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localckpt
 from localckpt.integrations.nvrx.manager import LocalCheckpointManager
-from tests.managers.jobs import assert_same, state_of
+from tests.managers.jobs import Dirs, assert_same, error_of, state_of
 from tests.ranks import node_store
 from tests.upstream.environment import needs_upstream, run_upstream_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 pytestmark = [pytest.mark.framework, needs_upstream]
 
@@ -58,31 +55,24 @@ def _go_on_with_ours(rank: int, world_size: int) -> None:
         assert_same(manager.load()[0].state_dict, state_of(rank, 8))
 
 
-def test_what_nvrx_has_saved_is_loaded_until_there_is_one_of_ours(node_dirs: Dirs) -> None:
-    nodes = node_dirs(2)
-    run_upstream_ranks(_save_with_theirs, 2, store_per_node=nodes)
-
-    run_upstream_ranks(_go_on_with_ours, 2, store_per_node=nodes)
-
-
 def _refuse(rank: int, world_size: int) -> str:
     if rank == 1:
         (path,) = (node_store() / "1").glob("iter_0000007_1_local.pt")
         path.write_bytes(path.read_bytes()[:-1000])
     with LocalCheckpointManager(node_store(), timeout=60.0) as manager:
         assert manager.find_latest() == 7
-        try:
-            manager.load()
-        except localckpt.CheckpointingException as error:
-            return f"{type(error).__name__}: {error}"
-    return "loaded"
+        return error_of(manager.load)
 
 
-def test_a_file_of_nvrx_that_is_damaged_is_the_same_error_on_all_ranks(node_dirs: Dirs) -> None:
+def test_what_nvrx_has_saved_is_loaded_until_there_is_one_of_ours_and_damage_is_told_to_all(
+    node_dirs: Dirs,
+) -> None:
     nodes = node_dirs(2)
     run_upstream_ranks(_save_with_theirs, 2, store_per_node=nodes)
+    damaged = [shutil.copytree(node, node.with_name(f"{node.name} damaged")) for node in nodes]
 
-    told, also_told = run_upstream_ranks(_refuse, 2, store_per_node=nodes)
+    run_upstream_ranks(_go_on_with_ours, 2, store_per_node=nodes)
+    told, also_told = run_upstream_ranks(_refuse, 2, store_per_node=damaged)
 
     assert told == also_told
     assert "CorruptShardError: could not load NVRx's iteration 7: rank 1" in told

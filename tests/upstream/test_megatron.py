@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ import torch
 import localckpt
 from localckpt.integrations import nvrx
 from localckpt.integrations.nvrx import changeover, global_save
-from tests.integrations.kills import END, run_both
-from tests.managers.jobs import assert_same
+from tests.managers.jobs import Dirs, assert_same
 from tests.ranks import node_store
 from tests.upstream.environment import needs_upstream, run_upstream_ranks, upstream_variables
 from tests.upstream.gpt import Training
-
-Dirs = Callable[[int], list[Path]]
+from tests.upstream.kills import END, run_both
 
 pytestmark = [pytest.mark.framework, needs_upstream]
 
@@ -57,15 +54,9 @@ def _train_and_save(
     core = import_module("megatron.core.dist_checkpointing.strategies.async_utils")
     training = Training(seed=1)
     queue = core.AsyncCallsQueue(persistent=True)
-    cache = None
     for iteration in (1, 2):
         training.step()
-        state, cache = import_module(_STATES).MCoreTensorAwareStateDict.from_state_dict(
-            training.sharded_state(iteration),
-            algo="fully_parallel",
-            cached_metadata=cache,
-            parallelization_group=training.group,
-        )
+        state = training.tensor_aware(iteration)
         request = manager.save(state, iteration, is_async=True)
         request.add_finalize_fn(lambda: None)
         queue.schedule_async_request(request)
@@ -117,14 +108,9 @@ def _resume(rank: int, world_size: int) -> tuple[str, list[torch.Tensor], list[t
     intermediate, ckpt_id = manager.load()
     assert tuple(ckpt_id) == (2, rank, "")
     assert type(intermediate).__name__ == "MCoreTensorAwareStateDict"
-    state = intermediate.to_state_dict(
-        training.sharded_state(is_loading=True),
-        algo="fully_parallel",
-        parallelization_group=training.group,
-    )
+    state = training.take_over(intermediate)
     assert state["iteration"] == 2
     assert state["args"].params_dtype is torch.bfloat16
-    training.load(state)
     loaded = training.tensors()
     training.step()
     source = manager.last_load.source

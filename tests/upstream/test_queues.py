@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localckpt
 from localckpt import AsyncRequest, SaveFailedError
+from localckpt.waiting import wait_until
 from tests.managers.jobs import (
+    Dirs,
     cliques,
     error_of,
     files,
@@ -26,8 +26,6 @@ from tests.managers.jobs import (
 )
 from tests.ranks import node_store
 from tests.upstream.environment import needs_upstream, run_upstream_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 pytestmark = needs_upstream
 
@@ -41,12 +39,9 @@ def _upstream(library: str) -> Any:
     return import_module(_MODULES[library])
 
 
-def _poll_until_finalized(queue: Any) -> None:
-    deadline = time.monotonic() + 60
-    while queue.get_num_unfinalized_calls():
-        assert time.monotonic() < deadline
-        queue.maybe_finalize_async_calls(blocking=False)
-        time.sleep(0.01)
+def _is_finalized(queue: Any) -> bool:
+    queue.maybe_finalize_async_calls(blocking=False)
+    return not queue.get_num_unfinalized_calls()
 
 
 def _drive(rank: int, world_size: int, library: str, kind: str) -> dict[tuple[str, bool], str]:
@@ -63,7 +58,7 @@ def _drive(rank: int, world_size: int, library: str, kind: str) -> dict[tuple[st
                 state = state_of(rank, iteration)
                 queue.schedule_async_request(manager.save(state, iteration, is_async=True))
                 if iteration:
-                    _poll_until_finalized(queue)
+                    assert wait_until(lambda q=queue: _is_finalized(q), 60.0)
                 else:
                     queue.maybe_finalize_async_calls(blocking=True)
                 assert resume(manager, rank, iteration) == "own node"

@@ -47,6 +47,7 @@ _SECTIONS = {
     "drain": "benchmarks.drain",
     "front-door": "benchmarks.front_door",
     "global-planning": "benchmarks.global_planning",
+    "shared-reads": "benchmarks.shared_reads",
     "gpu": "benchmarks.device",
 }
 _IN_MEMORY = frozenset({"in-memory", "save-once", "check-replicas"})

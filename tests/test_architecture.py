@@ -68,7 +68,7 @@ _ARROWS = {
     "global_tier": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "waiting"),
         *("events", "ranks", "memory", "state_dict", "storage", "async_save", "own_folders"),
-        *("availability", "interrupted", "options"),
+        *("availability", "interrupted", "options", "replication"),
     },
     "cli": {
         *("errors", "ids", "lineage", "trust", "state_dict", "storage", "replication"),
@@ -102,7 +102,7 @@ _BUDGETS = {
     "cli": (3953, 3600, 19),
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
-    "global_tier": (6367, 4900, 17),
+    "global_tier": (6607, 4900, 18),
     "integrations": (3101, 2900, 20),
     "managers": (5714, 3600, 19),
     "memory": (846, 700, 7),
@@ -115,9 +115,9 @@ _BUDGETS = {
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
-_CORE_MODULES = (169, 150)
+_CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 39_788
+_TEST_LINES = 39_993
 
 
 def _module_name(path: Path) -> str:

@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from localckpt.errors import MismatchError
 from localckpt.global_tier.drain_items import why_misdescribed
 from localckpt.global_tier.folders import SharedCheckpoint
+from localckpt.global_tier.shared_reads import TeamRead
 from localckpt.global_tier.staging import load_object
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
@@ -237,21 +238,26 @@ def fill(
             *(ranks.rank, iteration, _listed(first_ranks)),
         )
 
-    def read() -> None:
-        with record_function("localckpt.global.load"):
-            reader.read_data(plans[0], planner).wait()
+    nbytes = 0
 
-    ranks.commit(f"load iteration {iteration}", read, lambda _: None)
+    def read_items(items: list[ReadItem]) -> None:
+        nonlocal nbytes
+        with record_function("localckpt.global.load"):
+            reader.read_data(LoadPlan(items), planner).wait()
+        nbytes += reader.nbytes_read
+
+    what = f"iteration {iteration}"
+    TeamRead(plans[0], planner, reader.storage_data, ranks, what, read_items).read()
     # ``Stateful`` values take theirs, maybe by collectives.
     for name, value in planner.original_state_dict.items():
         if isinstance(owner := state_dict[name], Stateful):
             owner.load_state_dict(value)
         else:
             state_dict[name] = value
-    nbytes, seconds = reader.nbytes_read / 1e9, time.monotonic() - began
+    seconds = time.monotonic() - began
     logger.info(
         "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
-        *(found.folder.path, nbytes, seconds, nbytes / seconds),
+        *(found.folder.path, nbytes / 1e9, seconds, nbytes / 1e9 / seconds),
     )
 
 

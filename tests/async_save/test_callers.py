@@ -27,7 +27,7 @@ from localckpt.async_save.callers import (
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.processes import NotSendableError, Priority
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from localckpt.waiting import wait_until
@@ -188,6 +188,29 @@ class TestEveryProcess:
         assert str(error) == "UnrebuildableError: kept apart: this"
         assert "in fail_unrebuildable" in str(error.__cause__)
         assert outcome(caller, work.write, tmp_path / "a") is None
+
+    def test_one_that_does_not_answer_is_told_in_time_and_ended_by_close(
+        self,
+        make: Any,
+        kind: type[AsyncCaller],
+        tmp_path: Path,
+        our_children: Children,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        caller = make(kind, timeout_s=0.5)
+        call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 60))
+        stopped = int(work.await_file(tmp_path / "a.started"))
+        os.kill(stopped, signal.SIGSTOP)
+
+        with pytest.raises(CheckpointingException, match=r"write_slowly.* was not over after 0\."):
+            caller.is_current_async_call_done(blocking=True, no_dist=True)
+        caller.close()
+
+        assert isinstance(call.error, CheckpointingException)
+        assert not our_children()
+        with caplog.at_level("INFO"):
+            Priority(10, idle_io=True).give(stopped)
+        assert f"process {stopped} keeps" in caplog.text
 
 
 class TestWorker:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import localckpt
 from localckpt import PeerLostError, StorageError
 from localckpt.global_tier import places
 from localckpt.storage.write import sync_folder
@@ -182,3 +183,38 @@ def test_an_error_in_the_block_is_not_replaced_by_that_of_the_save(tmp_path: Pat
         fail_in_the_block()
 
     assert checkpoints_in(tmp_path) == []
+
+
+def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path) -> str:
+    told, save = "", localckpt.global_tier.manager.SharedSave
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with manager_on(root, timeout=2 * _SHORT_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        if rank == 0:
+            localckpt.global_tier.manager.SharedSave = interrupted  # type: ignore[assignment, misc]
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(state_of(2, rank), 2)
+            localckpt.global_tier.manager.SharedSave = save  # type: ignore[misc]
+        else:
+            told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
+    dist.barrier()
+    with manager_on(root, timeout=2 * _SHORT_S) as manager:
+        assert_loads(manager, rank, 1)
+        for iteration in (3, 4):
+            manager.save(state_of(iteration, rank), iteration)
+            assert_loads(manager, rank, iteration)
+    return told
+
+
+@pytest.mark.fault("interrupted")
+def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_new_managers_work(
+    tmp_path: Path,
+) -> None:
+    _, told = run_ranks(_interrupt_before_it_is_staged, 2, tmp_path)
+
+    lost = "rank 0 (last seen: save iteration 1) did not come"
+    assert f" to save iteration 2, and {lost}" in told
+    assert leftovers_in(tmp_path) == []

@@ -13,14 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from localckpt import CorruptShardError, MismatchError, UnsafeGlobalError
+from localckpt import CorruptShardError, MismatchError, PeerLostError, UnsafeGlobalError
 from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.metadata import read_metadata
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import load_with_ours, save, state_of, tensor_of, told_by
-from tests.ranks import run_ranks
+from tests.ranks import announce, await_announced, run_ranks
 from tests.state_dict.states import assert_same
 
 MIB = 1 << 20
@@ -163,3 +163,22 @@ def test_other_properties_of_a_tensor_are_damage(monkeypatch: pytest.MonkeyPatch
 
         with pytest.raises(CorruptShardError, match="properties of a tensor"):
             read_metadata(metadata, SafeGlobals())
+
+
+def _wait_for_a_rank_that_does_not_come(rank: int, world_size: int, path: Path) -> str:
+    if rank == 0:
+        await_announced("given up")
+        return ""
+    reader = CachedMetadataFileSystemReader(path, timeout_s=0.3)
+    told = told_by(reader.read_metadata)
+    announce("given up")
+    return told
+
+
+def test_a_rank_that_reads_for_all_and_does_not_come_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"w": torch.ones(3)})
+
+    _, told = run_ranks(_wait_for_a_rank_that_does_not_come, 2, tmp_path)
+
+    assert told.startswith(PeerLostError.__name__)
+    assert "rank 0 has not told" in told

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,10 @@ import localckpt
 from localckpt import (
     MismatchError,
     NoReplicasAvailableError,
+    PeerLostError,
 )
 from localckpt.replication import parts
+from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.faults.images import flip
@@ -447,3 +452,29 @@ def test_names_and_dtypes_that_differ_are_listed_and_change_nothing_unless_allow
     run_ranks(_save_named, 2, store_per_node=[tmp_path])
 
     run_ranks(_load_others, loaded_by, store_per_node=[tmp_path])
+
+
+def _load_beside_one_that_dies(rank: int, world_size: int) -> None:
+    if rank == 2:
+        HostTransport.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    manager = on_node(timeout=8.0, elastic=True, private=_DROPPED)
+    began = time.monotonic()
+    into = _state(rank, world_size, fill=-1.0)
+    assert "rank 2" in error_of(lambda: manager.load(into=into), PeerLostError)
+    assert time.monotonic() - began < 40.0
+    with pytest.raises(PeerLostError), manager:
+        raise PeerLostError
+
+
+@pytest.mark.fault("world-size")
+def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    run_ranks(_save, 4, store_per_node=nodes)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
+
+    run_ranks(_load_beside_one_that_dies, 3, store_per_node=nodes, expect_dead=[2])
+
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
+    assert run_ranks(_load_undisturbed, 3, store_per_node=nodes) == [3] * 3

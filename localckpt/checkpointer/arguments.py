@@ -20,6 +20,7 @@ from localckpt.availability.retention import node_rules, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
+from localckpt.state_dict.targets import FIT
 from localckpt.storage.names import local_path, shared_path
 from localckpt.threads import raise_if_aborted
 
@@ -196,7 +197,7 @@ def worded(
         error.advice = _SLOW.replace("{call}", call)
     elif error.topic == "resize":
         error.advice = _RESIZE
-    elif error.topic == "fit":
+    if error.topic == "fit" or FIT in error.text:
         ways = [
             "go on without some (skip=[...] or only=[...])",
             "find one under its older name (rename={'old': 'new'})",
@@ -205,11 +206,10 @@ def worded(
             ways.append("let values go that a module has not or that were not saved (partial=True)")
         if not options.get("allow_dtype_change"):
             ways.append("convert dtypes (allow_dtype_change=True)")
-        *others, last = ways
-        error.advice = (
-            f"Make the parts as they were, under the same names; or let resume() "
-            f"{', '.join(others)}, or {last}"
-        )
+        advice = "Make the parts as they were, under the same names; or let resume() "
+        advice += ", ".join([*ways[:-2], " or ".join(ways[-2:])])
+        error.args = (error.text.replace(FIT, advice),)
+        error.advice = advice if error.topic == "fit" else error.advice
     return error
 
 

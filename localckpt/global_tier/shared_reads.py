@@ -82,22 +82,23 @@ class TeamRead:
         parts: list[_Part] = []
         self._alone: list[ReadItem] = []
         for item in plan.items:
-            tensor = None
+            tensor, place = None, places.get(item.storage_index)
             if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
                 tensor = planner.resolve_tensor(item).detach()
-            is_whole = tensor is not None and tensor.shape == item.lengths
-            if tensor is None or not is_whole or tensor.nbytes < _LEAST_ITEM_NBYTES:
+            # What is wrong with an item is said by who reads it.
+            is_good = tensor is not None and place is not None and tensor.shape == item.lengths
+            if tensor is None or not is_good or tensor.nbytes < _LEAST_ITEM_NBYTES:
                 self._alone.append(item)
-            elif places[item.storage_index].transform_descriptors:
+            elif place is not None and place.transform_descriptors:
                 parts.append(_Part(item, tensor))
             else:
                 parts += _divided(item, tensor)
 
-        def place(part: _Part) -> tuple[str, int, tuple[int, ...]]:
+        def in_files(part: _Part) -> tuple[str, int, tuple[int, ...]]:
             info = places[part.item.storage_index]
             return info.relative_path, info.offset, tuple(part.item.storage_offsets)
 
-        self._parts = sorted(parts, key=place)
+        self._parts = sorted(parts, key=in_files)
 
     def read(self) -> None:
         """Read what is planned; raises the same errors on all ranks."""

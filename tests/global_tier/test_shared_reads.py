@@ -19,7 +19,7 @@ from localckpt.global_tier import shared_reads
 from tests.managers.jobs import assert_same, damage
 from tests.ranks import run_ranks
 
-_TENSORS, _NUMEL = 20, 2 << 20
+_TENSORS, _NUMEL = 20, 1 << 19
 _RATE = 50e6
 
 
@@ -31,6 +31,7 @@ def _load_slowly(rank: int, world_size: int, root: Path) -> float:
     """Bytes of data files that this rank has read, by the size of the state."""
     saved, into = _replicas(1.0), _replicas()
     nbytes = sum(tensor.nbytes for tensor in saved.values())
+    shared_reads._LEAST_NBYTES, shared_reads._TRIED_NBYTES = nbytes, 4 << 20
     read, preadv, one_at_a_time = 0, os.preadv, threading.Lock()
 
     def slow(fd: int, parts: Any, *where: Any) -> int:
@@ -52,8 +53,9 @@ def _load_slowly(rank: int, world_size: int, root: Path) -> float:
 def test_ranks_that_want_the_same_read_it_once_in_all_from_slow_storage(tmp_path: Path) -> None:
     read = run_ranks(_load_slowly, 4, tmp_path)
 
-    assert sum(read) < 1.1
-    assert max(read) < 0.4
+    # And some blocks in which one's share ends and another's begins.
+    assert sum(read) < 1.5
+    assert max(read) < 0.5
 
 
 def _sharded(rank: int, fill: float) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from localckpt.ids import Piece
 from tests.managers.jobs import KINDS, assert_same
 from tests.scenarios import Begin
 
-_TENSORS, _NUMEL = 20, 5 << 18
+_TENSORS, _NUMEL = 30, 1 << 19
 _LAST = 8
 
 
 def _state(rank: int, iteration: int, *, is_dense: bool = False) -> dict[str, Any]:
-    """Twenty tensors of 5 MiB, of which all or the first are those of the iteration."""
+    """Thirty tensors of 2 MiB, of which all or the first are those of the iteration."""
     base = torch.arange(_NUMEL, dtype=torch.float32)
     state = {f"w{n}": base + 1000 * rank + n for n in range(_TENSORS)}
     for name in state if is_dense else ["w0"]:
@@ -60,7 +60,7 @@ def _flip_a_bit_of_what_is_held(manager: Any) -> None:
         manager.save(_state(manager.rank, iteration), iteration)
     if manager.rank == 1:
         for buffer in manager.store._pool._buffers[Piece(0)]:
-            buffer.view[50 << 20] ^= 1
+            buffer.view[30 << 20] ^= 1
     with pytest.raises(CorruptShardError, match="do not match their digest"):
         manager.save(_state(manager.rank, 4), 4)
     manager.save(_state(manager.rank, 5), 5)

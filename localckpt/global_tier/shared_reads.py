@@ -37,6 +37,8 @@ _LEAST_NBYTES = 64 << 20
 _LEAST_ITEM_NBYTES = 64 << 10
 # What each member reads and sends in the trial.
 _TRIED_NBYTES = 2 * PARCEL_NBYTES
+# Times that the sending may take longer than the trial's.
+_PATIENCE = 10
 
 
 class Team(NamedTuple):
@@ -79,6 +81,7 @@ class TeamRead:
     ) -> None:
         self._planner, self._ranks, self._what = planner, ranks, what
         self._read_items = read_items
+        self._connected = 0
         parts: list[_Part] = []
         self._alone: list[ReadItem] = []
         for item in plan.items:
@@ -111,17 +114,22 @@ class TeamRead:
         rest = [share[len(those) :] for share, those in zip(shares, tried, strict=True)]
         mine = team.ranks.index(self._ranks.rank)
         read_s = self._on_all("read parts of", lambda: self._read(tried[mine], self._alone))
-        sent_s = self._on_all("pass on parts of", lambda: self._pass_on(team, tried, "tried"))
-        if self._ranks.decide(
+        timeout_s = self._ranks.timeout_s
+        sent_s = self._on_all("pass on parts of", lambda: self._pass_on(team, tried, timeout_s))
+        slowest_s = self._ranks.decide(
             f"see how fast the parts of {self._what} come",
             lambda: [sent_s, (len(team.ranks) - 1) * read_s],
-            _is_faster,
-            read=shaped(bool),
-        ):
-            self._on_all("read", lambda: self._read(rest[mine]))
-            self._on_all("pass on", lambda: self._pass_on(team, rest, "rest"))
-        else:
+            _sending_s,
+            read=shaped(float | None),
+        )
+        if slowest_s is None:
             self._on_all("load", lambda: self._read([part for share in rest for part in share]))
+            return
+        # As long as the trial lets expect, and longer.
+        nbytes, of_trial = (sum(p.nbytes for share in s for p in share) for s in (rest, tried))
+        within_s = timeout_s + _PATIENCE * slowest_s * nbytes / max(1, of_trial)
+        self._on_all("read", lambda: self._read(rest[mine]), within_s)
+        self._on_all("pass on", lambda: self._pass_on(team, rest, within_s), within_s)
 
     def _form_team(self) -> Team | None:
         """Find the ranks that read the same; ``None`` on all ranks if there are none anywhere."""
@@ -136,7 +144,7 @@ class TeamRead:
         )
         return None if name is None else Team(f"{name}/{min(team)}", tuple(team))
 
-    def _on_all(self, does: str, work: Callable[[], None]) -> float:
+    def _on_all(self, does: str, work: Callable[[], None], timeout_s: float | None = None) -> float:
         """Do work on all ranks; return the seconds that it took here."""
         took_s = 0.0
 
@@ -146,13 +154,14 @@ class TeamRead:
             work()
             took_s = time.monotonic() - began
 
-        self._ranks.commit(f"{does} {self._what}", timed, lambda _: None)
+        what = f"{does} {self._what}"
+        self._ranks.commit(what, timed, lambda _: None, timeout_s=timeout_s)
         return took_s
 
     def _read(self, parts: Iterable[_Part], alone: Iterable[ReadItem] = ()) -> None:
         self._read_items([*alone, *(part.item for part in parts)])
 
-    def _pass_on(self, team: Team, shares: Sequence[Sequence[_Part]], name: str) -> None:
+    def _pass_on(self, team: Team, shares: Sequence[Sequence[_Part]], timeout_s: float) -> None:
         """Send this member's share to the others, and take theirs."""
         of_rank = dict(zip(team.ranks, shares, strict=True))
         mine = of_rank.pop(self._ranks.rank)
@@ -168,8 +177,9 @@ class TeamRead:
                 copy_values(part.tensor, part.values_in(memory))
             self._planner.commit_tensor(part.item, part.tensor)
 
-        timeout_s = self._ranks.timeout_s
-        where = f"{team.name}/{name}", team.ranks, self._ranks.rank, timeout_s
+        self._connected += 1
+        name = f"{team.name}/{self._connected}"
+        where = name, team.ranks, self._ranks.rank, self._ranks.timeout_s
         with closing(connect(*where)) as transport:
             sent = dict.fromkeys(of_rank, mine)
             exchange_parts(transport, sent, of_rank, read, take, timeout_s)
@@ -230,6 +240,7 @@ def _teams(reports: Sequence[Sequence[Any]]) -> PerRank:
     return PerRank(new_name() if is_worth_it else None, teams if is_worth_it else {})
 
 
-def _is_faster(reports: Sequence[Sequence[float]]) -> bool:
-    """Return whether to pass on what one reads takes less time than if all read it."""
-    return max(sent for sent, _ in reports) < max(read for _, read in reports)
+def _sending_s(reports: Sequence[Sequence[float]]) -> float | None:
+    """Return how long the slowest rank sent; ``None`` if to read everything took less time."""
+    slowest_s = max(sent for sent, _ in reports)
+    return slowest_s if slowest_s < max(read for _, read in reports) else None

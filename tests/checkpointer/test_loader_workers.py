@@ -90,8 +90,11 @@ def _train(folder: str, batches: int) -> None:
             for number in range(batches):
                 if step == 20 and number == batches - 1:
                     # A worker takes a signal of its own trainer for an end in order.
-                    family = [psutil.Process(), *psutil.Process().children()]
-                    subprocess.run(["kill", *(str(each.pid) for each in family)], check=True)
+                    workers = psutil.Process().children()
+                    family = [os.getpid(), *(worker.pid for worker in workers)]
+                    subprocess.run(["kill", *map(str, family)], check=True)
+                    while any(worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+                        time.sleep(0.01)
                     time.sleep(1)
                 model(*next(loader)).sum().backward()
             model.zero_grad()

@@ -117,7 +117,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 39_998
+_TEST_LINES = 40_011
 
 
 def _module_name(path: Path) -> str:

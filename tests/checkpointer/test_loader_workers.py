@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import localckpt
 from localckpt.checkpointer.parts import TrainingState
@@ -81,23 +81,36 @@ def test_sigterm_to_ranks_with_workers_stops_them_with_the_last_step_on_both_tie
     assert of_nodes == of_shared == [step + 1 for step in stopped]
 
 
+class _Stuck(Dataset[torch.Tensor]):
+    """Samples, of which one never comes, so that its workers are not ahead of the loop."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.at:
+            time.sleep(600)
+        return torch.ones(4)
+
+    def __len__(self) -> int:
+        return 1000
+
+
 def _train(folder: str, batches: int) -> None:
-    """Train until a signal ends a loader's workers, before the last batch of step 20."""
-    model = torch.nn.Linear(4, 1)
-    loader = iter(DataLoader(TensorDataset(torch.ones(1000, 4)), num_workers=2))
+    """Train until a signal ends a loader's workers, before the last batch of a step."""
+    model, stuck = torch.nn.Linear(4, 1), 59 + batches
+    loader = iter(DataLoader(_Stuck(stuck), num_workers=2))
     with localckpt.Checkpointer({"m": model}, local=folder, every=100_000) as checkpointer:
         for step in range(checkpointer.resume(), 500):
             for number in range(batches):
-                if step == 20 and number == batches - 1:
+                if step * batches + number == stuck:
                     # A worker takes a signal of its own trainer for an end in order.
-                    workers = psutil.Process().children()
-                    family = [os.getpid(), *(worker.pid for worker in workers)]
-                    subprocess.run(["kill", *map(str, family)], check=True)
-                    while any(worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
-                        time.sleep(0.01)
-                    time.sleep(1)
-                model(*next(loader)).sum().backward()
+                    family = [psutil.Process(), *psutil.Process().children()]
+                    subprocess.run(["kill", *(str(each.pid) for each in family)], check=True)
+                model(next(loader)).sum().backward()
             model.zero_grad()
+            # The workers are looked for now and then.
+            time.sleep(0.02)
             checkpointer.step(step)
 
 
@@ -120,7 +133,7 @@ def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_h
     assert "DataLoader worker" in ended.stderr
     assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
     with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
-        assert checkpointer.resume() == (20 if is_saved else 0)
+        assert checkpointer.resume() == (60 if is_saved else 0)
 
 
 def _add_to_a_parameter(model: torch.nn.Sequential) -> None:

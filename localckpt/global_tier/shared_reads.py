@@ -82,9 +82,59 @@ class TeamRead:
         self._planner, self._ranks, self._what = planner, ranks, what
         self._read_items = read_items
         self._connected = 0
-        parts: list[_Part] = []
+        self._plan, self._places = plan, places
+        self._parts: list[_Part] = []
         self._alone: list[ReadItem] = []
-        for item in plan.items:
+
+    def read(self) -> None:
+        """Read what is planned; raises the same errors on all ranks."""
+        team = self._form_team()
+        if team is None:
+            self._on_all("load", lambda: self._read(self._parts, self._alone))
+            return
+        shares = _shares(self._parts, len(team.ranks))
+        tried = [_first(share, _TRIED_NBYTES) for share in shares]
+        rest = [share[len(those) :] for share, those in zip(shares, tried, strict=True)]
+        mine = team.ranks.index(self._ranks.rank)
+        read_s = self._on_all("read parts of", lambda: self._read(tried[mine], self._alone))
+        timeout_s = self._ranks.timeout_s
+        sent_s = self._on_all("pass on parts of", lambda: self._pass_on(team, tried, timeout_s))
+        nbytes, of_trial = (sum(p.nbytes for share in s for p in share) for s in (rest, tried))
+        expected_s = self._ranks.decide(
+            f"see how fast the parts of {self._what} come",
+            lambda: [sent_s, (len(team.ranks) - 1) * read_s, nbytes / max(1, of_trial)],
+            _expected_s,
+            read=shaped(float | None),
+        )
+        if expected_s is None:
+            self._on_all("load", lambda: self._read([part for share in rest for part in share]))
+            return
+        within_s = timeout_s + _PATIENCE * expected_s
+        self._on_all("read", lambda: self._read(rest[mine]), within_s)
+        self._on_all("pass on", lambda: self._pass_on(team, rest, within_s), within_s)
+
+    def _form_team(self) -> Team | None:
+        """Find the ranks that read the same; ``None`` on all ranks if there are none anywhere."""
+
+        def report() -> list[Any]:
+            self._find_parts()
+            digest = xxhash.xxh3_128()
+            for item, tensor in self._parts:
+                digest.update(f"{item.storage_index}{item.storage_offsets}{item.lengths}".encode())
+                digest.update(str(tensor.dtype).encode())
+            return [digest.hexdigest(), sum(part.nbytes for part in self._parts)]
+
+        what = f"find the ranks that read the same of {self._what}"
+        name, team = self._ranks.decide(
+            what, report, _teams, read=shaped((str | None, list | None))
+        )
+        return None if name is None else Team(f"{name}/{min(team)}", tuple(team))
+
+    def _find_parts(self) -> None:
+        """Find what a team may share; the rest is read alone."""
+        parts: list[_Part] = []
+        planner, places = self._planner, self._places
+        for item in self._plan.items:
             tensor, place = None, places.get(item.storage_index)
             if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
                 tensor = planner.resolve_tensor(item).detach()
@@ -102,47 +152,6 @@ class TeamRead:
             return info.relative_path, info.offset, tuple(part.item.storage_offsets)
 
         self._parts = sorted(parts, key=in_files)
-
-    def read(self) -> None:
-        """Read what is planned; raises the same errors on all ranks."""
-        team = self._form_team()
-        if team is None:
-            self._on_all("load", lambda: self._read(self._parts, self._alone))
-            return
-        shares = _shares(self._parts, len(team.ranks))
-        tried = [_first(share, _TRIED_NBYTES) for share in shares]
-        rest = [share[len(those) :] for share, those in zip(shares, tried, strict=True)]
-        mine = team.ranks.index(self._ranks.rank)
-        read_s = self._on_all("read parts of", lambda: self._read(tried[mine], self._alone))
-        timeout_s = self._ranks.timeout_s
-        sent_s = self._on_all("pass on parts of", lambda: self._pass_on(team, tried, timeout_s))
-        slowest_s = self._ranks.decide(
-            f"see how fast the parts of {self._what} come",
-            lambda: [sent_s, (len(team.ranks) - 1) * read_s],
-            _sending_s,
-            read=shaped(float | None),
-        )
-        if slowest_s is None:
-            self._on_all("load", lambda: self._read([part for share in rest for part in share]))
-            return
-        # As long as the trial lets expect, and longer.
-        nbytes, of_trial = (sum(p.nbytes for share in s for p in share) for s in (rest, tried))
-        within_s = timeout_s + _PATIENCE * slowest_s * nbytes / max(1, of_trial)
-        self._on_all("read", lambda: self._read(rest[mine]), within_s)
-        self._on_all("pass on", lambda: self._pass_on(team, rest, within_s), within_s)
-
-    def _form_team(self) -> Team | None:
-        """Find the ranks that read the same; ``None`` on all ranks if there are none anywhere."""
-        digest = xxhash.xxh3_128()
-        for item, tensor in self._parts:
-            digest.update(f"{item.storage_index}{item.storage_offsets}{item.lengths}".encode())
-            digest.update(str(tensor.dtype).encode())
-        report = [digest.hexdigest(), sum(part.nbytes for part in self._parts)]
-        what = f"find the ranks that read the same of {self._what}"
-        name, team = self._ranks.decide(
-            what, lambda: report, _teams, read=shaped((str | None, list | None))
-        )
-        return None if name is None else Team(f"{name}/{min(team)}", tuple(team))
 
     def _on_all(self, does: str, work: Callable[[], None], timeout_s: float | None = None) -> float:
         """Do work on all ranks; return the seconds that it took here."""
@@ -240,7 +249,7 @@ def _teams(reports: Sequence[Sequence[Any]]) -> PerRank:
     return PerRank(new_name() if is_worth_it else None, teams if is_worth_it else {})
 
 
-def _sending_s(reports: Sequence[Sequence[float]]) -> float | None:
-    """Return how long the slowest rank sent; ``None`` if to read everything took less time."""
-    slowest_s = max(sent for sent, _ in reports)
-    return slowest_s if slowest_s < max(read for _, read in reports) else None
+def _expected_s(reports: Sequence[Sequence[float]]) -> float | None:
+    """Return how long the rest takes at most, by the trial; ``None`` if to read all is faster."""
+    sent_s, read_s, times = (max(column) for column in zip(*reports, strict=True))
+    return max(sent_s, read_s) * times if sent_s < read_s else None

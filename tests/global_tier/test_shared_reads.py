@@ -75,7 +75,7 @@ def _load_in_teams(rank: int, world_size: int, root: Path) -> None:
     shared_reads._LEAST_NBYTES = shared_reads._LEAST_ITEM_NBYTES = 0
     shared_reads._TRIED_NBYTES = 10_000
     for is_faster in (True, False):
-        shared_reads._sending_s = lambda _, verdict=is_faster: 1.0 if verdict else None
+        shared_reads._expected_s = lambda _, verdict=is_faster: 1.0 if verdict else None
         with GlobalCheckpointManager(root / str(is_faster)) as manager:
             manager.save(_sharded(rank, 1.0), 1, is_async=False)
             into = _sharded(rank, 0.0)

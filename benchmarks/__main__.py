@@ -33,6 +33,7 @@ _SECTIONS = {
     "in-memory": "benchmarks.in_memory",
     "replicate": "benchmarks.replicate",
     "unchanged": "benchmarks.unchanged",
+    "staging-limit": "benchmarks.staging_limit",
     "parity": "benchmarks.parity",
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",

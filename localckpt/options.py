@@ -67,6 +67,7 @@ class StoreOptions(HookOptions, SharedOptions, total=False):
     elastic: bool
     private: Mapping[str, PrivateRule] | None
     divide_replicated: bool
+    staging_limit: int | None
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class Options:
             stay whole on every rank. A tensor that is not equal, though the state says so, comes
             back as a mixture of the ranks' values. A save that compares replicas divides nothing;
             ``check`` is given what its rank saves. All ranks give the same.
+        staging_limit: Most bytes of host memory that the saves of a rank take, replicas of other
+            ranks included. Images that do not fit are staged in pieces: ``save`` returns when the
+            disk has taken all but so many bytes. By default they are where the node has no memory
+            for one buffer of each image. For checkpoints on disk.
         iteration_file: File for the number of the newest complete iteration that is not bad, which
             NVRx's launcher reads (``--ft-checkpoint-iteration-file``). The first rank of each node
             replaces it when a save is finalized. Its folder is there; a failure is a warning.
@@ -161,6 +166,7 @@ class Options:
     elastic: bool = False
     private: Mapping[str, PrivateRule] | None = None
     divide_replicated: bool = False
+    staging_limit: int | None = None
     iteration_file: str | os.PathLike[str] | None = None
 
     @classmethod
@@ -181,7 +187,7 @@ class Options:
         return cls(**{"timeout": 1800.0} | _without_rules(given), retention=kept)
 
     def __post_init__(self) -> None:
-        for name in ("num_buffers", "staging_threads", "max_attempts"):
+        for name in ("num_buffers", "staging_threads", "max_attempts", "staging_limit"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise CheckpointingException(f"{name} is {number}; it must be at least 1")
@@ -230,6 +236,11 @@ class Options:
     @property
     def rules(self) -> Mapping[str, PrivateRule]:
         return self.private or {}
+
+    @property
+    def needs_whole_images(self) -> bool:
+        """Whether captured states are looked at in memory, before they are written."""
+        return self.check is not None or self.check_replicas is not None
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -139,9 +139,10 @@ class Checkpointer(OfOneProcess):
             bad.
         timeout_s: Deadline of every wait, in seconds.
         divide_replicated: Whether the ranks of a node divide what :func:`localckpt.replicated` or a
-            ``DTensor`` says is equal on them: each saves some rows of these tensors, and a load
-            puts them together. ``None`` for yes, unless there is a ``check``, which is to see its
-            rank's tensors whole.
+            ``DTensor`` says is equal on them: each saves some of these tensors. ``None`` for yes,
+            unless there is a ``check``, which is to see all tensors of its rank.
+        staging_limit: Most bytes of host memory that a rank's saves to the nodes' disks take; see
+            :class:`localckpt.options.Options`.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
             of JSON lines beside the nodes' checkpoints. ``()`` for none.
@@ -200,6 +201,7 @@ class Checkpointer(OfOneProcess):
         check: Check | None = None,
         check_replicas: int | None = None,
         divide_replicated: bool | None = None,
+        staging_limit: int | None = None,
         on_divergence: OnDivergence = "error",
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),

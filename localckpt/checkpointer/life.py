@@ -173,6 +173,7 @@ class Life:
         given, divides = self.given, self.given["divide_replicated"]
         options = {
             **self._options("guard", "check_replicas", "on_divergence", "iteration_file"),
+            "staging_limit": given["staging_limit"],
             "retention": node_rules(given["keep_last"], given["retention"]),
             "check": combined_check(self.state.parts, given["check"], finite=given["finite"]),
             "divide_replicated": given["check"] is None if divides is None else divides,

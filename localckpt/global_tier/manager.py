@@ -524,7 +524,8 @@ class GlobalCheckpointManager(OfOneProcess):
         if self._has_left:
             self._closed = True
             return
-        if self._abort.is_set():
+        if self._abort.is_set() or self._interrupted:
+            # An interrupt may have come into the closing after another one.
             self._close_alone()
             return
         if is_orderly(sys.exception()):

@@ -486,7 +486,7 @@ class Staging:
             buffer.pin(from_gpus[0][1].device)
         under_way = self._streams.queue(from_gpus)
         try:
-            BlockCopies(runs).copy(view, 0, 0, [*runs.values()], self._copier, None, data.tensors)
+            BlockCopies(runs).copy(view, 0, [*runs.values()], self._copier, keep=data.tensors)
         finally:
             try:
                 under_way.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,10 +84,17 @@ class StateCapture:
             state = self._on_host(state, identity)
         capture = self.planner.capture(state, node_ranks)
         timeout_s = self._context.options.timeout
-        slot = self._context.store.reserve(identity, capture.nbytes(identity), timeout_s)
+        slot = self._context.store.reserve(
+            *(identity, capture.nbytes(identity), timeout_s), may_stage=True
+        )
         tasks: list[Task[None]] = []
         slot.begin_filling(partial(self._stop, tasks))
         slot.pin(capture.gpu)
+        if slot.staged is not None:
+            pieces = slot.staged.pieces(verifies=False)
+            capture.write_pieces(pieces, identity, self._copier, self._streams)
+            slot.filled(capture.covered_nbytes(identity), slot.staged, is_complete=True)
+            return slot, capture.agreed
         image = slot.image
         guarded = _storages_of(self._guarded)
         written = capture.write(image, identity, self._copier, self._streams, guarded)
@@ -143,18 +151,20 @@ class StateCapture:
             state = wrapped(state)
             capture = self.planner.capture(state, self.node_ranks())
             needs = self._context.store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
+            if self._context.options.needs_whole_images:
+                needs = replace(needs, least_nbytes=0)
             report = [capture.agreed, needs.to_json()]
-        apart, buffers, memory = ranks.decide(
+        apart, buffers, most_nbytes, memory = ranks.decide(
             f"save iteration {iteration}",
             checking.of(report),
             partial(_judge_first, protection),
             grace_s=ranks.timeout_s,
             kind="check the state",
-            read=shaped((str | None, int, str)),
+            read=shaped((str | None, int, int, str)),
         )
         if apart is not None:
             self.divide_no_more(apart)
-        self._context.store.limit_buffers(buffers)
+        self._context.store.limit_buffers(buffers, most_nbytes)
         is_less = buffers < needs.buffers
         logger.log(logging.WARNING if is_less else logging.INFO, "%s", memory)
         self._states_are_good = True

@@ -32,6 +32,7 @@ from localckpt.replication.redundancy import Keeper, Lacking
 from localckpt.replication.retrieval import carry_out, new_name
 from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.transport import Transport, connect
+from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import Task
 
@@ -417,9 +418,9 @@ class _Work(Keeper):
     def make_copies(self) -> list[str]:
         slots: list[Slot] = []
 
-        def accept(id_: CkptID, nbytes: int) -> memoryview:
-            slots.append(self.reserve(self.identity(id_.rank), nbytes))
-            return slots[-1].image
+        def accept(id_: CkptID, nbytes: int) -> Place:
+            slots.append(self.reserve(self.identity(id_.rank), nbytes, may_stage=True))
+            return slots[-1].place
 
         with Attempt() as copying:
             carry_out(

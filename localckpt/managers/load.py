@@ -42,6 +42,7 @@ from localckpt.state_dict.reader import ImageReader, OpenImages
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import ReadProgress
 from localckpt.storage.hooks import HookStore
+from localckpt.storage.staged import Place
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +212,12 @@ class Load:
             sources.append((id_.rank, watched))
             return watched
 
-        def reserve(id_: CkptID, nbytes: int) -> memoryview:
-            slot = self._store.reserve(self._named(id_.rank), nbytes, timeout_s, is_kept=False)
+        def reserve(id_: CkptID, nbytes: int) -> Place:
+            slot = self._store.reserve(
+                *(self._named(id_.rank), nbytes, timeout_s), is_kept=False, may_stage=True
+            )
             self._recovery.arrived[id_.rank] = slot
-            return slot.image
+            return slot.place
 
         try:
             self._context.strategy.retrieve_image(plan, open_source, reserve, timeout_s)

@@ -54,7 +54,8 @@ class LocalCheckpointManager(CheckpointManager):
             place = root, session_id, ranks.rank, chosen.timeout
             if chosen.read_only:
                 return ReadOnlyStore(*place)
-            return DirectoryStore(*place, num_buffers=chosen.num_buffers)
+            buffers, limit = chosen.num_buffers, chosen.staging_limit
+            return DirectoryStore(*place, num_buffers=buffers, staging_limit=limit)
 
         super().__init__(session_id, repl_strategy, chosen, open_store)
 
@@ -101,6 +102,11 @@ class InMemoryCheckpointManager(CheckpointManager):
         group, timeout = options.get("process_group"), timeout_in(options)
         with refused_together("session" if names_itself else MANAGER, group, timeout):
             chosen = Options.of_store(options, keep_last=1)
+            if chosen.staging_limit is not None:
+                raise CheckpointingException(
+                    f"staging_limit is {chosen.staging_limit}, and checkpoints in memory take what "
+                    f"they have: it is for checkpoints on disk"
+                )
             if names_itself and chosen.read_only:
                 raise CheckpointingException(
                     f"read_only=True in {default_root()}: give the session_id of the job whose "

@@ -763,7 +763,7 @@ class CheckpointManager(OfOneProcess):
         if new is not None:
             self._open_store = partial(self._open_store, root=path)
             new.on_quarantine = old.on_quarantine
-            new.limit_buffers(old.num_buffers)
+            new.limit_buffers(old.num_buffers, old.most_nbytes)
             self.store = context.store = new
             context.resuming.notes = new.claim
             try:

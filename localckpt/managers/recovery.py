@@ -14,7 +14,7 @@ from localckpt.ids import SHARD_KIND, Checkpoint, Group, Piece, ShardIdentity
 from localckpt.managers.context import Context
 from localckpt.replication.redundancy import Lost
 from localckpt.replication.schemes import SCHEMES
-from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource
+from localckpt.state_dict.source import ImageBytes, ShardSource
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Slot
 
@@ -80,7 +80,7 @@ class Recovery:
         slot = self.slots.get(identity.rank) or self.arrived.get(identity.rank)
         if slot is None:
             return self._context.store.open(identity)
-        return MemorySource(slot.image)
+        return slot.open()
 
     def drop(self, also: Collection[ShardIdentity] = ()) -> None:
         """Release the slots of shards that were computed or have arrived, and of given ones."""

@@ -19,12 +19,7 @@ from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple, TypeVar, cast
 
-from localckpt.memory.digests import (
-    BLOCK_NBYTES,
-    DIGEST_NBYTES,
-    BlockHasher,
-    digests_nbytes,
-)
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.memory.host_memory import address_of, memory_at
 from localckpt.threads import Task, end_all
 
@@ -98,7 +93,7 @@ class _Block(NamedTuple):
     large: list[tuple[int, int, int, int]]
     small: list[tuple[int, int, int, int]]
     places: list[slice]
-    """Positions of the small ones."""
+    """Places of the small ones in the block."""
 
 
 class BlockCopies:
@@ -119,37 +114,42 @@ class BlockCopies:
 
     def copy(
         self,
-        image: memoryview,
+        memory: memoryview,
         data_start: int,
-        covered_nbytes: int,
         sources: Sequence[int],
         copier: Copier,
-        hasher: BlockHasher | None,
+        digest: Callable[[int, memoryview], None] | None = None,
         keep: Any = None,
+        first: int = 0,
     ) -> None:
-        """Copy all runs from the addresses of ``sources``, whose memory ``keep`` owns.
+        """Copy the runs in the blocks of an image that ``memory`` is, from block ``first`` on.
 
-        With a hasher, which follows the copies, all else must be in the image already.
+        Args:
+            data_start: Where the data begins in the image.
+            sources: Addresses of the runs, whose memory ``keep`` owns.
+            digest: Called with the number of each block and the block, once all is copied; what is
+                no run must be there already. The last block may be short.
         """
         self._cut(data_start)
         self._view(sources)
         blocks, views = self._blocks, self._views
-        count = digests_nbytes(covered_nbytes) // DIGEST_NBYTES
-        wanted = blocks if hasher is None else range(count)
-        base = address_of(image)
+        wanted = range(first, first + -(-len(memory) // BLOCK_NBYTES))
+        base = address_of(memory) - first * BLOCK_NBYTES
 
         def work(left: Iterator[int]) -> None:
             memmove, put = ctypes.memmove, cast("Callable[..., None]", setitem)
             for index in left:
+                start = (index - first) * BLOCK_NBYTES
+                place = memory[start : start + BLOCK_NBYTES]
                 if (block := blocks.get(index)) is not None:
                     for run, skipped, position, nbytes in block.large:
                         memmove(base + position, sources[run] + skipped, nbytes)
-                    deque(map(put, repeat(image), block.places, views[index]), maxlen=0)
-                if hasher is not None:
-                    hasher.fill_block(image, covered_nbytes, index)
+                    deque(map(put, repeat(place), block.places, views[index]), maxlen=0)
+                if digest is not None:
+                    digest(index, place)
 
-        alone = {index: block for index, block in blocks.items() if len(block.small) > _FEW}
-        copier.share([index for index in wanted if index not in alone], work, (image, keep))
+        alone = [i for i in wanted if i in blocks and len(blocks[i].small) > _FEW]
+        copier.share(sorted({*wanted}.difference(alone)), work, (memory, keep))
         work(iter(alone))
 
     def _cut(self, data_start: int) -> None:
@@ -166,7 +166,8 @@ class BlockCopies:
                 piece = run, position - begin, position, stop - position
                 if stop - position < _SMALL_NBYTES:
                     block.small.append(piece)
-                    block.places.append(slice(position, stop))
+                    skipped = index * BLOCK_NBYTES
+                    block.places.append(slice(position - skipped, stop - skipped))
                 else:
                     block.large.append(piece)
                 position = stop

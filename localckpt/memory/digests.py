@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from struct import Struct
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import xxhash
 
@@ -62,14 +62,14 @@ class BlockHasher:
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:
         """Write the digests of ``image[:covered_nbytes]`` right behind it."""
-        for index in range(digests_nbytes(covered_nbytes) // DIGEST_NBYTES):
-            self.fill_block(image, covered_nbytes, index)
+        digests = image[covered_nbytes:]
+        for index, start in enumerate(range(0, covered_nbytes, BLOCK_NBYTES)):
+            block = image[start : min(start + BLOCK_NBYTES, covered_nbytes)]
+            self.fill_block(digests, index, block)
 
-    def fill_block(self, image: memoryview, covered_nbytes: int, index: int) -> None:
-        """Write the digest of one block at the place where :meth:`fill` writes it."""
-        start = index * BLOCK_NBYTES
-        block = image[start : min(start + BLOCK_NBYTES, covered_nbytes)]
-        _DIGEST.pack_into(image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block))
+    def fill_block(self, digests: memoryview, index: int, block: memoryview) -> None:
+        """Write the digest of one block to its place among the digests of an image."""
+        _DIGEST.pack_into(digests, index * DIGEST_NBYTES, self.digest(index, block))
 
     def check(self, start: int, parts: Iterable[memoryview], digests: memoryview) -> None:
         """Verify whole blocks from ``start``, of which the image's last may be short."""
@@ -77,11 +77,20 @@ class BlockHasher:
             index += start // BLOCK_NBYTES
             (wanted,) = _DIGEST.unpack_from(digests, index * DIGEST_NBYTES)
             if found != wanted:
-                raise CorruptShardError(
-                    f"the {BLOCK_NBYTES} bytes from {index * BLOCK_NBYTES} on do not match their "
-                    f"digest",
-                    shard=str(self._identity),
-                )
+                self._refuse(index)
+
+    def compare(self, computed: memoryview, digests: memoryview) -> None:
+        """Verify blocks by their digests, computed when they came, and those of the image."""
+        for index in range(0 if computed == digests else len(computed) // DIGEST_NBYTES):
+            at = slice(index * DIGEST_NBYTES, (index + 1) * DIGEST_NBYTES)
+            if computed[at] != digests[at]:
+                self._refuse(index)
+
+    def _refuse(self, index: int) -> NoReturn:
+        raise CorruptShardError(
+            f"the {BLOCK_NBYTES} bytes from {index * BLOCK_NBYTES} on do not match their digest",
+            shard=str(self._identity),
+        )
 
     def _digests_of(self, parts: Iterable[memoryview], index: int) -> Iterator[int]:
         """Yield digests of consecutive blocks; a block in several parts is hashed part by part."""

@@ -18,6 +18,7 @@ from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.source import ShardSource
+from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
 from localckpt.threads import SerialThread
 
@@ -162,7 +163,7 @@ class ReplicationStrategy:
         self,
         plan: ExchangePlan[CkptID],
         open_source: Callable[[CkptID], ShardSource],
-        accept: Callable[[CkptID, int], memoryview],
+        accept: Callable[[CkptID, int], Place],
         timeout_s: float | None = None,
     ) -> list[CkptID]:
         """Bring the shards of a plan to the ranks that lack them; all ranks call it with one plan.

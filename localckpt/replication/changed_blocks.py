@@ -19,6 +19,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.transport import Transport
 from localckpt.state_dict.source import MemorySource, ShardSource, views_last
+from localckpt.storage.staged import StagedImage
 
 
 def exchange_changed(
@@ -60,7 +61,8 @@ def exchange_changed(
         for start, stop in _ranges(chosen, source.nbytes)
     ]
     places = [
-        (peer, view[start:stop])
+        # An older image that is not in memory has no blocks, so a new one comes as a whole.
+        (peer, view if isinstance(view, StagedImage) else view[start:stop])
         for (peer, view), (_, chosen) in zip(receives, chosen_by_peers, strict=True)
         for start, stop in _ranges(chosen, len(view))
     ]

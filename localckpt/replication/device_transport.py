@@ -102,6 +102,7 @@ class DeviceTransport:
             batch = _Batch()
             ops: list[dist.P2POp] = []
             for place, (peer, number, view) in enumerate(numbered(receives)):
+                assert isinstance(view, memoryview), "what is staged in pieces comes over the host"
                 stop = min(start + self._bucket_nbytes, len(view))
                 if start < stop:
                     bucket = self._bucket(incoming, start, place, stop - start)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from localckpt.replication.progress import (
     raise_first,
 )
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
+from localckpt.storage.staged import StagedImage
 from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import Pacer
 
@@ -124,17 +126,23 @@ class HostTransport:
         self._connections.close()
         self.broken = True
 
-    def _ask(self, receives: Receives, messages: Messages) -> dict[int, list[Message]]:
-        asked: dict[int, list[Message]] = {}
+    def _ask(self, receives: Receives, messages: Messages) -> dict[int, list[Iterable[Message]]]:
+        asked: dict[int, list[Iterable[Message]]] = {}
         for peer, number, view in numbered(receives):
-            for start, stop in chunks(len(view), self._chunk_nbytes):
-                asked.setdefault(peer, []).append(messages.ask(peer, number, view[start:stop]))
+            ask = partial(messages.ask, peer, number)
+            of_peer = asked.setdefault(peer, [])
+            if isinstance(view, StagedImage):
+                # Each once there is memory for it.
+                of_peer.append(map(ask, (piece for _, piece in view.pieces(verifies=True))))
+            else:
+                ends = chunks(len(view), self._chunk_nbytes)
+                of_peer.append([ask(view[start:stop]) for start, stop in ends])
         return asked
 
     def _receive(
         self,
         peer: int,
-        arrivals: Sequence[Message],
+        arrivals: Sequence[Iterable[Message]],
         messages: Messages,
         progress: Progress,
         failures: list[BaseException],
@@ -144,7 +152,7 @@ class HostTransport:
         answers: list[dist.Work] = []
         try:
             try:
-                for chunk in arrivals:
+                for chunk in chain.from_iterable(arrivals):
                     answers.append(messages.take(chunk))  # noqa: PERF401 - kept when one fails
             finally:
                 taken.set()

@@ -17,15 +17,16 @@ from localckpt.errors import PeerLostError
 from localckpt.ranks.deadline import Patience
 from localckpt.ranks.failure import SLOW, forget_frames
 from localckpt.state_dict.source import ShardSource
+from localckpt.storage.staged import PIECE_NBYTES, Place
 
-CHUNK_NBYTES = 32 << 20
+CHUNK_NBYTES = PIECE_NBYTES
 
 T = TypeVar("T")
 
 Sends: TypeAlias = Sequence[tuple[int, ShardSource]]
 """Images, each with the rank that it is sent to."""
-Receives: TypeAlias = Sequence[tuple[int, memoryview]]
-"""Writable memory for images, each with the rank that it comes from."""
+Receives: TypeAlias = Sequence[tuple[int, Place]]
+"""Places for images, each with the rank that they come from."""
 
 
 class Progress:

@@ -73,8 +73,9 @@ class Keeper:
     def open(self, identity: ShardIdentity) -> ShardSource:
         return self._store.open(identity)
 
-    def reserve(self, identity: ShardIdentity, nbytes: int) -> Slot:
-        slot = self._store.reserve(identity, nbytes, self.ranks.timeout_s)
+    def reserve(self, identity: ShardIdentity, nbytes: int, *, may_stage: bool = False) -> Slot:
+        timeout_s = self.ranks.timeout_s
+        slot = self._store.reserve(identity, nbytes, timeout_s, may_stage=may_stage)
         self.slots.append(slot)
         return slot
 

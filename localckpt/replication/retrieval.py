@@ -16,6 +16,7 @@ from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource, views_last
+from localckpt.storage.staged import Place, StagedImage
 
 # What a rank does from its connecting to the end of its exchange has two.
 _DEADLINES = 2
@@ -25,7 +26,7 @@ def carry_out(
     everyone: Ranks,
     plan: ExchangePlan[CkptID],
     open_source: Callable[[CkptID], ShardSource],
-    accept: Callable[[CkptID, int], memoryview],
+    accept: Callable[[CkptID, int], Place],
     timeout_s: float,
     transport: Transport | None = None,
     limited_s: float = 0.0,
@@ -51,7 +52,7 @@ def carry_out(
             deadline=Deadline.after(timeout_s),
             read=shaped((str, list | None)),
         )
-        views: list[tuple[int, memoryview]] = []
+        views: list[tuple[int, Place]] = []
         with Attempt() as accepting:
             for entry, nbytes in zip(plan.receives(rank), coming or (), strict=True):
                 view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
@@ -91,8 +92,10 @@ def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> Pe
     return PerRank(new_name(), coming)
 
 
-def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
+def as_asked(view: Place, nbytes: int, id_: object) -> Place:
     """Return the memory that ``accept`` gave, as bytes; refuse memory that does not fit."""
+    if isinstance(view, StagedImage):
+        return view
     if view.nbytes != nbytes or view.readonly:
         raise CheckpointingException(
             f"the memory for shard {id_} must be writable and have {nbytes} bytes, "

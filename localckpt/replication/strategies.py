@@ -34,6 +34,7 @@ from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
 from localckpt.state_dict.source import ShardSource
+from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,10 @@ class CliqueReplicationStrategy(MemberStrategy):
     ) -> list[Slot]:
         slots: list[Slot] = []
 
-        def accept(peer: CkptID, nbytes: int) -> memoryview:
+        def accept(peer: CkptID, nbytes: int) -> Place:
             of_peer = replace(identity, rank=peer.rank)
-            slots.append(store.reserve(of_peer, nbytes, timeout_s))
-            return slots[-1].image
+            slots.append(store.reserve(of_peer, nbytes, timeout_s, may_stage=True))
+            return slots[-1].place
 
         try:
             self.replicate_image(
@@ -189,7 +190,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         self,
         source: ShardSource | None,
         ckpt_id: CkptID,
-        accept: Callable[[CkptID, int], memoryview],
+        accept: Callable[[CkptID, int], Place],
         *,
         timeout_s: float | None = None,
         held: Callable[[], Sequence[HeldBlocks]] | None = None,

@@ -6,8 +6,9 @@ Capture finds the tensors and the size, a write copies them into a buffer, and d
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ import xxhash
 from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.copying import BlockCopies, Copier
-from localckpt.memory.digests import BlockHasher
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
-from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
+from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
 from localckpt.state_dict.branches import Structure
 from localckpt.state_dict.global_view import Job, Teller, boxes_of, named, paths_of
@@ -195,6 +196,10 @@ class Capture:
     def nbytes(self, identity: ShardIdentity) -> int:
         return self._header(identity)[1]
 
+    def covered_nbytes(self, identity: ShardIdentity) -> int:
+        """Return the bytes of the image before its digests."""
+        return len(self._header(identity)[0]) + self.data_nbytes + len(self.skeleton)
+
     def write(
         self,
         image: memoryview,
@@ -207,36 +212,102 @@ class Capture:
 
         Storages on GPUs whose addresses are ``guarded`` are not changed until their copies end.
         """
-        header, nbytes = self._header(identity)
-        if len(image) != nbytes:
-            raise ValueError(f"the image has {nbytes} bytes and its buffer {len(image)}")
-        start = len(header)
-        covered = start + self.data_nbytes + len(self.skeleton)
-        image[:start] = header
-        image[covered - len(self.skeleton) : covered] = self.skeleton
-        now: list[tuple[memoryview, torch.Tensor]] = []
-        later: list[tuple[memoryview, torch.Tensor]] = []
-        tensors = self.tensors
-        for source, offset, nbytes in self.plan.others:
-            place = image[start + offset : start + offset + nbytes]
-            tensor = source.value(tensors[source.number].detach())
-            if tensor.is_cpu:
-                copy_to_host(place, tensor)
-            elif storage_address(tensor) in guarded:
-                later.append((place, tensor))
-            else:
-                now.append((place, tensor))
-        has_digests = not now and not later
-        hasher = BlockHasher(identity) if has_digests else None
+        if len(image) != self.nbytes(identity):
+            raise ValueError(f"the buffer has {len(image)} bytes, and another size than the image")
+        covered = self.covered_nbytes(identity)
+        data, digests = image[:covered], image[covered:]
+        from_gpus = self._put_others(data, 0, identity, {})
+        later = [copy for copy in from_gpus if storage_address(copy[1]) in guarded]
+        now = [copy for copy in from_gpus if storage_address(copy[1]) not in guarded]
+        digest = None if from_gpus else partial(BlockHasher(identity).fill_block, digests)
         try:
             unguarded, under_way = streams.queue(now), streams.queue(later)
-            self.plan.copies.copy(image, start, covered, self.sources, copier, hasher, tensors)
+            self._copy_runs(data, 0, identity, copier, digest)
         except BaseException:
             # The caller frees the image now, so no copy into it may still be running.
             streams.synchronize()
             raise
         unguarded.wait()
-        return Written(covered, under_way, has_digests)
+        return Written(covered, under_way, not from_gpus)
+
+    def write_pieces(
+        self,
+        pieces: Iterable[tuple[int, memoryview]],
+        identity: ShardIdentity,
+        copier: Copier,
+        streams: SideStreams,
+    ) -> None:
+        """Write the image to memory that is given piece by piece, each with where it begins.
+
+        Each piece is complete when the next is asked for, digests included.
+        """
+        covered, hasher = self.covered_nbytes(identity), BlockHasher(identity)
+        digests = memoryview(bytearray(self.nbytes(identity) - covered))
+        digest = partial(hasher.fill_block, digests)
+        whole = dict[int, torch.Tensor]()
+        for start, piece in pieces:
+            data = piece[: max(0, covered - start)]
+            from_gpus = self._put_others(data, start, identity, whole)
+            try:
+                queued = streams.queue(from_gpus)
+                self._copy_runs(data, start, identity, copier, None if from_gpus else digest)
+            except BaseException:
+                streams.synchronize()
+                raise
+            queued.wait()
+            for at in range(0, len(data) if from_gpus else 0, BLOCK_NBYTES):
+                digest((start + at) // BLOCK_NBYTES, data[at : at + BLOCK_NBYTES])
+            skipped = start + len(data) - covered
+            piece[len(data) :] = digests[skipped : skipped + len(piece) - len(data)]
+
+    def _put_others(
+        self,
+        memory: memoryview,
+        begin: int,
+        identity: ShardIdentity,
+        whole: dict[int, torch.Tensor],
+    ) -> list[tuple[memoryview, torch.Tensor]]:
+        """Put all but runs of host memory into ``memory``, the image from ``begin`` on.
+
+        Returns what is left to copy from GPUs. ``whole`` keeps the tensor that lies in several
+        pieces, as one run of bytes.
+        """
+        header, end = self._header(identity)[0], begin + len(memory)
+        data_start, covered = len(header), self.covered_nbytes(identity)
+        from_gpus: list[tuple[memoryview, torch.Tensor]] = []
+        for at, content in ((0, header), (covered - len(self.skeleton), self.skeleton)):
+            first, last = max(at, begin), min(at + len(content), end)
+            if first < last:
+                memory[first - begin : last - begin] = content[first - at : last - at]
+        for source, offset, nbytes in self.plan.others:
+            at = data_start + offset
+            first, last = max(at, begin), min(at + nbytes, end)
+            if first >= last:
+                continue
+            tensor = source.value(self.tensors[source.number].detach())
+            if last - first < nbytes:
+                if offset not in whole:
+                    whole.clear()
+                    whole[offset] = _contiguous(tensor)
+                tensor = flat_bytes(whole[offset])[first - at : last - at]
+            place = memory[first - begin : last - begin]
+            if tensor.is_cpu:
+                copy_to_host(place, tensor)
+            else:
+                from_gpus.append((place, tensor))
+        return from_gpus
+
+    def _copy_runs(
+        self,
+        memory: memoryview,
+        begin: int,
+        identity: ShardIdentity,
+        copier: Copier,
+        digest: Callable[[int, memoryview], None] | None,
+    ) -> None:
+        data_start, first = len(self._header(identity)[0]), begin // BLOCK_NBYTES
+        copies, sources = self.plan.copies, self.sources
+        copies.copy(memory, data_start, sources, copier, digest, self.tensors, first)
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
         """Fill a uint8 bucket in device memory with bytes of the written image from ``start`` on.
@@ -320,6 +391,15 @@ def _plan(
     texts = render_slots(layout), tables
     state = found, Properties(tensors), structure
     return _Plan(*state, layout.nbytes, *texts, tuple(runs), copies, tuple(others), agreed)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose value is one run of bytes, where it lies."""
+    if is_flat(tensor):
+        return tensor
+    run = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy_values(run, tensor)
+    return run
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

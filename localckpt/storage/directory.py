@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.ids import Checkpoint, Piece, ShardIdentity, ShardRecord
-from localckpt.memory.digests import LEAST_COMPARED_NBYTES
-from localckpt.memory.limits import memory_limits
+from localckpt.memory.digests import LEAST_COMPARED_NBYTES, covered_nbytes
+from localckpt.memory.limits import MemoryLimit, memory_limits
 from localckpt.state_dict.source import ImageBytes, MemorySource, ShardSource, held_blocks
 from localckpt.storage.buffers import (
     Buffer,
@@ -55,8 +55,9 @@ from localckpt.storage.preflight import (
     try_out,
 )
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
+from localckpt.storage.staged import PIECE_NBYTES, StagedImage
 from localckpt.storage.store import Slot, Store, Stored
-from localckpt.storage.write import ShardWrite, write_shard
+from localckpt.storage.write import Digests, ShardWrite, write_shard
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +93,8 @@ class DirectoryStore(Store):
     in_place = False
     """Whether images are staged in the files that will hold them."""
     claim: SeenFolder
+    piece_nbytes = PIECE_NBYTES
+    """Of what is staged in pieces; a peer sends as many at a time."""
 
     def __init__(
         self,
@@ -102,8 +105,10 @@ class DirectoryStore(Store):
         *,
         num_buffers: int = 2,
         keep_last: int = 1,
+        staging_limit: int | None = None,
     ) -> None:
         self.num_buffers, self._keep_last = num_buffers, keep_last
+        self._staging_limit, self.most_nbytes = staging_limit, 0
         self.root = local_path(root)
         self.session_id = session_id
         self.rank = rank
@@ -154,17 +159,6 @@ class DirectoryStore(Store):
         """Size of the last image of each piece that this rank keeps."""
         # A copy, since other threads reserve slots at the same time.
         return dict(self._sizes)
-
-    def reserve(
-        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
-    ) -> Slot:
-        # Copies of a loaded checkpoint are made from what is in memory.
-        if is_kept and identity.rank == self.rank:
-            self._offer_adopted()
-        slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
-        if is_kept and identity.checkpoint not in self.repaired:
-            self._sizes[identity.piece] = nbytes
-        return slot
 
     # Images in memory, for the store that follows when the ranks join again.
 
@@ -251,9 +245,10 @@ class DirectoryStore(Store):
                 buffer.close()
             self._recycled.clear()
 
-    def limit_buffers(self, count: int) -> None:
+    def limit_buffers(self, count: int, most_nbytes: int) -> None:
         self.num_buffers = min(self.num_buffers, count)
         self._pool.limit(count)
+        self.most_nbytes = most_nbytes
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
         kept, had_nbytes = 0, self._pool.nbytes
@@ -262,37 +257,78 @@ class DirectoryStore(Store):
             had_nbytes = sum(path.lstat().st_blocks * 512 for path in self.images())
         else:
             nbytes = buffer_nbytes(nbytes)
-        return MemoryNeeds(nbytes, self.num_buffers, kept, had_nbytes, memory_limits())
+        limits = [*memory_limits(), *self._own_limit(had_nbytes)]
+        least_nbytes = 0 if self.in_place else buffer_nbytes(2 * self.piece_nbytes)
+        return MemoryNeeds(nbytes, self.num_buffers, kept, had_nbytes, limits, least_nbytes)
+
+    def _own_limit(self, had_nbytes: int) -> Iterator[MemoryLimit]:
+        if (limit := self._staging_limit) is not None:
+            name = f"staging_limit, {limit / 1e6:.1f} MB"
+            yield MemoryLimit(name, "", max(0, limit - had_nbytes))
 
     def commit(self, slots: Sequence[Slot]) -> None:
-        for slot, write in zip(slots, self.writes(slots), strict=True):
-            slot.written_nbytes = write_shard(write)
+        writes = iter(self.writes(slots))
+        for slot in slots:
+            staged = slot.staged
+            slot.written_nbytes = staged.commit() if staged else write_shard(next(writes))
 
     @one_at_a_time
     def writes(self, slots: Sequence[Slot]) -> list[ShardWrite]:
-        """Return the writes that commit filled slots; raises as :meth:`commit`."""
+        """Return the writes that commit slots filled as a whole; raises as :meth:`commit`."""
         # All of them first: a slot that was given up is an error before anything is changed.
         buffers = [slot.required() for slot in slots]
         self._restore()
-        writes = []
-        for slot, buffer in zip(slots, buffers, strict=True):
-            identity, nbytes = slot.identity, slot.nbytes
-            final = self._path(identity)
-            # A shard that somebody gave this name is overwritten, and not looked for there.
-            self._shards = {i: p for i, p in self._shards.items() if p != final or i == identity}
-            options = self._write_options(slot)
-            write = ShardWrite(
-                buffer,
-                nbytes,
-                slot.covered_nbytes,
-                identity,
-                slot.digests,
-                dirty=self._dirty(identity),
-                final=final,
-                **options,
-            )
-            writes.append(write)
-        return writes
+        return [
+            self._write(slot, buffer, slot.covered_nbytes, slot.digests)
+            for slot, buffer in zip(slots, buffers, strict=True)
+            if slot.staged is None
+        ]
+
+    def _write(self, slot: Slot, buffer: Buffer, covered: int, digests: Digests) -> ShardWrite:
+        identity = slot.identity
+        final = self._path(identity)
+        # A shard that somebody gave this name is overwritten, and not looked for there.
+        self._shards = {i: p for i, p in self._shards.items() if p != final or i == identity}
+        options = self._write_options(slot)
+        return ShardWrite(
+            buffer,
+            slot.nbytes,
+            covered,
+            identity,
+            digests,
+            dirty=self._dirty(identity),
+            final=final,
+            **options,
+        )
+
+    @one_at_a_time
+    def _stage(self, slot: Slot, buffer: Buffer, timeout_s: float) -> None:
+        """Let a slot be filled piece by piece, in a buffer that is smaller than its image."""
+        self._restore()
+        covered = covered_nbytes(slot.nbytes)
+        if slot.is_kept:
+            write = self._write(slot, buffer, covered, "done")
+        else:
+            # Of a load, which reads the image from a file that has no name.
+            path = self.folder / f"load.{secrets.token_hex(4)}{DIRTY}"
+            of_image = slot.nbytes, covered, slot.identity
+            write = ShardWrite(buffer, *of_image, "done", path, path, direct=self._direct)
+        slot.staged = StagedImage(write, timeout_s, self.piece_nbytes, is_kept=slot.is_kept)
+
+    def _memory_for(self, nbytes: int, *, is_planned: bool) -> int:
+        """Return the bytes of memory for an image: fewer than it has where memory is short.
+
+        By the ranks' plan there may be enough; else it is what there is at the moment that counts.
+        """
+        if is_planned and not self.most_nbytes:
+            return nbytes
+        limits = [*memory_limits(), *self._own_limit(0)]
+        most = min(limit.available_nbytes for limit in limits)
+        most = min(most, self.most_nbytes or most)
+        if buffer_nbytes(nbytes) <= most:
+            return nbytes
+        pieces = most * 63 // 64 // self.piece_nbytes
+        return max(2, pieces) * self.piece_nbytes
 
     @one_at_a_time
     def _remove(self, identity: ShardIdentity) -> None:
@@ -330,7 +366,7 @@ class DirectoryStore(Store):
         if self.in_place:
             self._map_ahead(nbytes, gpu)
         else:
-            self._pool.prepare(piece, nbytes, gpu)
+            self._pool.prepare(piece, self._memory_for(nbytes, is_planned=False), gpu)
 
     @one_at_a_time
     def _map_ahead(self, nbytes: int, gpu: torch.device | None) -> None:
@@ -351,19 +387,34 @@ class DirectoryStore(Store):
         return sum(self._staged[identity].in_use for identity in own) >= self.num_buffers
 
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
-        is_repair = slot.identity.checkpoint in self.repaired
+        identity, is_repair = slot.identity, slot.identity.checkpoint in self.repaired
+        # Copies of a loaded checkpoint are made from what is in memory.
+        if slot.is_kept and identity.rank == self.rank:
+            self._offer_adopted()
+        buffer = self._take_buffer(slot, timeout_s, is_repair=is_repair)
+        if slot.is_kept and not is_repair:
+            self._sizes[identity.piece] = slot.nbytes
+        return buffer
+
+    def _take_buffer(self, slot: Slot, timeout_s: float, *, is_repair: bool) -> Buffer:
         if self.in_place and slot.is_kept:
             if not is_repair:
                 wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
             self._restore()
             return self._map(slot)
+        nbytes = slot.nbytes
+        if slot.may_stage and not self.in_place:
+            nbytes = self._memory_for(nbytes, is_planned=slot.is_kept and not is_repair)
         if is_repair:
-            buffer = allocate(PrivateBuffer, slot.nbytes)
+            buffer = allocate(PrivateBuffer, nbytes)
             buffer.take(slot)
-            return buffer
-        # A load also takes a staging buffer, since this rank's next save needs one anyway.
-        buffer = self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
-        self._look_for_held(slot, buffer.view[: buffer.held_nbytes])
+        else:
+            # A load also takes a staging buffer, since this rank's next save needs one anyway.
+            buffer = self._pool.take(slot.identity.piece, nbytes, timeout_s, slot)
+        if nbytes < slot.nbytes:
+            self._stage(slot, buffer, timeout_s)
+        else:
+            self._look_for_held(slot, buffer.view[: buffer.held_nbytes])
         return buffer
 
     def _look_for_held(self, slot: Slot, image: memoryview) -> None:
@@ -405,7 +456,7 @@ class DirectoryStore(Store):
         # No save of this rank needs memory of the size of another rank's shard again.
         is_own = slot.is_kept or (slot.identity.rank == self.rank and not self.in_place)
         if is_own and slot.identity.checkpoint not in self.repaired and buffer is not None:
-            if slot.identity in self._shards and not was_unfinished:
+            if slot.identity in self._shards and not (was_unfinished or slot.staged):
                 buffer.content = slot.identity, slot.nbytes
             buffer.give_back()
             self._pool.close_offered()
@@ -686,17 +737,13 @@ class ReadOnlyStore(DirectoryStore):
     A job may write there at the same time: to read a file that it retires meanwhile raises.
     """
 
+    is_written = False
+
     def _take_folder(self, timeout_s: float) -> SeenFolder:
         return SeenFolder(self.root, self.session_id, self.rank)
 
     def _try_out(self) -> None:
         """Do nothing: nothing is written."""
-
-    def reserve(
-        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
-    ) -> Slot:
-        # Never kept: a shard recovered from redundancy serves this load alone.
-        return super().reserve(identity, nbytes, timeout_s, is_kept=False)
 
     def list_stored(self) -> list[Stored]:
         return super().list_stored() if self._session.is_dir() else []

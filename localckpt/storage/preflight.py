@@ -34,34 +34,43 @@ _SPARE_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory that one rank's saves take, ``had_nbytes`` of it already, and the limits on it."""
+    """Memory that one rank's saves take, ``had_nbytes`` of it already, and the limits on it.
+
+    In ``least_nbytes`` an image can be staged in pieces; 0 if it cannot.
+    """
 
     nbytes: int
     buffers: int
     kept: int
     had_nbytes: int
     limits: list[MemoryLimit]
+    least_nbytes: int = 0
 
     def to_json(self) -> list[Any]:
         return list(astuple(self))
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> MemoryNeeds:
-        nbytes, buffers, kept, had_nbytes, limits = fields
-        return cls(nbytes, buffers, kept, had_nbytes, [MemoryLimit(*of) for of in limits])
+        nbytes, buffers, kept, had_nbytes, limits, least_nbytes = fields
+        of_memory = [MemoryLimit(*of) for of in limits]
+        return cls(nbytes, buffers, kept, had_nbytes, of_memory, least_nbytes)
 
 
-def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) -> tuple[int, str]:
+def plan_buffers(
+    needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]
+) -> tuple[int, int, str]:
     """Choose the number of staging buffers for each image, as many as there is memory for.
 
-    Returns also what the saves take and what there is of the scarcest memory. Raises StorageError
-    if there is none for one buffer, so that the kernel would end a process.
+    Returns also the most bytes of a buffer, 0 unless images are staged in pieces, and what the
+    saves take and what there is of the scarcest memory. Raises StorageError if there is none for
+    one buffer, so that the kernel would end a process.
     """
-    images = [of.nbytes for of in needs]
+    images, counts = [of.nbytes for of in needs], [1] * len(needs)
     for owner, group in protection.items():
         if group.kind == SHARD_KIND:
-            for keeper in group.ranks:
-                images[keeper] += needs[owner].nbytes if keeper != owner else 0
+            for keeper in {*group.ranks} - {owner}:
+                images[keeper] += needs[owner].nbytes
+                counts[keeper] += 1
     shared: dict[str, list[tuple[int, MemoryLimit]]] = {}
     for rank, of_rank in enumerate(needs):
         for limit in of_rank.limits:
@@ -71,13 +80,32 @@ def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) 
         left_nbytes, text = min(plans)
         if left_nbytes >= (_SPARE_NBYTES if buffers > 1 else 0):
             break
-    if left_nbytes < 0:
-        raise StorageError(
-            f"{text}: raise the limit, spread the state over more nodes, or keep fewer checkpoints "
-            f"in memory (keep_last, retention). Nothing was saved, and checkpoints saved before "
-            f"are as they were"
-        )
-    return buffers, text
+    if left_nbytes >= 0:
+        return buffers, 0, text
+    most_nbytes = min(_share(sharing, needs, counts) for sharing in shared.values())
+    least_nbytes = [of.least_nbytes for of in needs]
+    is_copied = all(group.kind == SHARD_KIND for group in protection.values())
+    if is_copied and all(least_nbytes) and most_nbytes >= max(least_nbytes):
+        return 1, most_nbytes, f"{text}: each image is staged in {most_nbytes / 1e6:.1f} MB"
+    raise StorageError(
+        f"{text}: raise the limit, spread the state over more nodes, or keep fewer checkpoints "
+        f"in memory (keep_last, retention). On disk images are staged in pieces, if each has "
+        f"{max(least_nbytes) / 1e6:.1f} MB and not {most_nbytes / 1e6:.1f}, and neither check, "
+        f"check_replicas nor parity needs it whole. Nothing was saved, and checkpoints saved "
+        f"before are as they were"
+    )
+
+
+def _share(
+    sharing: Sequence[tuple[int, MemoryLimit]],
+    needs: Sequence[MemoryNeeds],
+    counts: Sequence[int],
+) -> int:
+    """Return the bytes for each image of the ranks that share a memory."""
+    ranks = [rank for rank, _ in sharing]
+    available_nbytes = min(limit.available_nbytes for _, limit in sharing)
+    had_nbytes = sum(needs[rank].had_nbytes for rank in ranks)
+    return (available_nbytes + had_nbytes) // sum(counts[rank] for rank in ranks)
 
 
 def _plan(

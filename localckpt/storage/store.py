@@ -23,6 +23,7 @@ from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.notes import TrustNotes
 from localckpt.storage.preflight import MemoryNeeds
+from localckpt.storage.staged import Place, StagedImage
 from localckpt.storage.write import Digests
 from localckpt.threads import Task
 from localckpt.trust import Trusts
@@ -80,6 +81,8 @@ class Store(ABC):
 
     keeps_images = True
     """True if the store keeps images byte for byte."""
+    is_written = True
+    """False if slots serve loads only, whole in memory."""
 
     def __init__(self, domain: str, claim: Claim) -> None:
         self.domain = domain
@@ -92,14 +95,21 @@ class Store(ABC):
         return list(self._slots)
 
     def reserve(
-        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
+        self,
+        identity: ShardIdentity,
+        nbytes: int,
+        timeout_s: float,
+        *,
+        is_kept: bool = True,
+        may_stage: bool = False,
     ) -> Slot:
-        """Reserve memory for a piece; for ``is_kept`` see :class:`Slot`.
+        """Reserve memory for a piece; for ``is_kept`` and ``may_stage`` see :class:`Slot`.
 
         Raises StorageError if there is no room, MismatchError if this store cannot keep pieces of
         this kind, and CheckpointingException if older saves used all memory until the deadline.
         """
-        slot = Slot(identity, nbytes, is_kept=is_kept)
+        kinds = {"is_kept": is_kept and self.is_written, "may_stage": may_stage and self.is_written}
+        slot = Slot(identity, nbytes, **kinds)
         # Listed before it has memory, so that after an interrupt or an error the slot is still
         # released or discarded.
         self._slots.append(slot)
@@ -110,8 +120,11 @@ class Store(ABC):
         """Return the memory that saves of an image take, without replicas."""
         return MemoryNeeds(nbytes, 1, 0, 0, memory_limits())
 
-    def limit_buffers(self, count: int) -> None:  # noqa: B027 - not all stores have more than one
-        """Use no more than ``count`` staging buffers for each image from now on."""
+    def limit_buffers(self, count: int, most_nbytes: int) -> None:  # noqa: B027 - not all have them
+        """Use no more than ``count`` staging buffers for each image from now on.
+
+        ``most_nbytes`` are those of a buffer, unless it is 0; larger images are staged in pieces.
+        """
 
     @abstractmethod
     def commit(self, slots: Sequence[Slot]) -> None:
@@ -214,13 +227,18 @@ class Slot:
 
     The writer gives the memory back as soon as it has written the image, for the next save to
     reuse; other readers :meth:`hold` the slot. One that is not kept is a bounce buffer, whose image
-    is only read into a state. ``covered_nbytes`` are those that the digests cover.
+    is only read into a state. Where memory is short, one that ``may_stage`` has less than its image
+    takes, and is filled piece by piece. ``covered_nbytes`` are those that the digests cover.
     """
 
-    def __init__(self, identity: ShardIdentity, nbytes: int, *, is_kept: bool = True) -> None:
+    def __init__(
+        self, identity: ShardIdentity, nbytes: int, *, is_kept: bool = True, may_stage: bool = False
+    ) -> None:
         self.identity = identity
         self.nbytes = nbytes
         self.is_kept = is_kept
+        self.may_stage = may_stage
+        self.staged: StagedImage | None = None
         self.covered_nbytes = 0
         self.held = HeldBlocks()
         """The committed image that a peer's slot still has, of which a peer sends the changes."""
@@ -259,10 +277,20 @@ class Slot:
             )
         return buffer.view[: self.nbytes]
 
+    @property
+    def place(self) -> Place:
+        """Place for an image that comes from a peer."""
+        return self.staged or self.image
+
+    def open(self) -> ShardSource:
+        """Return a source of the image that has come."""
+        return self.staged or MemorySource(self.image)
+
     def pin(self, gpu: torch.device | None) -> None:
         """Page-lock the memory for copies from a GPU, if there is one."""
         if gpu is not None:
-            self.gpu = gpu
+            # What is staged in pieces is sent from its file.
+            self.gpu = None if self.staged is not None else gpu
             self.required().pin(gpu)
 
     def begin_filling(self, stop: Callable[[], None]) -> None:
@@ -290,7 +318,7 @@ class Slot:
 
         The writer verifies a shard's digests, and computes those of any other piece.
         """
-        header = read_header(MemorySource(self.image))
+        header = read_header(self.open())
         if header.identity != self.identity:
             raise MismatchError(
                 f"expected a replica of {self.identity}, and {header.identity} arrived: the ranks "
@@ -300,9 +328,11 @@ class Slot:
         self._digests = "check" if self.identity.is_shard else "compute"
 
     def await_copied(self) -> None:
-        """Wait for the end of all copies into the slot; raises CheckpointingException."""
+        """Wait for all copies into the slot, or its file; raises CheckpointingException."""
         if self._copies is not None:
             self._copies.wait()
+        if self.staged is not None:
+            self.staged.await_written()
 
     def await_digests(self) -> None:
         """Wait for the copies and for the task that computes the digests; raises their errors."""
@@ -358,6 +388,8 @@ class Slot:
     def give_up(self) -> None:
         """Refuse all further filling and committing."""
         self._is_over = True
+        if self.staged is not None:
+            self.staged.give_up()
 
     def end_filling(self) -> None:
         """Wait until all writes into the memory have ended; raises as ``stop`` does."""
@@ -367,3 +399,5 @@ class Slot:
     def forget_content(self) -> None:
         """Drop all references to the state. The buffer is kept: it may still be being sent."""
         self.source = self._copies = self._stop_filling = None
+        if self.staged is not None:
+            self.staged.close()

@@ -157,7 +157,7 @@ def _finish_digests(write: ShardWrite, image: memoryview) -> None:
 
 def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[], None]) -> int:
     with storage_errors("write", write.dirty):
-        file = _open_dirty(write)
+        file = open_dirty(write)
         try:
             with file:
                 fd = file.fileno()
@@ -206,7 +206,7 @@ def _commit_in_place(write: ShardWrite, await_digests: Callable[[], None]) -> No
             raise
 
 
-def _open_dirty(write: ShardWrite) -> io.FileIO:
+def open_dirty(write: ShardWrite) -> io.FileIO:
     flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_DIRECT if write.direct else 0)
     if not write.recycled:
         return open_owned(write.dirty, flags | os.O_CREAT | os.O_EXCL)

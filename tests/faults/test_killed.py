@@ -32,7 +32,16 @@ from tests.faults.traced import (
     look_again,
     watch,
 )
-from tests.managers.jobs import MAX_S, assert_same, cliques, damage, make_manager, resume, save
+from tests.managers.jobs import (
+    IN_PIECES_NBYTES,
+    MAX_S,
+    assert_same,
+    cliques,
+    damage,
+    make_manager,
+    resume,
+    save,
+)
 from tests.managers.jobs import state_of as local_state_of
 from tests.ranks import RanksFailedError, await_announced, node_store, run_ranks, start_ranks
 
@@ -190,15 +199,15 @@ class _Save(_OnNodes):
             self.manager(repl, keep_last=2) as manager,
         ):
             used = queue if self.queued else None
-            resume(manager, rank, 2)
+            assert self.load(manager, rank) == 2
             if self.recycles:
-                save(manager, local_state_of(rank, 3), 3, used)
+                save(manager, self.state(rank, 3), 3, used)
                 # All ranks have retired iteration 1 when all meet again.
                 look_again(manager)
             await_memory_ahead()
             following = self.newest + 1
             with dangerous:
-                save(manager, local_state_of(rank, following), following, used)
+                save(manager, self.state(rank, following), following, used)
 
     def judge(self, template: Path, base: Path, section: Section, returned: bool) -> None:
         older, newer = self.newest, self.newest + 1
@@ -218,6 +227,12 @@ class _Save(_OnNodes):
             assert stood[0] == newer
         elif self.ranks == 1 and not commits:
             assert stood[0] == older
+
+
+@dataclass(frozen=True)
+class _SaveInPieces(_Save):
+    kind: str = "pieces"
+    nbytes = IN_PIECES_NBYTES
 
 
 def _shards(base: Path) -> Counter[str]:
@@ -400,6 +415,7 @@ class _Drain(_SharedSave):
 _OPERATIONS: list[_Operation] = [
     _Save(recycles=True),
     _Save(queued=True),
+    _SaveInPieces(queued=True, recycles=True),
     _Save("memory"),
     _Save("memory", queued=True, recycles=True),
     # Receiving a replica.

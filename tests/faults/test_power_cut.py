@@ -23,7 +23,7 @@ from localckpt.storage.owner import owner_of
 from tests.faults import shared
 from tests.faults.loop_disk import LoopDisk, new_disk
 from tests.faults.traced import Call, Watched, watch
-from tests.managers.jobs import assert_same, make_manager, save, state_of
+from tests.managers.jobs import IN_PIECES_NBYTES, assert_same, make_manager, save, state_of
 from tests.ranks import run_ranks
 
 # Two digest blocks, and not a whole number of pages.
@@ -45,12 +45,13 @@ class _Job:
     is_shared: bool = False
     # How much never changes, so that files are patched.
     frozen_nbytes: int = 0
+    kind: str = "disk"
 
     def manager(self, root: Path) -> Any:
         options: dict[str, Any] = {"keep_last": self.keep_last, "timeout": 60.0}
         if self.is_shared:
             return localckpt.GlobalCheckpointManager(root, "job", thread_count=1, **options)
-        return make_manager("disk", root, "job", **options)
+        return make_manager(self.kind, root, "job", **options)
 
     def state(self, iteration: int) -> dict[str, Any]:
         if self.is_shared:
@@ -176,6 +177,7 @@ _LONG = pytest.mark.long
         _Job(2, is_queued=True, is_buffered=True, names_at_once=True),
         pytest.param(_Job(2, False, True, False, frozen_nbytes=7 << 20), marks=_LONG),
         pytest.param(_Job(1, True, False, True), marks=_LONG),
+        _Job(1, True, False, False, frozen_nbytes=IN_PIECES_NBYTES, kind="pieces"),
         _Job(1, is_queued=True, is_buffered=True, names_at_once=True, is_shared=True),
         pytest.param(_Job(1, True, False, False, is_shared=True), marks=_LONG),
     ],

@@ -40,6 +40,7 @@ from tests.faults.traced import (
     watch,
 )
 from tests.managers.jobs import (
+    IN_PIECES_NBYTES,
     KINDS,
     MAX_S,
     assert_same,
@@ -145,6 +146,8 @@ class _Refusals:
         if self.job.is_shared:
             part = self.rank if self.job.ranks > 1 else None
             return shared.state_of(iteration, _NUMEL, part)
+        if self.job.kind == "pieces":
+            return state_of(self.rank, iteration, IN_PIECES_NBYTES)
         return state_of(self.rank, iteration, 4000 if self.job.does == "save" else _LARGE)
 
     def save(self, manager: Any, iteration: int) -> None:
@@ -390,7 +393,7 @@ _DOES: dict[str, Callable[[_Refusals], None]] = {
 }
 _JOBS = [
     *(_Job("save", kind) for kind in ("disk", "memory")),
-    _Job("save", queued=True),
+    *(_Job("save", kind, queued=True) for kind in ("disk", "pieces")),
     *(_Job("save", kind, fresh=True) for kind in ("disk", "memory")),
     *(_Job("save", kind, 2, queued=kind == "disk") for kind in ("disk", "memory")),
     *(_Job("save", kind, n, lasts=True) for kind, n in (("disk", 1), ("disk", 2), ("memory", 1))),

@@ -193,7 +193,14 @@ def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path) -> st
 
     with manager_on(root, timeout=2 * _SHORT_S) as manager:
         manager.save(state_of(1, rank), 1)
+
+        def interrupted_again() -> None:
+            del manager._close_alone
+            raise KeyboardInterrupt
+
         if rank == 0:
+            # A second one comes while the manager closes itself, which its user does then.
+            manager._close_alone = interrupted_again
             localckpt.global_tier.manager.SharedSave = interrupted  # type: ignore[assignment, misc]
             with pytest.raises(KeyboardInterrupt):
                 manager.save(state_of(2, rank), 2)

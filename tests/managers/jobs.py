@@ -23,6 +23,8 @@ from tests.ranks import node_store
 Dirs = Callable[[int], list[Path]]
 """Fixture that makes so many directories, each the disk or the shared memory of a node."""
 KINDS = ("disk", "memory")
+IN_PIECES_NBYTES = 5 << 20
+"""Size of a state that a manager of kind ``"pieces"`` does not stage as a whole."""
 MAX_S = 20.0
 """Timeout of managers, strategies and queues where no timeout is to be seen."""
 
@@ -72,10 +74,14 @@ def make_manager(
     repl_strategy: Any = None,
     **options: Any,
 ) -> Any:
-    """A manager of a kind, whose store is ``root``."""
+    """A manager of a kind, whose store is ``root``; ``"pieces"`` has 4 MiB of memory for saves."""
     options = {"timeout": MAX_S} | options
-    if kind == "disk":
-        return localckpt.LocalCheckpointManager(root, session_id, repl_strategy, **options)
+    if kind == "pieces":
+        options["staging_limit"] = 4 << 20
+    if kind != "memory":
+        manager = localckpt.LocalCheckpointManager(root, session_id, repl_strategy, **options)
+        manager.store.piece_nbytes = 1 << 20 if kind == "pieces" else manager.store.piece_nbytes
+        return manager
     return localckpt.InMemoryCheckpointManager(session_id, repl_strategy, root=root, **options)
 
 

@@ -29,7 +29,7 @@ def _copy_once(copier: Copier) -> None:
     step = _NBYTES // count
     runs = [(i * step, step) for i in range(count)]
     sources = [address_of(source[offset:]) for offset, _ in runs]
-    BlockCopies(runs).copy(target, 0, 0, sources, copier, None, source)
+    BlockCopies(runs).copy(target, 0, sources, copier, keep=source)
 
 
 def _interrupt_copies(rank: int, world_size: int, rounds: int, again_s: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -136,6 +137,30 @@ def test_any_part_of_an_image_can_be_packed_on_the_tensors_device(data: st.DataO
     ImagePlanner().capture(state).fill(bucket, memoryview(image), data_start, start)
 
     assert bytes(bucket.numpy()) == image[start:stop]
+
+
+@given(st.data())
+def test_an_image_made_piece_by_piece_is_the_one_made_at_once(data: st.DataObject) -> None:
+    sizes = st.integers(1, 3 << 18)
+    kinds = {
+        "run": lambda n: torch.arange(n, dtype=torch.int32),
+        "columns": lambda n: torch.arange(n // 3 * 3).view(-1, 3)[:, :2],
+        "conj": lambda n: torch.complex(torch.rand(n), torch.rand(n)).conj(),
+    }
+    drawn = data.draw(st.lists(st.tuples(st.sampled_from(sorted(kinds)), sizes), max_size=5))
+    state = {f"{kind} {place}": kinds[kind](n) for place, (kind, n) in enumerate(drawn)}
+    most = data.draw(st.sampled_from([1, 2, 3])) << 20
+    wanted, made = image_of(state), list[bytes]()
+
+    def pieces() -> Iterator[tuple[int, memoryview]]:
+        for start in range(0, len(wanted), most):
+            piece = memoryview(bytearray(min(most, len(wanted) - start)))
+            yield start, piece
+            made.append(bytes(piece))
+
+    ImagePlanner().capture(state).write_pieces(pieces(), IDENTITY, Copier(2), SideStreams())
+
+    assert b"".join(made) == wanted
 
 
 @given(

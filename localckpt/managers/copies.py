@@ -32,8 +32,8 @@ from localckpt.replication.redundancy import Keeper, Lacking
 from localckpt.replication.retrieval import carry_out, new_name
 from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.transport import Transport, connect
-from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
+from localckpt.storage.write import Place
 from localckpt.threads import Task
 
 logger = logging.getLogger(__name__)

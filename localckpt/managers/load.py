@@ -42,7 +42,7 @@ from localckpt.state_dict.reader import ImageReader, OpenImages
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import ReadProgress
 from localckpt.storage.hooks import HookStore
-from localckpt.storage.staged import Place
+from localckpt.storage.write import Place
 
 logger = logging.getLogger(__name__)
 

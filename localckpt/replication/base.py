@@ -18,8 +18,8 @@ from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.source import ShardSource
-from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
+from localckpt.storage.write import Place
 from localckpt.threads import SerialThread
 
 STEPS = 7

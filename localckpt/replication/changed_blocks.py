@@ -19,7 +19,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.transport import Transport
 from localckpt.state_dict.source import MemorySource, ShardSource, views_last
-from localckpt.storage.staged import StagedImage
+from localckpt.storage.write import StagedImage
 
 
 def exchange_changed(

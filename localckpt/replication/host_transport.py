@@ -24,7 +24,7 @@ from localckpt.replication.progress import (
     raise_first,
 )
 from localckpt.state_dict.source import PIECE_NBYTES, views_last
-from localckpt.storage.staged import StagedImage
+from localckpt.storage.write import StagedImage
 from localckpt.threads import Latch, Shielded, Task
 from localckpt.waiting import Pacer
 

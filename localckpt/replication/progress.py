@@ -17,7 +17,7 @@ from localckpt.errors import PeerLostError
 from localckpt.ranks.deadline import Patience
 from localckpt.ranks.failure import SLOW, forget_frames
 from localckpt.state_dict.source import ShardSource
-from localckpt.storage.staged import PIECE_NBYTES, Place
+from localckpt.storage.write import PIECE_NBYTES, Place
 
 CHUNK_NBYTES = PIECE_NBYTES
 

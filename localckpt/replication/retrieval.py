@@ -16,7 +16,7 @@ from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import Transport, connect
 from localckpt.state_dict.source import ShardSource, views_last
-from localckpt.storage.staged import Place, StagedImage
+from localckpt.storage.write import Place, StagedImage
 
 # What a rank does from its connecting to the end of its exchange has two.
 _DEADLINES = 2

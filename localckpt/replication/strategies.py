@@ -34,8 +34,8 @@ from localckpt.replication.progress import Receives, Sends
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
 from localckpt.state_dict.source import ShardSource
-from localckpt.storage.staged import Place
 from localckpt.storage.store import Slot, Store
+from localckpt.storage.write import Place
 
 logger = logging.getLogger(__name__)
 

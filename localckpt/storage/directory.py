@@ -55,9 +55,8 @@ from localckpt.storage.preflight import (
     try_out,
 )
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
-from localckpt.storage.staged import PIECE_NBYTES, StagedImage
 from localckpt.storage.store import Slot, Store, Stored
-from localckpt.storage.write import Digests, ShardWrite, write_shard
+from localckpt.storage.write import PIECE_NBYTES, Digests, ShardWrite, StagedImage, write_shard
 
 if TYPE_CHECKING:
     import torch

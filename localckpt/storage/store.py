@@ -23,8 +23,7 @@ from localckpt.storage.buffers import Buffer
 from localckpt.storage.catalog import Problem
 from localckpt.storage.notes import TrustNotes
 from localckpt.storage.preflight import MemoryNeeds
-from localckpt.storage.staged import Place, StagedImage
-from localckpt.storage.write import Digests
+from localckpt.storage.write import Digests, Place, StagedImage
 from localckpt.threads import Task
 from localckpt.trust import Trusts
 

@@ -13,11 +13,13 @@ import torch
 
 from localckpt import (
     CheckpointingException,
+    CorruptShardError,
     InMemoryCheckpointManager,
     LocalCheckpointManager,
     SaveFailedError,
     StorageError,
 )
+from localckpt.storage.write import StagedImage
 from tests.managers.jobs import assert_same, make_manager
 from tests.ranks import run_ranks
 from tests.scenarios import Begin
@@ -91,6 +93,29 @@ def test_what_cannot_be_staged_in_pieces_is_refused_with_the_number(tmp_path: Pa
         InMemoryCheckpointManager(root=tmp_path, staging_limit=_LIMIT)
     with pytest.raises(CheckpointingException, match="staging_limit is 0"):
         LocalCheckpointManager(tmp_path, staging_limit=0)
+
+
+def _damage_on_the_way(manager: Any) -> None:
+    state = {"w": torch.full((25 * _MIB,), 1.0)}
+    manager.save(state, 1)
+    write_piece = StagedImage._write_piece
+
+    def damaged(staged: StagedImage, start: int, nbytes: int, piece: memoryview) -> None:
+        if staged._hasher is not None and start:
+            piece[77] ^= 1
+        write_piece(staged, start, nbytes, piece)
+
+    StagedImage._write_piece = damaged  # type: ignore[method-assign]
+    with pytest.raises(CorruptShardError, match=f"bytes from {32 * _MIB} on do not match"):
+        manager.save(state, 2)
+    StagedImage._write_piece = write_piece  # type: ignore[method-assign]
+    assert manager.find_latest() == 1
+    manager.save(state, 3)
+
+
+@pytest.mark.fault("flipped-bit")
+def test_a_piece_that_comes_damaged_is_never_committed(job: Begin) -> None:
+    job(2, redundancy=(1, 2), staging_limit=_LIMIT).call(_damage_on_the_way).find(3).run()
 
 
 @pytest.mark.fault("refused-io")

@@ -82,7 +82,7 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "behind"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "pieces"])
 def test_tensors_of_all_kinds_come_back_on_the_gpu(
     kind: str, is_async: bool, node_dirs: Any, shm_roots: Any
 ) -> None:

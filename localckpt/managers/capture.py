@@ -129,10 +129,7 @@ class StateCapture:
         capture = ImagePlanner(self._context.allowed, job).capture(wrapped(state))
 
         def fill(image: memoryview) -> None:
-            written = capture.write(image, identity, self._copier, self._streams)
-            written.under_way.wait()
-            if not written.has_digests:
-                write_digests(image, written.covered_nbytes, identity)
+            capture.write_pieces([(0, image)], identity, self._copier, self._streams)
 
         return images.held_in_memory(identity, capture.nbytes(identity), fill)
 

@@ -6,9 +6,12 @@ Capture finds the tensors and the size, a write copies them into a buffer, and d
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -279,9 +282,13 @@ class Capture:
             first, last = max(at, begin), min(at + len(content), end)
             if first < last:
                 memory[first - begin : last - begin] = content[first - at : last - at]
-        for source, offset, nbytes in self.plan.others:
+        others = self.plan.others
+        before = bisect_right(others, begin - data_start, key=attrgetter("offset"))
+        for source, offset, nbytes in islice(others, max(0, before - 1), None):
             at = data_start + offset
             first, last = max(at, begin), min(at + nbytes, end)
+            if at >= end:
+                break
             if first >= last:
                 continue
             tensor = source.value(self.tensors[source.number].detach())
@@ -346,9 +353,7 @@ def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = Non
     """Write a state's image into new memory."""
     capture = (planner or ImagePlanner()).capture(state)
     image = memoryview(bytearray(capture.nbytes(identity)))
-    written = capture.write(image, identity, Copier(1), SideStreams())
-    if not written.has_digests:
-        write_digests(image, written.covered_nbytes, identity)
+    capture.write_pieces([(0, image)], identity, Copier(1), SideStreams())
     return MemorySource(image)
 
 

@@ -91,8 +91,8 @@ def plan_buffers(
         f"{text}: raise the limit, spread the state over more nodes, or keep fewer checkpoints "
         f"in memory (keep_last, retention). On disk images are staged in pieces, if each has "
         f"{max(least_nbytes) / 1e6:.1f} MB and not {most_nbytes / 1e6:.1f}, and neither check, "
-        f"check_replicas nor a repl_strategy needs it whole. Nothing was saved, and checkpoints "
-        f"saved before are as they were"
+        f"check_replicas nor computed pieces (repl_strategy) need it whole. Nothing was saved, and "
+        f"checkpoints saved before are as they were"
     )
 
 

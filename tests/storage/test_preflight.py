@@ -196,7 +196,7 @@ def test_replicas_and_checkpoints_in_memory_are_counted_and_what_is_there_alread
     ):
         with pytest.raises(StorageError, match="in pieces"):
             plan_buffers(refused, copies)
-    with pytest.raises(StorageError, match="nor a repl_strategy needs it whole"):
+    with pytest.raises(StorageError, match=r"computed pieces \(repl_strategy\) need it whole"):
         plan_buffers(
             [replace(of, nbytes=950 * MB) for of in tight], {0: Group((0, 1), 1, "parity")}
         )

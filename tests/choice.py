@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run
 
 __all__ = ["Choice", "drawn"]
 
@@ -86,11 +87,9 @@ class Choice:
 
 def _version_of(root: Path) -> str:
     """The commit that is checked out, and whether something was changed."""
-    command = ["git", "describe", "--always", "--dirty"]
+    command = "git", "describe", "--always", "--dirty"
     try:
-        done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=30, check=False
-        )
+        done = run(*command, cwd=root)
     except FileNotFoundError:
         return "an unknown commit"
     return done.stdout.strip() or "an unknown commit"

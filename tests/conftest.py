@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.choice import Choice
 from tests.faults.table import FaultTable
+from tests.programs import run
 from tests.scenarios import Job
 
 T = TypeVar("T")
@@ -242,16 +242,20 @@ def shm_roots() -> Iterator[Callable[[int], list[Path]]]:
 
 
 @pytest.fixture
-def job(
-    node_dirs: Callable[[int], list[Path]],
-    shm_roots: Callable[[int], list[Path]],
-) -> Iterator[Callable[..., Job]]:
+def nodes_of(
+    node_dirs: Callable[[int], list[Path]], shm_roots: Callable[[int], list[Path]]
+) -> Callable[[str, int], list[Path]]:
+    """``nodes_of(kind, n)`` makes n empty nodes for stores of a kind, ``"memory"`` or another."""
+    return lambda kind, count: (shm_roots if kind == "memory" else node_dirs)(count)
+
+
+@pytest.fixture
+def job(nodes_of: Callable[[str, int], list[Path]]) -> Iterator[Callable[..., Job]]:
     """``job(nodes=2, ...)`` begins the history of a job on empty nodes; see tests/scenarios.py."""
     begun: list[Job] = []
 
     def begin(nodes: int, kind: str = "disk", **settings: Any) -> Job:
-        directories = (node_dirs if kind == "disk" else shm_roots)(nodes)
-        made = Job(directories, kind=kind, **settings)
+        made = Job(nodes_of(kind, nodes), kind=kind, **settings)
         begun.append(made)
         return made
 
@@ -270,13 +274,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             pytest.skip("needs root, to mount a small file system")
         path = tmp_path / f"small-{len(mounted)}"
         path.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "localckpt-test", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        done = run("mount", "-t", "tmpfs", "-o", options, "localckpt-test", path)
         if done.returncode:
             pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
         mounted.append(path)
@@ -285,7 +283,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield mount
 
     for path in mounted:
-        subprocess.run(["umount", "--lazy", str(path)], timeout=30, check=True)
+        run("umount", "--lazy", path).check_returncode()
 
 
 def _left_behind(directory: Path, shared_memory_before: set[str]) -> list[str]:
@@ -363,8 +361,7 @@ def can_attach() -> None:
     """Skips where a process cannot have itself traced by another."""
     if shutil.which("strace") is None or os.geteuid() != 0:
         pytest.skip("needs strace, and root, which alone may attach to any process")
-    command = ["strace", "-o", os.devnull, "true"]
-    if subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
+    if run("strace", "-o", os.devnull, "true").returncode:
         pytest.skip("processes may not be traced here")
 
 

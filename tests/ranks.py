@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
+import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -33,22 +36,31 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.stores import serve_store
+from localckpt.errors import CheckpointingException
 
 __all__ = [
     "NODE_STORE",
+    "Answer",
     "DeadRank",
     "RankGroup",
     "RanksFailedError",
     "announce",
     "await_announced",
+    "die",
+    "logged",
     "node_store",
+    "obey",
+    "on_ranks",
     "run_ranks",
+    "same_on_all",
     "start_ranks",
 ]
 
 NODE_STORE = "LOCALCKPT_TEST_NODE_STORE"
 _SHOWN_CHARACTERS = 20_000
 _LEAVING_S = 10.0
+_CONNECTIONS: list[Connection] = []
+"""In a rank: to the test."""
 _SHOW_STACKS = signal.SIGUSR2
 
 
@@ -63,6 +75,21 @@ class DeadRank:
     def signal(self) -> signal.Signals | None:
         """The signal that ended it; ``None`` when it called exit."""
         return signal.Signals(-self.exitcode) if self.exitcode < 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a command of :meth:`RankGroup.tell` ended on one rank."""
+
+    value: Any = None
+    error: str | None = None
+    """Type and text of an error that localckpt raises on purpose."""
+    crash: str | None = None
+    """The traceback of any other, or that the rank died."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and self.crash is None
 
 
 class RanksFailedError(Exception):
@@ -96,6 +123,50 @@ def run_ranks(
     """
     with start_ranks(fn, world_size, *args, **options) as group:
         return group.join(timeout_s, expect_dead)
+
+
+def on_ranks(
+    world_size: int | None = None,
+    *,
+    nodes: int = 0,
+    after: tuple[Callable[..., None], int] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that every rank runs: ``def test_it(rank, ...)``.
+
+    It may take ``world_size``, and fixtures and parameters, which are pickled for the ranks.
+
+    Args:
+        world_size: How many ranks; if not given, the test is parametrised by it.
+        nodes: The ranks are dealt to as many empty nodes, if to any.
+        after: A function, and how many ranks of a job before have run it on these nodes.
+        options: For :func:`run_ranks`.
+    """
+
+    def decorate(act: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(act)
+        def test(**given: Any) -> None:
+            where = {"store_per_node": given.pop("node_dirs")(nodes)} if nodes else {}
+            if after is not None:
+                run_ranks(*after, **where)
+            ranks = world_size or given.pop("world_size")
+            run_ranks(_act, ranks, act.__module__, act.__name__, given, **where, **options)
+
+        asked = list(inspect.signature(act).parameters.values())[1:]
+        asked = [each for each in asked if world_size is None or each.name != "world_size"]
+        if nodes:
+            asked.append(inspect.Parameter("node_dirs", inspect.Parameter.KEYWORD_ONLY))
+        named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in asked]
+        test.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _act(rank: int, world_size: int, module: str, name: str, given: Mapping[str, Any]) -> None:
+    act = getattr(importlib.import_module(module), name).__wrapped__
+    takes_size = "world_size" in inspect.signature(act).parameters
+    act(rank, **given, **({"world_size": world_size} if takes_size else {}))
 
 
 @contextlib.contextmanager
@@ -164,6 +235,27 @@ class RankGroup:
         self._store.wait([name], timedelta(seconds=timeout_s))
         return pickle.loads(self._store.get(name))
 
+    def tell(self, command: str, *args: Any, ranks: Collection[int]) -> None:
+        """Have ranks that :func:`obey` carry out a command."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self._connections[rank].send((command, args))
+
+    def answers(self, limit_s: float, ranks: Collection[int]) -> dict[int, Answer]:
+        """The answers to the last command, which must come within the limit."""
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + limit_s
+        for rank in sorted(ranks):
+            connection = self._connections[rank]
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    self._show_stacks(rank)
+                    raise AssertionError(f"rank {rank} did not answer within {limit_s:g} s")
+                answers[rank] = connection.recv()
+            except (EOFError, OSError):
+                answers[rank] = Answer(crash="died")
+        return answers
+
     def output(self, rank: int) -> str:
         log = self._logs / f"{rank}"
         return log.read_text(errors="replace") if log.exists() else ""
@@ -219,14 +311,15 @@ class RankGroup:
 
     def _start(self, rank: int, call: _RankCall, env: dict[str, str]) -> None:
         context = _warm_context()
-        receiving, sending = context.Pipe(duplex=False)
+        # It reaches into other network namespaces.
+        ours, its = context.Pipe()
         process = context.Process(
-            target=_rank_main, args=(call, env, sending, self._logs / f"{rank}"), name=f"rank{rank}"
+            target=_rank_main, args=(call, env, its, self._logs / f"{rank}"), name=f"rank{rank}"
         )
         process.start()
-        sending.close()
+        its.close()
         self._processes.append(process)
-        self._connections.append(receiving)
+        self._connections.append(ours)
 
     def _outcome(self, rank: int, connection: Connection, may_die: bool) -> Any:
         try:
@@ -281,6 +374,42 @@ class RankGroup:
 def node_store() -> Path:
     """In a rank: the directory of the node it plays on (``store_per_node``)."""
     return Path(os.environ[NODE_STORE])
+
+
+def obey(rank: int, world_size: int, make: Callable[..., Any], *args: Any) -> None:
+    """In every rank: make ``make(rank, *args)``, whose methods are the commands of the test."""
+    does = make(rank, *args)
+    while True:
+        command, own = _CONNECTIONS[0].recv()
+        try:
+            answer = Answer(getattr(does, command)(*own))
+        except CheckpointingException as raised:
+            answer = Answer(error=f"{type(raised).__name__}: {raised}")
+        except BaseException:  # noqa: BLE001 - the test wants to see all of them
+            answer = Answer(crash=traceback.format_exc())
+        _CONNECTIONS[0].send(answer)
+
+
+def die(*_: Any) -> Any:
+    """In a rank: be killed, in the place of whatever function."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def logged() -> list[str]:
+    """In a rank: the warnings and errors that are logged from here on."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    return lines
+
+
+def same_on_all(value: Any) -> Any:
+    """In a rank: what all ranks must have alike."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert values == [value] * len(values)
+    return value
 
 
 def announce(name: str, value: Any = None) -> None:
@@ -364,6 +493,7 @@ def _rank_main(call: _RankCall, env: dict[str, str], connection: Connection, log
     os.dup2(descriptor, 2)
     os.close(descriptor)
     os.environ.update(env)
+    _CONNECTIONS.append(connection)
     faulthandler.register(_SHOW_STACKS, file=2)
     try:
         outcome = pickle.dumps((True, call.run()))

@@ -11,26 +11,29 @@ iteration and compared bit for bit.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import localckpt
 from localckpt.waiting import wait_until
 from tests.managers.jobs import (
     MAX_S,
+    Redundancy,
     assert_same,
-    cliques,
     files,
     make_manager,
     state_of,
+    strategy_of,
 )
 from tests.ranks import node_store, run_ranks
 
 __all__ = ["Begin", "Job", "require_whole"]
 
+_OWN_NODE: Mapping[int, str] = {}
+MakeState = Callable[[int, int], Any]
 Step = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -41,23 +44,16 @@ class _Start:
     kind: str
     ranks: int
     on: tuple[int, ...]
-    redundancy: tuple[int, int] | str | None
+    redundancy: Redundancy
     options: Mapping[str, Any]
 
     @contextmanager
     def manager(self) -> Iterator[Any]:
-        repl: Any = None
-        if isinstance(self.redundancy, str):
-            parity, group_size = map(int, self.redundancy.removeprefix("parity ").split(" of "))
-            repl = localckpt.ParityReplicationStrategy(parity, group_size, timeout_s=MAX_S)
-        elif self.redundancy is not None:
-            repl = cliques(*self.redundancy)
-        try:
-            with make_manager(self.kind, node_store(), "job", repl, **self.options) as manager:
-                yield manager
-        finally:
-            if repl is not None:
-                repl.close()
+        with (
+            strategy_of(self.redundancy, self.options.get("timeout", MAX_S)) as repl,
+            make_manager(self.kind, node_store(), "job", repl, **self.options) as manager,
+        ):
+            yield manager
 
 
 class Job:
@@ -68,7 +64,7 @@ class Job:
         ranks: Of the job, dealt to the nodes in blocks; one on each node if not given.
         kind: Of manager.
         redundancy: ``(jump, factor)`` of the cliques, ``"parity m of g"``, or ``None``.
-        nbytes: Of a state; ranks then have once, twice and three times as much in turn.
+        state: Makes the state of a rank at an iteration.
         options: For the managers of every phase, until a restart gives others.
     """
 
@@ -77,12 +73,12 @@ class Job:
         nodes: Sequence[Path],
         ranks: int | None = None,
         kind: str = "disk",
-        redundancy: tuple[int, int] | str | None = None,
-        nbytes: int | None = None,
+        redundancy: Redundancy = None,
+        state: MakeState = state_of,
         **options: Any,
     ) -> None:
         self.nodes = list(nodes)
-        self._nbytes = nbytes
+        self._state = state
         on = tuple(range(len(nodes)))
         self._start = _Start(kind, ranks or len(nodes), on, redundancy, options)
         self.pending: list[Step] = []
@@ -91,23 +87,24 @@ class Job:
 
     def save(self, *iterations: int, value: int | None = None) -> Job:
         """Save each iteration; ``value`` is the iteration whose state it is, if another one's."""
-        return self._then(_save, iterations, value, self._nbytes)
+        return self._then(_save, iterations, value, self._state)
 
     def expect(
         self,
         iteration: int,
-        sources: Mapping[int, str] | None = None,
+        sources: Mapping[int, str] | None = _OWN_NODE,
         value: int | None = None,
         asked: bool = False,
     ) -> Job:
         """Find and load this iteration and no other, bit for bit.
 
         Args:
-            sources: Where a rank's shard comes from; from its own node, if the rank is not named.
+            sources: Where a rank's shard comes from; from its own node, if the rank is not named,
+                or from anywhere if ``None``.
             value: The iteration whose state it is, if another one's.
             asked: Load the iteration by its number, without asking which is the latest.
         """
-        return self._then(_expect, iteration, dict(sources or {}), value, asked, self._nbytes)
+        return self._then(_expect, iteration, sources, value, asked, self._state)
 
     def find(self, iteration: int) -> Job:
         """This iteration is the latest; nothing is loaded, so a save may go back behind it."""
@@ -129,9 +126,9 @@ class Job:
         """These are all checkpoints, the newest first, and soon all are replicated."""
         return self._then(require_whole, iterations)
 
-    def call(self, fn: Callable[..., None], *args: Any) -> Job:
+    def call(self, fn: Callable[..., None], *args: Any, **options: Any) -> Job:
         """Run ``fn(manager, *args)`` on every rank; for what has no verb, with its assertions."""
-        return self._then(fn, *args)
+        return self._then(partial(fn, **options), *args)
 
     # Between phases.
 
@@ -139,7 +136,7 @@ class Job:
         self,
         ranks: int | None = None,
         on: Sequence[int] | None = None,
-        redundancy: tuple[int, int] | str | None = "as before",
+        redundancy: Redundancy = "as before",
         **options: Any,
     ) -> Job:
         """End all ranks; new ones start.
@@ -168,14 +165,12 @@ class Job:
             self.nodes[node].mkdir()
         return self
 
-    def remove(self, pattern: str, *nodes: int, count: int = 1) -> Job:
-        """End all ranks and remove so many files of this name, on these nodes or on all."""
+    def remove(self, pattern: str, *nodes: int) -> Job:
+        """End all ranks and remove the file of this name, on these nodes or on all."""
         self.run()
         where = [self.nodes[node] for node in nodes or range(len(self.nodes))]
-        found = [path for node in where for path in node.rglob(pattern)]
-        assert len(found) == count, f"{pattern}: {found}"
-        for path in found:
-            path.unlink()
+        (found,) = [path for node in where for path in node.rglob(pattern)]
+        found.unlink()
         return self
 
     def files(self) -> list[str]:
@@ -183,12 +178,14 @@ class Job:
         self.run()
         return files(*self.nodes)
 
-    def run(self) -> None:
-        """Run the steps that wait, as one phase."""
+    def run(self, dead: Collection[int] = ()) -> None:
+        """Run the steps that wait, as one phase, in which these ranks die."""
         steps, self.pending = self.pending, []
         if steps:
             on = [self.nodes[node] for node in self._start.on]
-            run_ranks(_phase, self._start.ranks, self._start, steps, store_per_node=on)
+            # With time for ranks that import DTensors at once.
+            phase = (_phase, self._start.ranks, self._start, steps)
+            run_ranks(*phase, store_per_node=on, timeout_s=120.0, expect_dead=dead)
 
     def _then(self, fn: Callable[..., None], *args: Any) -> Job:
         self.pending.append((fn, args))
@@ -201,25 +198,19 @@ def _phase(rank: int, world_size: int, start: _Start, steps: Sequence[Step]) -> 
             fn(manager, *args)
 
 
-def _state(rank: int, iteration: int, nbytes: int | None) -> dict[str, Any]:
-    if nbytes is None:
-        return state_of(rank, iteration)
-    return state_of(rank, iteration, nbytes * (1 + rank % 3))
-
-
-def _save(manager: Any, iterations: Sequence[int], value: int | None, nbytes: int | None) -> None:
+def _save(manager: Any, iterations: Sequence[int], value: int | None, make: MakeState) -> None:
     for iteration in iterations:
-        state = _state(manager.rank, iteration if value is None else value, nbytes)
+        state = make(manager.rank, iteration if value is None else value)
         manager.save(state, iteration)
 
 
 def _expect(
     manager: Any,
     iteration: int,
-    sources: Mapping[int, str],
+    sources: Mapping[int, str] | None,
     value: int | None,
     asked: bool,
-    nbytes: int | None,
+    make: MakeState,
 ) -> None:
     if asked:
         state, ckpt_id = manager.load(iteration=iteration)
@@ -227,10 +218,11 @@ def _expect(
         assert manager.find_latest() == iteration
         state, ckpt_id = manager.load()
     assert ckpt_id == (iteration, manager.rank, manager.session_id)
-    assert_same(state, _state(manager.rank, iteration if value is None else value, nbytes))
+    assert_same(state, make(manager.rank, iteration if value is None else value))
     assert manager.last_load.iteration == iteration
     assert manager.last_load.nbytes > 0
-    assert manager.last_load.source == sources.get(manager.rank, "own node")
+    if sources is not None:
+        assert manager.last_load.source == sources.get(manager.rank, "own node")
 
 
 def _find(manager: Any, iteration: int) -> None:

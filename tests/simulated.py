@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,19 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Task
 
 PATIENCE_S = 120.0
+
+
+@contextmanager
+def many(world_size: int, timeout_s: float, *, waits_on_clients: bool = False) -> Iterator[World]:
+    """A world of many threads, whose stacks are small."""
+    before = threading.stack_size(512 << 10)
+    try:
+        world = World(world_size, timeout_s)
+        if waits_on_clients:
+            world.wait_on_clients()
+        yield world
+    finally:
+        threading.stack_size(before)
 
 
 class World:
@@ -59,9 +74,6 @@ class World:
         for ranks, counts in zip(self.ranks, self.counts, strict=True):
             part: Any = ranks._part
             counts += part._clients
-
-    def num_keys(self) -> int:
-        return self._client.num_keys()
 
     def operations(self) -> list[int]:
         """How often each rank has asked the store."""

@@ -5,7 +5,6 @@ Whatever a process has made before, new objects work, and old ones say what has 
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,24 +19,14 @@ from torch.distributed import distributed_c10d
 import localckpt
 from localckpt.errors import PeerLostError
 from localckpt.ranks.job_store import default_store
+from tests.checkpointer.loops import Part
 from tests.managers.jobs import error_of
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks
 
 _TIMEOUT_S = 20.0
 _NOT_HERE = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="torch changes no group in place before 2.14"
 )
-
-
-class _Part:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def _objects(local: Path, shared: Path) -> Iterator[tuple[str, Any, list[Callable[[], Any]]]]:
@@ -59,7 +48,7 @@ def _objects(local: Path, shared: Path) -> Iterator[tuple[str, Any, list[Callabl
     queue.wait_until_finished()
     yield "queue", queue, [lambda: queue.schedule_async_request(request)]
     loop = localckpt.Checkpointer(
-        {"part": _Part(rank)}, local=local / "d", shared=shared / "d", replication_factor=1
+        {"part": Part(rank)}, local=local / "d", shared=shared / "d", replication_factor=1
     )
     loop.step(loop.resume())
     loop.save(0)
@@ -98,31 +87,25 @@ def _replace(members: list[int]) -> None:
         dist.group.WORLD = smaller
 
 
-def _shrink(rank: int, world_size: int, folder: Path) -> set[str]:
-    objects = list(_objects(node_store(), folder / "shared"))
+@on_ranks(3, nodes=3)
+def test_objects_of_a_group_that_lost_a_member_say_so_and_new_ones_work(
+    rank: int, tmp_path: Path
+) -> None:
+    objects = list(_objects(node_store(), tmp_path / "shared"))
     before = sorted(path.name for path in node_store().rglob("*.safetensors"))
     _replace([1, 2])
     if rank == 0:
-        return set()
+        return
 
     told = _refusals(objects)
 
     assert sorted(path.name for path in node_store().rglob("*.safetensors")) == before
-    _work_with_new_ones(folder / "after")
-    return told
-
-
-def test_objects_of_a_group_that_lost_a_member_say_so_and_new_ones_work(
-    node_dirs: Callable[[int], list[Path]], tmp_path: Path
-) -> None:
-    _, *told = run_ranks(_shrink, 3, tmp_path, store_per_node=node_dirs(3))
-
-    for rank, said in enumerate(told, start=1):
-        # One for each name of an object.
-        assert len(said) > 1
-        for text in said:
-            assert f"made by rank {rank} of 3, and this process is rank {rank - 1} of 2 now" in text
-            assert "members of the process group were changed" in text
+    _work_with_new_ones(tmp_path / "after")
+    # One for each name of an object.
+    assert len(told) > 1
+    for text in told:
+        assert f"made by rank {rank} of 3, and this process is rank {rank - 1} of 2 now" in text
+        assert "members of the process group were changed" in text
 
 
 def _meet(store: dist.Store, tag: str, home: int, homes: list[int]) -> None:
@@ -130,27 +113,6 @@ def _meet(store: dist.Store, tag: str, home: int, homes: list[int]) -> None:
     handles = [store.get(f"{tag}.{other}").decode() for other in homes]
     uuid = sum(map(ord, tag))
     dist._reconfigure(uuid, handles, timeout=timedelta(seconds=30)).wait()  # type: ignore[attr-defined]
-
-
-def _change(
-    home: int, world_size: int, folder: Path, before: list[int], after: list[int]
-) -> set[str]:
-    store = dist.FileStore(str(folder / "store"), world_size)
-    first = len(before) if home in before else world_size
-    dist.init_process_group(
-        "gloo", store=store, rank=home, world_size=first, enable_reconfigure=True
-    )
-    objects = []
-    if home in before:
-        _meet(store, "first", home, before)
-        objects = list(_objects(node_store(), folder / "shared"))
-    if home not in after:
-        return set()
-    _meet(store, "second", home, after)
-    told = _refusals(objects)
-    _work_with_new_ones(folder / "after")
-    dist.destroy_process_group()
-    return told
 
 
 @_NOT_HERE
@@ -169,22 +131,36 @@ def _change(
         ([0, 1, 2], [0, 1, 3]),
     ],
 )
+@on_ranks(4, nodes=4, init_group=False)
 def test_a_group_changed_in_place_is_seen_by_all_and_new_objects_work(
-    before: list[int], after: list[int], node_dirs: Callable[[int], list[Path]], tmp_path: Path
+    home: int, world_size: int, before: list[int], after: list[int], tmp_path: Path
 ) -> None:
-    told = run_ranks(
-        *(_change, 4, tmp_path, before, after), init_group=False, store_per_node=node_dirs(4)
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
+    first = len(before) if home in before else world_size
+    dist.init_process_group(
+        "gloo", store=store, rank=home, world_size=first, enable_reconfigure=True
     )
-
-    for home in set(before) & set(after):
+    objects = []
+    if home in before:
+        _meet(store, "first", home, before)
+        objects = list(_objects(node_store(), tmp_path / "shared"))
+    if home not in after:
+        return
+    _meet(store, "second", home, after)
+    told = _refusals(objects)
+    _work_with_new_ones(tmp_path / "after")
+    dist.destroy_process_group()
+    if home in before:
         old = f"rank {before.index(home)} of {len(before)}"
         new = f"rank {after.index(home)} of {len(after)}"
-        assert told[home]
-        for text in told[home]:
+        assert told
+        for text in told:
             assert f"it was made by {old}, and this process is {new} now" in text
 
 
-def _make_alone(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2, nodes=1)
+def test_objects_that_one_rank_made_alone_are_in_nobodys_way(rank: int) -> None:
+    folder = node_store()
     if rank == 0:
         queue = localckpt.AsyncCallsQueue(timeout_s=_TIMEOUT_S)
         queue.schedule_async_request(localckpt.AsyncRequest(time.sleep, (0.001,), []))
@@ -195,15 +171,10 @@ def _make_alone(rank: int, world_size: int, folder: Path) -> None:
         ]
         left[1].close()
         with pytest.raises(PeerLostError, match="rank 1"):
-            localckpt.Checkpointer({"part": _Part(0)}, local=folder / "x", timeout_s=1.0)
+            localckpt.Checkpointer({"part": Part(0)}, local=folder / "x", timeout_s=1.0)
     dist.barrier()
     began = time.monotonic()
 
     _work_with_new_ones(folder)
 
     assert time.monotonic() - began < _TIMEOUT_S / 2
-
-
-def test_objects_that_one_rank_made_alone_are_in_nobodys_way(tmp_path: Path) -> None:
-    run_ranks(_make_alone, 2, tmp_path)
-    shutil.rmtree(tmp_path / "alone")

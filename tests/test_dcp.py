@@ -21,7 +21,7 @@ from localckpt.dcp import NodeStorageReader, NodeStorageWriter
 from localckpt.errors import CheckpointingException
 from tests.global_tier import models
 from tests.managers.jobs import Dirs, assert_same, damage
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, run_ranks
 
 _LONG_S = 120.0
 
@@ -123,7 +123,8 @@ def test_every_second_save_is_drained_to_what_torch_itself_loads(
     assert_same(loaded, [saved[0]] * 3)
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=2, timeout_s=_LONG_S)
+def test_what_does_not_fit_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
     full = {"a": torch.arange(6.0), "b": {"c": torch.ones(2), "d": [rank]}}
     with _manager(world_size) as manager:
         writer, reader = NodeStorageWriter(manager), NodeStorageReader(manager)
@@ -162,7 +163,3 @@ def _refused(rank: int, world_size: int) -> None:
         reader.reset("step-1")
         assert "NoReplicasAvailableError" in load(full)
         dcp.load(full, checkpoint_id="step-2", storage_reader=reader)
-
-
-def test_what_does_not_fit_is_an_error_on_every_rank(node_dirs: Dirs) -> None:
-    run_ranks(_refused, 2, store_per_node=node_dirs(2), timeout_s=_LONG_S)

@@ -21,7 +21,7 @@ from localckpt.failure_texts import ranks_named
 from localckpt.ids import Generation
 from localckpt.ranks.failure import NO_FUNCTION, Attempt, CallEnd, Failure, failure_of
 from localckpt.ranks.ranks import Ranks
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, same_on_all
 from tests.simulated import gather
 
 _GOOD = CallEnd(3, "write")
@@ -122,7 +122,8 @@ def test_an_error_that_a_thousand_ranks_have_is_a_short_text() -> None:
     assert ranks_named([9, 0, 1, 2, 3, 5, 6, 9]) == "ranks 0 to 3, 5, 6 and 9"
 
 
-def _tell_long_texts(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_an_error_of_more_than_8_mib_is_raised_on_all_and_breaks_no_store(rank: int) -> None:
     coordinator = Ranks("long", None, timeout_s=30.0)
     told = []
     with Attempt() as trying:
@@ -134,12 +135,5 @@ def _tell_long_texts(rank: int, world_size: int) -> list[str]:
     with pytest.raises(MismatchError, match=r"rank 0: .* bytes to tell the others"):
         gather(coordinator, "tell too much", list(range(2 << 20)) if rank == 0 else 1)
     gather(coordinator, "the store answers", None)
-    return told
-
-
-def test_an_error_of_more_than_8_mib_is_raised_on_all_and_breaks_no_store() -> None:
-    told = run_ranks(_tell_long_texts, 2)
-
-    assert told[0] == told[1]
-    assert told[0][0].startswith("could not try: ranks 0 and 1: ValueError: xxx")
-    assert all(len(text) < 20_000 for text in told[0])
+    assert same_on_all(told)[0].startswith("could not try: ranks 0 and 1: ValueError: xxx")
+    assert all(len(text) < 20_000 for text in told)

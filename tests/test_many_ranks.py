@@ -6,14 +6,13 @@ connection of its own instead of asking again and again.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from localckpt.errors import PeerLostError
-from tests.simulated import World, gather
+from tests.simulated import World, gather, many
 
 _WORLD = 72
 _PATIENT_S, _HURRIED_S = 90.0, 4.0
@@ -22,11 +21,8 @@ _PATIENT_S, _HURRIED_S = 90.0, 4.0
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Ranks that have begun, with a deadline that they meet on a busy machine, too."""
-    before = threading.stack_size(512 << 10)
-    try:
-        yield World(_WORLD, _PATIENT_S)
-    finally:
-        threading.stack_size(before)
+    with many(_WORLD, _PATIENT_S) as world:
+        yield world
 
 
 def test_a_decision_takes_few_operations_a_rank_and_its_verdict_is_the_same_on_all(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.programs import run
 
 _LEAVES_ALL = """
     tempfile.mkstemp(prefix="forgotten")
@@ -26,17 +27,11 @@ def test_what_a_test_leaves_fails_the_run(body: str, tmp_path: Path) -> None:
     test = tmp_path / "test_inner.py"
     test.write_text(f"import subprocess, tempfile, time\n\ndef test_it():\n{body}")
 
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"),
-            *("--rootdir", str(tmp_path), str(test)),
-        ],
+    done = run(
+        *(sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"),
+        *("--rootdir", tmp_path, test),
         env=os.environ | {"LOCALCKPT_TEST_GRACE_S": "0.3"},
         cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
 
     if found := re.search(r"process: (\d+) .*sleep 60", done.stdout):

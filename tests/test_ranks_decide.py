@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +19,11 @@ from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from tests.managers.jobs import error_of
-from tests.ranks import announce, await_announced, init_group_with_store_on, run_ranks
+from tests.ranks import die, init_group_with_store_on, on_ranks, same_on_all
 from tests.simulated import gather
 
 # Far more than it takes to be told, far less than the timeout.
 _AT_ONCE_S, _TIMEOUT_S = 10.0, 30.0
-# More than ranks that begin together are apart on a machine that does something else as well.
-_LATE_S = 3.0
 _LARGE = 9 << 20
 
 
@@ -49,9 +45,12 @@ def _go_on(ranks: Ranks) -> None:
 # Verdicts.
 
 
-def _say_and_hear(rank: int, world_size: int, root: int) -> None:
-    ranks = Ranks("test", timeout_s=_TIMEOUT_S, root=root)
-    assert ranks.is_root == (rank == root)
+@on_ranks(3)
+def test_bytes_of_any_size_come_to_the_root_and_each_rank_hears_its_own_part(
+    rank: int, world_size: int
+) -> None:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S, root=2)
+    assert ranks.is_root == (rank == 2)
     for nbytes in (0, 1, _LARGE):
         mine = Message([rank], bytes([rank]) * nbytes)
 
@@ -71,11 +70,8 @@ def _say_and_hear(rank: int, world_size: int, root: int) -> None:
         assert found == ["shared out", [rank] if rank in to else None]
 
 
-def test_bytes_of_any_size_come_to_the_root_and_each_rank_hears_its_own_part() -> None:
-    run_ranks(_say_and_hear, 3, 2)
-
-
-def _act_in_a_part(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_ranks_of_a_group_act_by_themselves(rank: int) -> None:
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
     group = groups[0] if rank % 2 else groups[1]
     # Others of the same name, of groups with ranks in common.
@@ -94,14 +90,13 @@ def _act_in_a_part(rank: int, world_size: int) -> None:
     assert f"could not meet: rank {2 + rank % 2}: full" in told
 
 
-def test_the_ranks_of_a_group_act_by_themselves() -> None:
-    run_ranks(_act_in_a_part, 4)
-
-
 # What fails.
 
 
-def _fail_in_turn(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_fails_on_one_rank_is_raised_on_all_at_once_with_its_type(
+    rank: int, world_size: int
+) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     for failing in range(world_size):
         for error, kind, said in (
@@ -123,17 +118,16 @@ def _fail_in_turn(rank: int, world_size: int) -> None:
     _go_on(ranks)
 
 
-def test_what_fails_on_one_rank_is_raised_on_all_at_once_with_its_type() -> None:
-    run_ranks(_fail_in_turn, 3)
-
-
-def _end_work_in_vain(rank: int, world_size: int, failing: int) -> None:
+@on_ranks(3)
+def test_a_rank_at_work_is_told_that_another_has_failed_and_raises_the_same(
+    rank: int, world_size: int
+) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     for _ in range(2):
         on_failure = threading.Event()
 
         def work(on_failure: threading.Event = on_failure) -> None:
-            if rank == failing:
+            if rank == 2:
                 raise StorageError("full")
             # Far longer than the test has.
             on_failure.wait(10 * _TIMEOUT_S)
@@ -141,16 +135,15 @@ def _end_work_in_vain(rank: int, world_size: int, failing: int) -> None:
 
         commit = partial(ranks.commit, "write", work, list, on_failure=on_failure.set)
         told = _told_at_once(commit, StorageError)
-        assert told == f"StorageError: could not write: rank {failing}: full"
+        assert told == "StorageError: could not write: rank 2: full"
         assert ranks.commit("go on", lambda: 1, sum, on_failure=on_failure.set) == world_size
 
 
-def test_a_rank_at_work_is_told_that_another_has_failed_and_raises_the_same() -> None:
-    run_ranks(_end_work_in_vain, 3, 2)
-
-
-def _lose_the_store(rank: int, world_size: int) -> str:
-    """The first rank hosts the job's store, and dies."""
+@pytest.mark.fault("silent-peer")
+@on_ranks(3, init_group=False, expect_dead=[0])
+def test_a_rank_at_work_is_told_that_the_store_has_died_with_its_host(
+    rank: int, world_size: int
+) -> None:
     init_group_with_store_on(0, rank, world_size)
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     on_failure = threading.Event()
@@ -158,30 +151,25 @@ def _lose_the_store(rank: int, world_size: int) -> str:
     def work() -> None:
         dist.barrier()
         if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         on_failure.wait(10 * _TIMEOUT_S)
         raise ValueError("ended")
 
-    return _told_at_once(
+    text = _told_at_once(
         lambda: ranks.commit("write", work, list, on_failure=on_failure.set), PeerLostError
     )
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_rank_at_work_is_told_that_the_store_has_died_with_its_host() -> None:
-    _, *told = run_ranks(_lose_the_store, 3, init_group=False, expect_dead=[0])
-
-    for text in told:
-        assert "the job's key-value store does not answer" in text
-        # Without the frames of torch's code.
-        assert "\n" not in text
+    assert "the job's key-value store does not answer" in text
+    # Without the frames of torch's code.
+    assert "\n" not in text
 
 
 class Unforeseen(BaseException):
     """As torch's own CheckpointException, no ``Exception``."""
 
 
-def _fail_with_what_is_no_exception(rank: int, world_size: int) -> None:
+@pytest.mark.fault("interrupted")
+@on_ranks(2)
+def test_what_is_no_exception_is_raised_on_all_at_once_too(rank: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     gather(ranks, "begin", None)
     error = Unforeseen("out of the ordinary")
@@ -198,39 +186,11 @@ def _fail_with_what_is_no_exception(rank: int, world_size: int) -> None:
         _go_on(ranks)
 
 
-@pytest.mark.fault("interrupted")
-def test_what_is_no_exception_is_raised_on_all_at_once_too() -> None:
-    run_ranks(_fail_with_what_is_no_exception, 2)
-
-
-def _come_late(rank: int, world_size: int) -> None:
-    ranks = Ranks("test", timeout_s=_LATE_S)
-    for late in range(world_size):
-
-        def work(late: int = late) -> Message:
-            if rank == late:
-                for other in {0, 1, 2} - {rank}:
-                    await_announced(f"told {late} {other}")
-            return Message(0, bytes(_LARGE))
-
-        told = error_of(lambda work=work: ranks.commit("write", work, list), PeerLostError)
-        missing = f"rank {late} (last seen: write) did not come"
-        said = f"waited {_LATE_S:g} s to write, and {missing}"
-        assert (f"rank {late} came too late to write" if rank == late else said) in told
-        announce(f"told {late} {rank}")
-        await_announced(f"told {late} {late}")
-        _go_on(ranks)
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_rank_that_is_too_late_is_named_with_what_it_began_and_the_next_call_works() -> None:
-    run_ranks(_come_late, 3)
-
-
 # Keys in the store.
 
 
-def _count_keys(rank: int, world_size: int, rounds: int) -> None:
+@on_ranks(3)
+def test_rounds_leave_no_more_in_the_store_than_those_before(rank: int) -> None:
     ranks = Ranks("test", timeout_s=_TIMEOUT_S)
     counts = []
 
@@ -238,7 +198,7 @@ def _count_keys(rank: int, world_size: int, rounds: int) -> None:
         return PerRank(0, dict(enumerate(said)))
 
     for _ in range(2):
-        for _ in range(rounds):
+        for _ in range(25):
             ranks.commit("tell each", lambda: Message(0, b"said"), to_each)
             work = (lambda: _fail(StorageError("full"))) if rank == 1 else lambda: Message(0, b"x")
             error_of(lambda work=work: ranks.commit("fail", work, to_each), StorageError)
@@ -252,18 +212,16 @@ def _count_keys(rank: int, world_size: int, rounds: int) -> None:
     assert counts[0] == counts[1]
 
 
-def test_rounds_leave_no_more_in_the_store_than_those_before() -> None:
-    run_ranks(_count_keys, 3, 25)
-
-
 # Late ranks.
 
 
-def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
+@pytest.mark.fault("cut-network")
+@on_ranks(3)
+def test_whenever_ranks_come_all_have_the_answer_or_none_has(rank: int) -> None:
     outcomes = []
     coordinator = Ranks("race", None, timeout_s=30.0)
     moments = random.Random(rank)
-    for _ in range(rounds):
+    for _ in range(150):
         gather(coordinator, "wait for all", None)
         time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
         try:
@@ -273,18 +231,11 @@ def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
             outcomes.append(True)
         except PeerLostError:
             outcomes.append(False)
-    return outcomes
+    assert {True, False} == set(same_on_all(outcomes))
 
 
-@pytest.mark.fault("cut-network")
-def test_whenever_ranks_come_all_have_the_answer_or_none_has() -> None:
-    told = run_ranks(_come_about_in_time, 3, 150)
-
-    assert told[0] == told[1] == told[2]
-    assert {True, False} == set(told[0])
-
-
-def _succeed_and_wait(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost(rank: int) -> None:
     coordinator = Ranks("patience", None, timeout_s=1.0)
     gather(coordinator, "wait for all", None)
     with Attempt() as exchanging:
@@ -296,11 +247,10 @@ def _succeed_and_wait(rank: int, world_size: int) -> None:
     assert told == "PeerLostError: could not exchange: rank 0: rank 7 is lost"
 
 
-def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:
-    run_ranks(_succeed_and_wait, 3)
-
-
-def _fall_apart(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_of_calls_for_several_iterations_the_earlier_fails_and_ranks_meet_at_the_later(
+    rank: int,
+) -> None:
     ranks = Ranks("order", None, timeout_s=30.0)
 
     def save(step: int) -> Any:
@@ -309,7 +259,3 @@ def _fall_apart(rank: int, world_size: int) -> None:
     if rank == 0:
         assert "rank 0: save 7; ranks 1 and 2: save 9" in error_of(lambda: save(7), MismatchError)
     assert [save(9), save(10)] == [[9, 9, 9], [10, 10, 10]]
-
-
-def test_of_calls_for_several_iterations_the_earlier_fails_and_ranks_meet_at_the_later() -> None:
-    run_ranks(_fall_apart, 3)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import localckpt
 from localckpt import CheckpointingException
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import Dirs, assert_same, cliques, error_of, make_manager, state_of
+from tests.managers.jobs import assert_same, cliques, error_of, make_manager, state_of
 from tests.managers.own_managers import DictManager
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks
 
 # Far more than an answer takes, far less than the waits of the ranks that were refused nothing.
 _AT_ONCE_S = 8.0
@@ -79,12 +79,16 @@ _CONSTRUCTORS: list[tuple[Callable[[bool], Any], str]] = [
 ]
 
 
-def _refuse(rank: int, world_size: int) -> list[tuple[str, float]]:
-    told = []
-    for number, (construct, _) in enumerate(_CONSTRUCTORS):
+@pytest.mark.parametrize("refused", [0, 2])
+@on_ranks(3, nodes=3)
+def test_what_one_rank_refuses_is_an_error_on_all_at_once(rank: int, refused: int) -> None:
+    os.environ["LOCALCKPT_TEST_REFUSED"] = str(refused)
+    for number, (construct, expected) in enumerate(_CONSTRUCTORS):
         began = time.monotonic()
-        text = error_of(partial(construct, rank == _refused_rank()), CheckpointingException)
-        told.append((text, time.monotonic() - began))
+        text = error_of(partial(construct, rank == refused), CheckpointingException)
+        assert time.monotonic() - began < _AT_ONCE_S, number
+        assert expected in text, number
+        assert rank == refused or f"rank {refused}: " in text, number
         # The ranks are in step, so what they make next works.
         with make_manager("disk", node_store() / f"{number}", "job", cliques(1, 2)) as manager:
             manager.save(state_of(rank, 1), 1)
@@ -95,16 +99,3 @@ def _refuse(rank: int, world_size: int) -> list[tuple[str, float]]:
     with pytest.raises(CheckpointingException, match=r"^keep_last is 0"):
         make_manager("disk", node_store(), "job", keep_last=0)
     _local()
-    return told
-
-
-@pytest.mark.parametrize("refused", [0, 2])
-def test_what_one_rank_refuses_is_an_error_on_all_at_once(refused: int, node_dirs: Dirs) -> None:
-    env = {"LOCALCKPT_TEST_REFUSED": str(refused)}
-    told = run_ranks(_refuse, 3, store_per_node=node_dirs(3), env=env)
-
-    for number, (_, expected) in enumerate(_CONSTRUCTORS):
-        for rank, (text, took_s) in enumerate(of_rank[number] for of_rank in told):
-            assert expected in text, (number, rank)
-            assert rank == refused or f"rank {refused}: " in text, number
-            assert took_s < _AT_ONCE_S, number

@@ -7,12 +7,9 @@ keys of a dead attempt would stop torch before anything of ours begins.
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +23,10 @@ from localckpt import (
     MismatchError,
     PeerLostError,
 )
-from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
-from tests.ranks import node_store, run_ranks
-from tests.simulated import gather
+from tests.ranks import die, node_store, on_ranks, run_ranks
 
 _TIMEOUT_S = 20.0
-_HANG_S = 1.0
 
 
 def _join(rank: int, world_size: int, port: int) -> None:
@@ -43,68 +37,9 @@ def _join(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list[Any] | None:
-    """One attempt; rank 1 dies at a point, and the others soon after it, as torchrun's would."""
-    _join(rank, world_size, port)
-    timeout_s = _HANG_S if dies_after else _TIMEOUT_S
-
-    def point(name: str) -> None:
-        if dies_after == name and rank == 1:
-            _die()
-
-    try:
-        point("start")
-        coordinator = Ranks("test", timeout_s=timeout_s)
-        point("opening")
-        said = [gather(coordinator, "meet", [rank, number]) for number in range(3)]
-        assert coordinator.decide("agree", lambda: rank, len) == world_size
-        point("gathering")
-        behind = Ranks("behind", timeout_s=timeout_s)
-        said.append(behind.commit("act", lambda: rank, lambda all_: all_))
-        point("acting")
-        gather(coordinator, "end", None)
-        return said
-    except PeerLostError:
-        _die()
-    return None
-
-
 @pytest.fixture
 def job_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.TCPStore) -> None:
-    for point in ("start", "opening", "gathering", "acting", None):
-        dead = range(3) if point else ()
-
-        told = run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
-
-    assert told == [[*([[r, n] for r in range(3)] for n in range(3)), [0, 1, 2]]] * 3
-
-
-def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
-    _join(rank, world_size, port)
-    coordinator = Ranks("test", timeout_s=20.0)
-    gather(coordinator, "meet", None)
-    dist.destroy_process_group()
-    # What is under way when a group is destroyed may end.
-    gather(coordinator, "meet again", None)
-    _join(rank, world_size, port)
-
-    for call in (
-        lambda: gather(coordinator, "meet in another group", None),
-        lambda: coordinator.commit("act in another group", list, list),
-    ):
-        assert "torch.distributed was initialised anew after" in error_of(call, MismatchError)
-
-
-def test_what_was_made_in_another_process_group_says_so_at_once(job_store: dist.TCPStore) -> None:
-    run_ranks(_use_what_is_older, 2, job_store.port, init_group=False)
 
 
 def _save(rank: int, world_size: int, port: int, shared: Path, dies: str | None) -> int:
@@ -113,21 +48,23 @@ def _save(rank: int, world_size: int, port: int, shared: Path, dies: str | None)
     state = {"w": torch.full((100,), float(rank)), "rank": rank}
     try:
         if dies == "before its manager" and rank == 1:
-            _die()
+            die()
         strategy = CliqueReplicationStrategy.from_replication_params(None, 2, timeout_s=timeout_s)
         local = LocalCheckpointManager(node_store(), "run", strategy, timeout=timeout_s)
         shared_tier = GlobalCheckpointManager(shared, timeout=timeout_s)
         queue = AsyncCallsQueue(timeout_s=timeout_s)
         if dies == "before its first save" and rank == 1:
-            _die()
+            die()
         found = max(local.find_latest(), shared_tier.find_latest())
         queue.schedule_async_request(local.save(state, found + 2, is_async=True))
         if dies == "in its first save" and rank == 1:
-            _die()
+            die()
         queue.maybe_finalize_async_calls(blocking=True)
+        if dies == "before its shared save" and rank == 1:
+            die()
         shared_tier.save({f"of {rank}": state}, found + 2, is_async=False)
     except PeerLostError:
-        _die()
+        die()
     assert torch.equal(local.load()[0]["w"], state["w"]) if local.find_latest() > 0 else True
     queue.close()
     local.close()
@@ -140,7 +77,8 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
     job_store: dist.TCPStore, tmp_path: Path
 ) -> None:
     nodes = [tmp_path / "a", tmp_path / "b"]
-    for dies in ("before its manager", "before its first save", "in its first save"):
+    points = ("before its manager", "before its first save", "in its first save")
+    for dies in (*points, "before its shared save"):
         run_ranks(
             *(_save, 2, job_store.port, tmp_path / "shared", dies),
             init_group=False,
@@ -155,13 +93,16 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
     )
     first = found()
     # The rank that died in its save may have written all of it before, and the other one, too.
-    assert first in ([-1, -1], [1, 1])
+    assert first in ([1, 1], [3, 3])
     assert found() == [first[0] + 2] * 2
 
 
-def _make_before_the_group(rank: int, world_size: int, shared: Path) -> None:
+@on_ranks(2, nodes=2, init_group=False)
+def test_a_manager_made_before_the_process_group_is_an_error_and_no_world_of_one(
+    rank: int, tmp_path: Path
+) -> None:
     local = partial(LocalCheckpointManager, node_store(), "run", timeout=_TIMEOUT_S)
-    global_ = partial(GlobalCheckpointManager, shared, timeout=_TIMEOUT_S)
+    global_ = partial(GlobalCheckpointManager, tmp_path, timeout=_TIMEOUT_S)
     for make in (local, global_):
         assert "call torch.distributed.init_process_group()" in error_of(make, MismatchError)
     assert not any(node_store().glob("*"))
@@ -182,13 +123,3 @@ def _make_before_the_group(rank: int, world_size: int, shared: Path) -> None:
     with local() as again:
         again.save({"a": rank}, 1)
         assert again.find_latest() == 1
-
-
-def test_a_manager_made_before_the_process_group_is_an_error_and_no_world_of_one(
-    node_dirs: Callable[[int], list[Path]], tmp_path: Path
-) -> None:
-    run_ranks(
-        *(_make_before_the_group, 2, tmp_path / "shared"),
-        init_group=False,
-        store_per_node=node_dirs(2),
-    )

@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from localckpt.async_save.callers import PendingCall
 from localckpt.errors import PeerLostError, StorageError
-from localckpt.ranks.deadline import Patience
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.ranks import Ranks
-from localckpt.ranks.watch import CallVerdict, Watch, Watched
-from tests.simulated import PATIENCE_S, World
+from localckpt.ranks.watch import Watch, Watched
+from tests.simulated import PATIENCE_S, World, many
 
 _WORLD = 20
 _CALLS = 12
@@ -27,13 +24,8 @@ _MOST_DISTURBED = 5
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    before = threading.stack_size(512 << 10)
-    try:
-        world = World(_WORLD, 0.5)
-        world.wait_on_clients()
+    with many(_WORLD, 0.5, waits_on_clients=True) as world:
         yield world
-    finally:
-        threading.stack_size(before)
 
 
 def _call(number: int, *, ends_after_s: float = 0.0, error: Exception | None = None) -> Watched:
@@ -78,23 +70,6 @@ def _train(ranks: Ranks, seed: int) -> list[tuple[int, int, Failure | None]]:
     return acted
 
 
-class _Silent:
-    """Ranks that are asked nothing but whom they wait for."""
-
-    is_root = True
-    world_size = 2
-
-    def require_same_world(self) -> None: ...
-
-    def prepare(self) -> None: ...
-
-    def patience(self, what: str) -> Patience:
-        return Patience(0, what)
-
-    def awaits(self) -> str:
-        return ""
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_all_ranks_act_on_each_call_in_the_same_poll_however_fast_they_poll(
     world: World, seed: int
@@ -126,41 +101,6 @@ def test_a_poll_asks_the_store_nothing(world: World) -> None:
     for call in over:
         call.end(None)
     world.all_do(lambda ranks: watches[ranks.rank]._await_verdict(0, time.monotonic()))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
-def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
-    steps: list[tuple[int, bool]],
-) -> None:
-    watches = [Watch(PATIENCE_S, ranks=_Silent()) for _ in range(3)]  # type: ignore[arg-type]
-    limits: dict[int, int] = {}
-    heard: set[int] = set()
-    acted: dict[int, int] = {}
-
-    def poll(rank: int) -> None:
-        watch = watches[rank]
-        # Else it waits until it has heard.
-        if watch._polls < watch._limit and rank not in acted:
-            watch.poll(blocking=False)
-            if watch._due_verdict(0) is not None:
-                acted[rank] = watch._polls
-
-    def promise_or_hear(rank: int) -> None:
-        if rank not in limits:
-            limits[rank] = watches[rank]._promise(margin=rank % 2)
-        elif len(limits) == len(watches) and rank not in heard:
-            heard.add(rank)
-            watches[rank]._calls.append(_call(0))
-            watches[rank]._publish([CallVerdict(0, due=1 + max(limits.values()))])
-
-    for rank, is_poll in steps:
-        (poll if is_poll else promise_or_hear)(rank)
-    while len(acted) < len(watches):
-        for rank in range(len(watches)):
-            promise_or_hear(rank)
-            poll(rank)
-
-    assert len(set(acted.values())) == 1
 
 
 class _DiedError(Exception):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import localckpt
 from tests.ranks import announce, node_store
 
-Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
+Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1"]
 
 _WIDTH, _SAMPLES, _BATCH = 24, 40, 4
 
@@ -76,14 +76,11 @@ def make_model(sharding: Sharding) -> torch.nn.Module:
         # Else DDP makes its buckets anew after the first step of each process, and gloo sums in
         # another order where a gradient lies elsewhere: steps would differ by rounding.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    if sharding in ("fsdp2", "hsdp"):
+    if sharding == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        replicas = 2 if sharding == "hsdp" else 1
-        sizes = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
-        fully_shard(model, mesh=mesh if sharding == "hsdp" else mesh["shards"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     if sharding == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -146,6 +143,14 @@ def save_once(state: dict[str, Any], **options: Any) -> None:
         checkpointer.save(0, shared="shared" in options)
 
 
+def resume_once(
+    state: dict[str, Any], *, partial: bool = False, only: list[str] | None = None, **options: Any
+) -> int:
+    """First step of a start that resumes a training state, and does nothing more."""
+    with localckpt.Checkpointer(state, **options) as checkpointer:
+        return checkpointer.resume(partial=partial, only=only)
+
+
 def stores(tmp_path: Path, count: int) -> list[Path]:
     return [tmp_path / f"node {number}" for number in range(count)]
 
@@ -184,12 +189,7 @@ class Killed(BaseException):
 
 
 def lives(
-    rank: int,
-    program: Any,
-    node: Path,
-    tier: Tier,
-    shared: Path | None = None,
-    *arguments: Any,
+    rank: int, program: Any, node: Path, tier: Tier, shared: Path | None = None
 ) -> tuple[Losses, Losses, int]:
     """The losses of a program that is never killed, and of one killed after each of its steps.
 
@@ -228,7 +228,7 @@ def lives(
             options["every"] = 1
         with mock.patch.object(localckpt, "Checkpointer", Mortal):
             try:
-                program(note, *arguments, **options)
+                program(note, **options)
             except Killed:
                 return losses, True
         return losses, False

@@ -10,11 +10,12 @@ import hashlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,11 +38,6 @@ class Life:
     is_as_saved: bool
     rejoined: localckpt.Rejoined | None
     read_nbytes: int
-
-
-@dataclass
-class Survivor:
-    lives: list[Life] = field(default_factory=list)
 
 
 def connect(prefix: str) -> dist.Store:
@@ -112,12 +108,6 @@ def digest(state: dict[str, Any]) -> str:
     return hasher.hexdigest()
 
 
-def read_nbytes() -> int:
-    """Bytes that this process has read from disks so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-
 def train_through(
     home: int,
     world_size: int,
@@ -128,15 +118,15 @@ def train_through(
     width: int = 64,
     in_place: bool = False,
     keep: Literal["live"] | None = None,
-) -> Survivor:
+) -> list[Life]:
     """Train through all lives; what it was at the end of each step is noted in ``digests``."""
-    seen, checkpointer = Survivor(), None
+    seen, checkpointer, counters = list[Life](), None, psutil.Process().io_counters
     for number, world in enumerate(worlds):
         if home not in world:
             continue
         begin(number, world, home, in_place=in_place)
         state = make_state(shape, width)
-        rejoined, read_before = None, read_nbytes()
+        rejoined, read_before = None, counters().read_bytes
         if checkpointer is None:
             checkpointer = localckpt.Checkpointer(
                 state,
@@ -154,10 +144,10 @@ def train_through(
                 checkpointer.whole_step(state["optimizer"])
             rejoined = checkpointer.rejoin(state, keep=keep)
             first = rejoined.step
-        read = read_nbytes() - read_before
+        read = counters().read_bytes - read_before
         known = digests / str(first - 1)
         is_as_saved = first == 0 or known.read_text() == digest(state)
-        seen.lives.append(Life(dist.get_rank(), first, is_as_saved, rejoined, read))
+        seen.append(Life(dist.get_rank(), first, is_as_saved, rejoined, read))
         is_last = number == len(worlds) - 1
         is_lost = not is_last and not any(home in later for later in worlds[number + 1 :])
         try:
@@ -193,8 +183,8 @@ def survive(
     width: int = 64,
     in_place: bool = False,
     keep: Literal["live"] | None = None,
-) -> dict[int, Survivor]:
-    """Run the job; what each process has seen that is not lost."""
+) -> dict[int, list[Life]]:
+    """Run the job; the lives of each process that is not lost."""
     homes = 1 + max(home for world in worlds for home in world)
     digests = tmp_path / "digests"
     digests.mkdir()

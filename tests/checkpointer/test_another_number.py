@@ -6,16 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
 import localckpt
-from localckpt import Checkpointer, MismatchError, Values
-from tests.checkpointer.loops import Part, save_once, stores
-from tests.ranks import node_store, run_ranks
+from localckpt import MismatchError, Values
+from tests.checkpointer.loops import Part, resume_once, save_once
+from tests.ranks import logged, node_store, on_ranks
 
 _S = 60.0
 _SAVED_BY = 2
@@ -170,20 +169,28 @@ _ROWS = _VALUE_ROWS | {
 _KEYS = {row: f"p{number}" for number, row in enumerate(_ROWS)}
 
 
-def _save(rank: int, world_size: int, shared: Path) -> None:
+def _save(rank: int, world_size: int) -> None:
     state = {
         key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank)))[0] for n, key in _KEYS.items()
     }
     private = {key: "keep" for name, key in _KEYS.items() if name.startswith("stage")}
-    save_once(state, local=node_store(), shared=shared, timeout_s=_S, private=private)
+    places: dict[str, Any] = {tier: node_store() / tier for tier in ("local", "shared")}
+    save_once(state, **places, timeout_s=_S, private=private)
 
 
-def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:
-    """Resume what loads together, and what is refused by itself; what became of each value."""
-    local, options = node_store(), dict[str, Any]()
+@pytest.mark.rows(2)
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("world_size", [3, 1])
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+@on_ranks(nodes=1, after=(_save, _SAVED_BY), timeout_s=_S)
+def test_each_kind_of_value_becomes_the_same_on_both_tiers(
+    rank: int, world_size: int, tier: str
+) -> None:
+    local, options, warned = node_store() / "local", dict[str, Any](), logged()
     if tier == "shared":
-        local, options = shared.parent / "empty", {"shared": shared}
+        local, options = node_store() / "empty", {"shared": node_store() / "shared"}
         local.mkdir(exist_ok=True)
+    # What loads together, and what is refused by itself.
     groups: dict[str, list[str]] = {}
     for name, row in _ROWS.items():
         alone = name if row.becomes == "refused" else ""
@@ -200,47 +207,22 @@ def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]
         given = {**options, **_ROWS[names[0]].options, "private": private, "read_only": True}
         error = ""
         try:
-            with Checkpointer(state, local=local, timeout_s=_S, **given) as checkpointer:
-                checkpointer.resume(only=list(state))
+            resume_once(state, only=list(state), local=local, timeout_s=_S, **given)
         except MismatchError as refused:
             error = f"refused: {refused}"
             assert [float(read()) for _, read in made.values()] == [_MADE] * len(made)
             assert all(f"'{key}" in error for key in state), error
         found |= {name: error or float(read()) for name, (_, read) in made.items()}
-    return found
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    root = tmp_path_factory.mktemp("resized")
-    run_ranks(_save, _SAVED_BY, root / "shared", store_per_node=stores(root, 1), timeout_s=_S)
-    return root / "shared", stores(root, 1)
-
-
-@pytest.mark.rows(2)
-@pytest.mark.fault("world-size")
-@pytest.mark.parametrize("world_size", [3, 1])
-@pytest.mark.parametrize("tier", ["nodes", "shared"])
-def test_each_kind_of_value_becomes_the_same_on_both_tiers(
-    tier: str,
-    world_size: int,
-    places: tuple[Path, list[Path]],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    shared, nodes = places
-
-    found = run_ranks(_load, world_size, shared, tier, store_per_node=nodes, timeout_s=_S)
-
     wrong = {}
     for name, row in _ROWS.items():
-        for rank, outcomes in enumerate(found):
-            got = outcomes[name]
-            is_refused = isinstance(got, str) and got.startswith("refused")
-            if is_refused != (row.becomes == "refused") or (
-                not is_refused and (isinstance(got, str) or got not in row.expected(rank))
-            ):
-                wrong[name, rank] = row.becomes, got
-    assert not wrong, "\n".join(f"{place}: {what}" for place, what in wrong.items())
-    dropped = re.search(r"which differ in .*'(p\d+)'.*: dropped", capfd.readouterr().out)
-    assert dropped is not None
-    assert dropped[1] in _KEYS.values()
+        got = found[name]
+        is_refused = isinstance(got, str)
+        if is_refused != (row.becomes == "refused") or (
+            not is_refused and got not in row.expected(rank)
+        ):
+            wrong[name] = row.becomes, got
+    assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+    if rank == 0:
+        dropped = re.search(r"which differ in .*'(p\d+)'.*: dropped", "\n".join(warned))
+        assert dropped is not None
+        assert dropped[1] in _KEYS.values()

@@ -6,6 +6,7 @@ import collections
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from localckpt import (
     MismatchError,
     NoReplicasAvailableError,
 )
-from tests.checkpointer.loops import Part, save_once, stores
+from tests.checkpointer.loops import Part, resume_once, save_once
 from tests.managers.jobs import error_of
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, same_on_all
 
 _S = 20.0
 
@@ -31,6 +32,8 @@ def _net(
 ) -> torch.nn.Module:
     net = torch.nn.Sequential()
     net.add_module("body", torch.nn.Linear(4, 4))
+    net.add_module("tied", torch.nn.Linear(4, 4, bias=False))
+    net.tied.weight = net.body.weight
     if head:
         net.add_module("head", torch.nn.Linear(4, 2))
     with torch.no_grad():
@@ -53,38 +56,27 @@ def _fill(parameter: Any) -> float:
     return float(value)
 
 
-def _state(rank: int, fill: float, *, sharded: int = 0, **parts: Any) -> dict[str, Any]:
-    net = _net(fill, sharded=sharded)
-    return {"net": net, "optimizer": _sgd(net, fill), "loader": Part(100 * rank + 7), **parts}
+def _state(rank: int, fill: float, *, sharded: int = 0, **of_net: Any) -> dict[str, Any]:
+    net = _net(fill, sharded=sharded, **of_net)
+    return {"net": net, "optimizer": _sgd(net, fill), "loader": Part(100 * rank + 7)}
 
 
 def _sgd(net: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
 
 
-def _saved(rank: int, world_size: int, shared: Path) -> None:
-    state = _state(rank, 3.0, sharded=world_size)
-    save_once(state, local=node_store() / "nodes", shared=shared, timeout_s=_S, rng=False)
+def _saved(rank: int, world_size: int) -> None:
+    places: dict[str, Any] = {name: node_store() / name for name in ("local", "shared")}
+    save_once(_state(rank, 3.0, sharded=world_size), **places, timeout_s=_S, rng=False)
 
 
-def _as_saved(rank: int, sharded: int) -> dict[str, Any]:
-    return _state(rank, 5.0, sharded=sharded)
+def _now(rank: int, sharded: int, **of_net: Any) -> dict[str, Any]:
+    return _state(rank, 5.0, sharded=sharded, **of_net)
 
 
 def _renamed(rank: int, sharded: int) -> dict[str, Any]:
-    state = _state(rank, 5.0, sharded=sharded)
+    state = _now(rank, sharded)
     return {"model": state.pop("net"), **state}
-
-
-def _in_double(rank: int, sharded: int) -> dict[str, Any]:
-    net = _net(5.0, sharded=sharded, dtype=torch.double)
-    return {**_state(rank, 5.0), "net": net, "optimizer": _sgd(net, 5.0)}
-
-
-def _without_optimizer(rank: int, sharded: int) -> dict[str, Any]:
-    state = _state(rank, 5.0, sharded=sharded)
-    del state["optimizer"]
-    return state
 
 
 def _with_more(rank: int, sharded: int) -> dict[str, Any]:
@@ -93,7 +85,7 @@ def _with_more(rank: int, sharded: int) -> dict[str, Any]:
 
 
 def _with_all_changed(rank: int, sharded: int) -> dict[str, Any]:
-    state = _state(rank, 5.0, sharded=sharded)
+    state = _now(rank, sharded)
     net = torch.nn.Sequential(collections.OrderedDict(body=torch.nn.Linear(6, 4).double()))
     torch.nn.init.constant_(net.body.weight, 5.0)
     torch.nn.init.constant_(net.body.bias, 5.0)
@@ -113,9 +105,10 @@ def _look(state: dict[str, Any]) -> list[Any]:
 _Make = Callable[[int, int], dict[str, Any]]
 # The program, the arguments of resume, and what a rank has then.
 _RESUMED: dict[str, tuple[_Make, dict[str, Any], Callable[[int], list[Any]]]] = {
-    "only a part": (_as_saved, {"only": ["net"]}, lambda n: [[3.0, 3.0], 5.0, 100 * n + 7]),
+    "only a part": (_now, {"only": ["net"]}, lambda n: [[3.0, 3.0], 5.0, 100 * n + 7]),
     "without a part that is no more": (
-        *(_without_optimizer, {"skip": ["optimizer", "loader"]}),
+        lambda *of: {key: part for key, part in _now(*of).items() if key != "optimizer"},
+        {"skip": ["optimizer", "loader"]},
         lambda n: [[3.0, 3.0], None, 100 * n + 7],
     ),
     "a renamed part": (
@@ -123,7 +116,7 @@ _RESUMED: dict[str, tuple[_Make, dict[str, Any], Callable[[int], list[Any]]]] = 
         lambda n: [[3.0, 3.0], 3.0, 100 * n + 7],
     ),
     "in another dtype": (
-        *(_in_double, {"skip": ["loader"], "allow_dtype_change": True}),
+        *(partial(_now, dtype=torch.double), {"skip": ["loader"], "allow_dtype_change": True}),
         lambda n: [[3.0, 3.0], 3.0, 100 * n + 7],
     ),
     "in part": (
@@ -133,7 +126,10 @@ _RESUMED: dict[str, tuple[_Make, dict[str, Any], Callable[[int], list[Any]]]] = 
 }
 _REFUSED: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "a renamed part": (_renamed, ("net", "model", "rename={'old': 'new'}")),
-    "another dtype": (_in_double, ("net.body.weight", "allow_dtype_change=True")),
+    "another dtype": (
+        partial(_now, dtype=torch.double),
+        ("net.body.weight: saved as float32", "allow_dtype_change=True"),
+    ),
     "all": (_with_all_changed, ("net.body.weight", "net.body.bias", "SGD", "AdamW", "place")),
 }
 
@@ -153,37 +149,27 @@ def _resume(
     return first, _look(state)
 
 
-def _resume_each(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:
-    places: dict[str, Any] = {"local": node_store() / "nodes"}
-    if tier == "shared":
-        places = {"local": node_store() / "none", "shared": shared}
-    changes = {name: (make, arguments) for name, (make, arguments, _) in _RESUMED.items()}
-    changes |= {f"refused: {name}": (make, {}) for name, (make, _) in _REFUSED.items()}
-    return {name: _resume(rank, world_size, places, *each) for name, each in changes.items()}
-
-
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("ranks", [2, 3], ids=["same", "elastic"])
+@pytest.mark.parametrize("world_size", [2, 3], ids=["same", "elastic"])
 @pytest.mark.parametrize("tier", ["nodes", "shared"])
+@on_ranks(nodes=1, after=(_saved, 2))
 def test_a_changed_program_resumes_what_it_names_or_is_told_of_all_that_it_changed(
-    tier: str, ranks: int, tmp_path: Path
+    rank: int, world_size: int, tier: str
 ) -> None:
-    nodes, shared = stores(tmp_path, 1), tmp_path / "shared"
-    run_ranks(_saved, 2, shared, store_per_node=nodes)
+    places: dict[str, Any] = {"local": node_store() / "local"}
+    if tier == "shared":
+        places = {"local": node_store() / "none", "shared": node_store() / "shared"}
 
-    found = run_ranks(_resume_each, ranks, shared, tier, store_per_node=nodes)
+    for name, (make, arguments, expected) in _RESUMED.items():
+        assert _resume(rank, world_size, places, make, arguments) == (1, expected(rank)), name
 
-    for rank, by_name in enumerate(found):
-        for name, (_, _, expected) in _RESUMED.items():
-            assert by_name[name] == (1, expected(rank)), name
-        for name, (_, words) in _REFUSED.items():
-            text = by_name[f"refused: {name}"]
-            assert all(word in text for word in words), text
-            if name == "all":
-                differ = "values of 'loader' differ between the ranks"
-                assert (differ in text) == (ranks == 3)
-            else:
-                assert not any(word in text for word in ("load()", "manager")), text
+    for name, (make, words) in _REFUSED.items():
+        text = _resume(rank, world_size, places, make, {})
+        assert all(word in text for word in words), text
+        if name == "all":
+            assert ("values of 'loader' differ between the ranks" in text) == (world_size == 3)
+        else:
+            assert not any(word in text for word in ("load()", "manager")), text
 
 
 @pytest.mark.parametrize(
@@ -212,7 +198,8 @@ def test_wrong_names_are_an_error_that_lists_what_is_there(
         assert all(name in text for name in ("net", "loader", "optimizer"))
 
 
-def _differ(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, nodes=1)
+def test_ranks_with_other_arguments_load_nothing(rank: int) -> None:
     state = {"net": torch.nn.Linear(1, 1), "other": Part(1)}
     texts = []
     with Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer:
@@ -222,14 +209,7 @@ def _differ(rank: int, world_size: int) -> list[str]:
         ):
             with pytest.raises(MismatchError) as caught:
                 checkpointer.resume(**arguments)  # type: ignore[arg-type]
-            texts.append(str(caught.value))
-    return texts
-
-
-def test_ranks_with_other_arguments_load_nothing(tmp_path: Path) -> None:
-    texts, others = run_ranks(_differ, 2, store_per_node=stores(tmp_path, 1))
-
-    assert texts == others
+            texts.append(same_on_all(str(caught.value)))
     assert "skip is [] on rank 0 and ['other'] on rank 1" in texts[0]
     assert "rank 0 of step 0, rank 1 of step 1" in texts[1]
 
@@ -242,16 +222,10 @@ def test_what_is_let_go_is_logged_by_name_and_may_not_be_all(
     save_once(_state(0, 3.0), local=tmp_path / "local-nodes", **options)
     options["local"] = tmp_path / f"local-{tier}"
 
-    with (
-        Checkpointer({"nett": torch.nn.Linear(2, 2)}, **options) as checkpointer,
-        pytest.raises(MismatchError, match="nothing of this state is in the checkpoint"),
-    ):
-        checkpointer.resume(partial=True)
-    with (
-        caplog.at_level(logging.WARNING, "localckpt"),
-        Checkpointer(_with_more(0, 0), **options) as checkpointer,
-    ):
-        assert checkpointer.resume(partial=True, only=["net", "ema"]) == 1
+    with pytest.raises(MismatchError, match="nothing of this state is in the checkpoint"):
+        resume_once({"nett": torch.nn.Linear(2, 2)}, partial=True, **options)
+    with caplog.at_level(logging.WARNING, "localckpt"):
+        assert resume_once(_with_more(0, 0), partial=True, only=["net", "ema"], **options) == 1
 
     texts = "\n".join(caplog.messages)
     for name in ("optimizer", "loader", "ema", "net.head.weight", "net.head.bias"):

@@ -25,10 +25,10 @@ from localckpt import (
 from localckpt.checkpointer import life
 from localckpt.cli import output
 from localckpt.managers import local
-from tests.checkpointer.loops import Part, save_once, stores
+from tests.checkpointer.loops import Part, resume_once, save_once
 from tests.cli.commands import call
 from tests.managers.jobs import error_of, everything, iterations_on, put_back, take_away
-from tests.ranks import node_store, run_ranks
+from tests.ranks import logged, node_store, on_ranks, run_ranks, same_on_all
 
 _LAYER = torch.nn.Linear(1, 1)
 
@@ -108,16 +108,14 @@ def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -
     with localckpt.LocalCheckpointManager(tmp_path) as manager:
         manager.save({"value": torch.nn.Linear(1, 1)}, 3)
 
-    with (
-        pytest.raises(CheckpointingException, match=r"saved by another object.*resume\(Elsewhere"),
-        Checkpointer(_state(), local=tmp_path) as checkpointer,
-    ):
-        checkpointer.resume()
+    with pytest.raises(CheckpointingException, match=r"saved by another obj.*resume\(Elsewhere"):
+        resume_once(_state(), local=tmp_path)
 
 
-def _train_while_the_store_is_away(rank: int, world_size: int) -> tuple[list[int], int, str]:
-    """Steps until training ended, the saves that failed, and what was raised."""
-    root, steps = node_store(), list[int]()
+@pytest.mark.fault("unusable-store")
+@on_ranks(2, nodes=2)
+def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(rank: int) -> None:
+    root, steps, warned = node_store(), list[int](), logged()
     options: dict[str, Any] = {"every": Every(steps=1), "max_failures": 3, "timeout_s": 60.0}
     with Checkpointer(_state(), local=root, **options) as checkpointer:
 
@@ -131,50 +129,39 @@ def _train_while_the_store_is_away(rank: int, world_size: int) -> tuple[list[int
                 checkpointer.wait_until_finished()
                 steps.append(step)
 
-        told = error_of(train)
+        assert "rank 1" in same_on_all(error_of(train))
         if rank == 1:
             put_back(root)
-        return steps, checkpointer.failed_saves, told
-
-
-@pytest.mark.fault("unusable-store")
-def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    nodes = stores(tmp_path, 2)
-
-    ended = run_ranks(_train_while_the_store_is_away, 2, store_per_node=nodes)
-
-    (told,) = {text for *_, text in ended}
-    assert "rank 1" in told
-    # Two fail and two go well, and then the third in a row is too many.
-    assert ended == [([*range(8)], 5, told)] * 2
-    warned = capfd.readouterr().out
-    for count in (1, 2):
-        assert f"a save to the nodes failed ({count} in a row; training ends at 3): " in warned
-    for node in nodes:
-        assert 5 in iterations_on(node)
+        # Two fail and two go well, and then the third in a row is too many.
+        assert (steps, checkpointer.failed_saves) == ([*range(8)], 5)
+    if rank == 0:
+        for count in (1, 2):
+            told = f"a save to the nodes failed ({count} in a row; training ends at 3): "
+            assert any(told in line for line in warned), warned
+    assert 5 in iterations_on(root)
 
 
 _NEVER = ("manager", "load()", "allow_partial_load", "<locals>", "keep_local", "timeout=")
 
 
-def _call_alone(rank: int, world_size: int, shared: Path) -> list[str]:
-    """Make each call on the first rank alone; the errors."""
-    options: dict[str, Any] = {"local": node_store(), "shared": shared, "timeout_s": 1.5}
+@on_ranks(2, nodes=1)
+def test_arguments_that_differ_are_named_and_a_lone_call_names_itself_and_timeout_s(
+    rank: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"local": node_store(), "shared": tmp_path, "timeout_s": 1.5}
     calls: dict[str, Callable[[Checkpointer], Any]] = {
         "resume": lambda checkpointer: checkpointer.resume(),
         "save": lambda checkpointer: checkpointer.save(0, shared=True),
         "close": lambda checkpointer: checkpointer.close(),
     }
-    texts = []
+    texts = {}
     with pytest.raises(CheckpointingException, match="every is 5 on rank 0 and 6 on rank 1"):
         Checkpointer(_state(), **options, every=5 + rank)
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError) as caught:
             Checkpointer(_state(), **options)
-        texts.append(str(caught.value))
+        texts["Checkpointer"] = str(caught.value)
     dist.barrier()
     for name, call_it in calls.items():
         checkpointer = Checkpointer(_state(), **options, every=1000)
@@ -185,19 +172,12 @@ def _call_alone(rank: int, world_size: int, shared: Path) -> list[str]:
                 checkpointer.step(0)
             with pytest.raises(PeerLostError) as caught:
                 call_it(checkpointer)
-            texts.append(str(caught.value))
+            texts[name] = str(caught.value)
         dist.barrier()
         checkpointer.abort()
         dist.barrier()
-    return texts
-
-
-def test_arguments_that_differ_are_named_and_a_lone_call_names_itself_and_timeout_s(
-    tmp_path: Path,
-) -> None:
-    texts, _ = run_ranks(_call_alone, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 1))
-
-    for name, text in zip(("Checkpointer", "resume", "save", "close"), texts, strict=True):
+    assert len(texts) == (0 if rank else 4)
+    for name, text in texts.items():
         assert f"Is {name}() called on every rank?" in text
         assert "give the Checkpointer a longer timeout_s" in text
         assert "rank 1" in text
@@ -217,11 +197,8 @@ def test_a_class_of_the_script_that_is_imported_now_is_told_by_both_names(
         script.setattr(sys.modules["__main__"], "_Conf", _Conf, raising=False)
         save_once(state, local=tmp_path, safe_globals=[_Conf])
 
-    with (
-        pytest.raises(UnsafeGlobalError) as caught,
-        Checkpointer(state, local=tmp_path, safe_globals=[_Conf]) as checkpointer,
-    ):
-        checkpointer.resume()
+    with pytest.raises(UnsafeGlobalError) as caught:
+        resume_once(state, local=tmp_path, safe_globals=[_Conf])
 
     assert f"{__name__}._Conf is allowed, and was saved as __main__._Conf" in str(caught.value)
     assert "pass safe_globals=[(_Conf, '__main__._Conf')]" in str(caught.value)
@@ -313,17 +290,13 @@ def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
 
     for given in ({"epoch": 0, "top": 2.0}, {"epoch": 0}, {"epoch": 0, "best": 2.0, "new": 1}):
         run = Values(**given)
-        with (
-            Checkpointer({"run": run}, local=tmp_path) as checkpointer,
-            pytest.raises(MismatchError) as caught,
-        ):
-            checkpointer.resume()
+        with pytest.raises(MismatchError) as caught:
+            resume_once({"run": run}, local=tmp_path)
         assert run.state_dict() == given
         for name in {"epoch", "best"} ^ given.keys():
             assert name in str(caught.value)
     run = Values(epoch=0, top=2.0)
-    with Checkpointer({"run": run}, local=tmp_path) as checkpointer:
-        assert checkpointer.resume(partial=True) == 1
+    assert resume_once({"run": run}, local=tmp_path, partial=True) == 1
     assert run.state_dict() == {"epoch": 5, "top": 2.0}
     # Names are fixed, and none hides a method.
     with pytest.raises(AttributeError, match=r"no value 'epohc' \(there are epoch, top\)"):

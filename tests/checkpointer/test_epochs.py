@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +23,7 @@ from torch.utils.data import (
 
 import localckpt
 from tests.checkpointer.loops import lives
-from tests.ranks import node_store, run_ranks
+from tests.ranks import logged, node_store, on_ranks, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
 _DATA = torch.arange(14.0)
@@ -149,15 +147,22 @@ def test_a_loop_over_epochs_goes_on_bit_for_bit_after_each_step(kind: str, tmp_p
     assert count > 6
 
 
-def _use_stateful_loaders(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
-    """Lives of loops over them, and warnings of a plain loop over one that is a part of a state."""
+@needs("torchdata")
+@on_ranks(1, nodes=1, init_group=False, timeout_s=170)
+def test_a_stateful_loader_goes_on_by_its_own_state_and_a_look_before_a_plain_loop_is_warned_of(
+    rank: int,
+) -> None:
     make = import_upstream("torchdata.stateful_dataloader").StatefulDataLoader
-    outcomes = []
-    for options in ({"shuffle": True}, {"sampler": DistributedSampler(_DATA, 1, 0)}):
+    for how, options in {
+        "shuffled": {"shuffle": True},
+        "dealt": {"sampler": DistributedSampler(_DATA, 1, 0)},
+    }.items():
         program = partial(_train, make_loader=partial(make, _DATA, 4, **options), looks=True)
-        outcomes.append(lives(0, program, node_store() / str(len(outcomes)), "nodes"))
-    handler = logging.handlers.BufferingHandler(1000)
-    logging.getLogger("localckpt").addHandler(handler)
+        expected, found, count = lives(0, program, node_store() / how, "nodes")
+        assert found == expected
+        assert count > 6
+
+    warned = logged()
     for looks in (False, False, True):
         loader = make(_DATA, 2)
         state = {"model": torch.nn.Linear(1, 1), "loader": loader}
@@ -168,22 +173,7 @@ def _use_stateful_loaders(rank: int, world_size: int) -> tuple[list[Any], list[s
                 next(iter(loader))
             for _, step in zip(loader, range(first, first + 2), strict=False):
                 checkpointer.step(step)
-    warned = [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
-    return outcomes, warned
-
-
-@needs("torchdata")
-def test_a_stateful_loader_goes_on_by_its_own_state_and_a_look_before_a_plain_loop_is_warned_of(
-    tmp_path: Path,
-) -> None:
-    ((outcomes, told),) = run_ranks(
-        _use_stateful_loaders, 1, store_per_node=[tmp_path], init_group=False, timeout_s=170
-    )
-
-    for expected, found, count in outcomes:
-        assert found == expected
-        assert count > 6
-    (lost,) = [text for text in told if "has taken its place" in text]
+    (lost,) = [text for text in warned if "has taken its place" in text]
     assert lost.startswith("'loader' is a StatefulDataLoader")
 
 

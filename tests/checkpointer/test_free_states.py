@@ -11,7 +11,7 @@ import torch
 
 import localckpt
 from localckpt import Checkpointer, MismatchError
-from tests.checkpointer.loops import save_once
+from tests.checkpointer.loops import resume_once, save_once
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
@@ -132,8 +132,7 @@ def _save(rank: int, world_size: int, is_marked: bool) -> None:
 def _load(rank: int, world_size: int, is_marked: bool) -> None:
     saved, (state, got) = _state(0), _parts(1)
     same, weight = state["same"].state["a"], state["buffers"][0].weight
-    with Checkpointer(_marked(state, is_marked), local=node_store(), timeout_s=_S) as checkpointer:
-        assert checkpointer.resume() == 1
+    assert resume_once(_marked(state, is_marked), local=node_store(), timeout_s=_S) == 1
 
     for name in saved:
         torch.testing.assert_close(

@@ -31,7 +31,7 @@ from localckpt.managers.capture import tensors_of
 from localckpt.state_dict.replicated import Replicated
 from tests.checkpointer.loops import stores
 from tests.checkpointer.survivors import begin, connect, survive
-from tests.ranks import DeadRank, node_store, run_ranks
+from tests.ranks import DeadRank, node_store, on_ranks, run_ranks
 
 _STEPS = 16
 # Of who replaces a rank, until the lives before are over, on a machine that is busy.
@@ -227,7 +227,10 @@ def test_a_rank_behind_or_not_whole_gets_the_step_of_another(where: str, tmp_pat
     assert behind.nbytes > 1000
 
 
-def _why_private(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_a_plain_parameter_beside_dtensors_is_taken_for_each_ranks_own(
+    rank: int, world_size: int
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     mesh = DeviceMesh("cpu", [0])
     why = []
@@ -235,12 +238,7 @@ def _why_private(rank: int, world_size: int) -> list[str]:
         distribute_module(layer, mesh)
         parts = {"model": ModulePart(model), "optimizer": torch.optim.AdamW(model.parameters())}
         why.append(why_private(parts, {}, world_size))
-    return why
-
-
-def test_a_plain_parameter_beside_dtensors_is_taken_for_each_ranks_own() -> None:
-    ((one_is_plain, none_is),) = run_ranks(_why_private, 1)
-
+    one_is_plain, none_is = why
     assert "nothing says that 'model' is equal" in one_is_plain
     assert none_is == ""
 
@@ -262,7 +260,7 @@ def test_a_sharded_step_is_kept_if_each_shard_has_a_live_holder(name: str, tmp_p
 
     survivors = survive(worlds, tmp_path, shape=shape, keep="live")
 
-    lives = [life for seen in survivors.values() for life in seen.lives]
+    lives = [life for seen in survivors.values() for life in seen]
     assert all(life.is_as_saved for life in lives)
     kept = [life.rejoined for life in lives if life.rejoined is not None]
     assert len(kept) == len(worlds[0]) - 1
@@ -289,7 +287,9 @@ def _values(state: dict[str, Any]) -> list[bytes]:
     return [getattr(t, "_local_tensor", t).detach().numpy().tobytes() for t in tensors]
 
 
-def _rejoin_after(rank: int, world_size: int, how: str) -> tuple[localckpt.Rejoined, bool]:
+@pytest.mark.parametrize("how", [*_FALLS_BACK, "made anew"])
+@on_ranks(2, nodes=2, init_group=False)
+def test_all_go_back_and_say_why_if_no_live_rank_has_all(rank: int, how: str) -> None:
     begin(0, [0, 1], rank)
     job, ends = _Job(rank, []), dict[int, list[bytes]]()
     state = job.state()
@@ -319,27 +319,16 @@ def _rejoin_after(rank: int, world_size: int, how: str) -> tuple[localckpt.Rejoi
     elif how == "within a step":
         job.optimizers[0].step()
     rejoined = checkpointer.rejoin(state, keep="live")
-    is_as_saved = _values(state) == ends[rejoined.step - 1]
+    assert _values(state) == ends[rejoined.step - 1]
     checkpointer.close()
     dist.destroy_process_group()
-    return rejoined, is_as_saved
-
-
-@pytest.mark.parametrize("how", [*_FALLS_BACK, "made anew"])
-def test_all_go_back_and_say_why_if_no_live_rank_has_all(how: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        *(_rejoin_after, 2, how), init_group=False, store_per_node=stores(tmp_path, 2)
-    )
-
-    for rejoined, is_as_it_was in outcomes:
-        assert is_as_it_was
-        if how == "made anew":
-            # Its parts get the step of those before.
-            assert (rejoined.step, rejoined.source, rejoined.why) == (6, "own live state", "")
-        else:
-            assert _FALLS_BACK[how] in rejoined.why
-            assert (rejoined.step, rejoined.lost_steps) == (4, 2)
-            assert "live" not in rejoined.source
+    if how == "made anew":
+        # Its parts get the step of those before.
+        assert (rejoined.step, rejoined.source, rejoined.why) == (6, "own live state", "")
+    else:
+        assert _FALLS_BACK[how] in rejoined.why
+        assert (rejoined.step, rejoined.lost_steps) == (4, 2)
+        assert "live" not in rejoined.source
 
 
 def test_keeping_what_is_not_known_to_be_whole_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import localckpt
 from localckpt.checkpointer.parts import TrainingState
 from localckpt.checkpointer.stopping import Evidence, judge_ends
+from tests.checkpointer.loops import resume_once
+from tests.programs import run_python
 from tests.ranks import run_ranks, start_ranks
 
 
@@ -62,8 +63,7 @@ def _train_with_workers(rank: int, world_size: int, folder: Path) -> int:
 
 
 def _first(rank: int, world_size: int, nodes: Path, shared: Path | None = None) -> int:
-    with localckpt.Checkpointer(_state(), local=nodes / str(rank), shared=shared) as checkpointer:
-        return checkpointer.resume()
+    return resume_once(_state(), local=nodes / str(rank), shared=shared)
 
 
 def test_sigterm_to_ranks_with_workers_stops_them_with_the_last_step_on_both_tiers(
@@ -121,19 +121,12 @@ def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_h
 ) -> None:
     program = f"from {__name__} import _train; _train({str(tmp_path)!r}, {batches})"
 
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=90,
-        check=False,
-        env=environment,
-    )
+    ended = run_python(program, timeout=90.0, env=environment)
 
     assert "DataLoader worker" in ended.stderr
     assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
-    with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
-        assert checkpointer.resume() == (60 if is_saved else 0)
+    first = resume_once({"m": torch.nn.Linear(4, 1)}, local=tmp_path)
+    assert first == (60 if is_saved else 0)
 
 
 def _add_to_a_parameter(model: torch.nn.Sequential) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 import localckpt
 from examples import loops
-from tests.checkpointer.loops import Losses, Sharding, Tier, lives, stores, train
-from tests.ranks import node_store, run_ranks, start_ranks
+from tests.checkpointer.loops import Sharding, Tier, lives, stores, train
+from tests.ranks import node_store, on_ranks, run_ranks, start_ranks
 
 _STEPS = 40
 
@@ -48,30 +48,16 @@ def test_a_loop_that_is_killed_goes_on_bit_for_bit(
         assert weights == all_weights
 
 
-def _run_lives(
-    rank: int, world_size: int, folder: Path, tier: Tier
-) -> dict[str, tuple[Losses, Losses, int]]:
-    outcomes = {}
-    for name, program in loops.LOOPS.items():
-        outcomes[name] = lives(rank, program, node_store(), tier, folder / name)
-        shutil.rmtree(node_store())
-    return outcomes
-
-
 @pytest.mark.rows(1)
 @pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("tier", ["nodes", "shared"])
 @pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(nodes=1, timeout_s=150)
 def test_every_kind_of_loop_goes_on_bit_for_bit_after_each_step(
-    world_size: int, tier: Tier, tmp_path: Path
+    rank: int, world_size: int, tier: Tier
 ) -> None:
-    outcomes = run_ranks(
-        *(_run_lives, world_size, tmp_path, tier),
-        store_per_node=[tmp_path / f"node {number}" for number in range(world_size)],
-        timeout_s=150,
-    )
-
-    for of_rank in outcomes:
-        for name, (expected, found, count) in of_rank.items():
-            assert found == expected, name
-            assert count > 5, name
+    for name, program in loops.LOOPS.items():
+        own, shared = node_store() / f"{name} {rank}", node_store() / f"{name} shared"
+        expected, found, count = lives(rank, program, own, tier, shared)
+        assert found == expected, name
+        assert count > 5, name

@@ -24,7 +24,7 @@ from localckpt.events.jsonl import read_events
 from localckpt.ranks.job_store import default_store
 from tests.checkpointer.loops import slow_down, stores
 from tests.checkpointer.survivors import begin, digest, make_state, survive, train_step
-from tests.ranks import announce, await_announced, node_store, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, node_store, on_ranks, run_ranks, start_ranks
 
 # For each life of the job its processes, by rank, and the mesh of the model.
 _WORLDS: dict[str, tuple[list[list[int]], tuple[int, ...]]] = {
@@ -59,23 +59,23 @@ def test_survivors_go_back_to_the_newest_checkpoint_bit_for_bit(
 
     for home, seen in survivors.items():
         lives = [number for number, world in enumerate(worlds) if home in world]
-        assert [life.rank for life in seen.lives] == [worlds[n].index(home) for n in lives]
-        assert all(life.is_as_saved for life in seen.lives)
-        for number, life in zip(lives, seen.lives, strict=True):
+        assert [life.rank for life in seen] == [worlds[n].index(home) for n in lives]
+        assert all(life.is_as_saved for life in seen)
+        for number, life in zip(lives, seen, strict=True):
             assert life.first > 0 or number == 0
 
 
 def test_survivors_read_their_own_memory_and_nothing_from_disk(tmp_path: Path) -> None:
     survivors = survive([[0, 1], [2, 1]], tmp_path, width=1 << 16)
 
-    rejoined = survivors[1].lives[1].rejoined
+    rejoined = survivors[1][1].rejoined
     assert rejoined is not None
     assert rejoined.source == "own memory"
     assert rejoined.nbytes > 1 << 20
     assert rejoined.lost_steps == 7 - rejoined.step
     # No more than directories and notes.
-    assert survivors[1].lives[1].read_nbytes < 1 << 16
-    assert survivors[2].lives[0].rejoined is None
+    assert survivors[1][1].read_nbytes < 1 << 16
+    assert survivors[2][0].rejoined is None
     # A start like any other, in the record of what happened.
     events = read_events(sorted(tmp_path.glob("nodes/*/events")))
     (starts,) = starts_of(events).values()
@@ -152,10 +152,13 @@ def test_a_rank_that_was_stopped_and_comes_back_late_harms_nothing(tmp_path: Pat
     assert late
 
 
-def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
+@on_ranks(2, nodes=2)
+def test_a_rejoin_that_failed_is_done_again_or_the_object_is_closed(
+    rank: int, tmp_path: Path
+) -> None:
     state = make_state()
     guard = [state["optimizer"]]
-    places: dict[str, Any] = {"local": node_store(), "shared": shared}
+    places: dict[str, Any] = {"local": node_store(), "shared": tmp_path / "shared"}
     checkpointer = localckpt.Checkpointer(
         state, **places, every=2, replication_factor=2, timeout_s=2.0, guard=guard
     )
@@ -192,11 +195,8 @@ def _fail_and_close(rank: int, world_size: int, shared: Path) -> None:
     again.close()
 
 
-def test_a_rejoin_that_failed_is_done_again_or_the_object_is_closed(tmp_path: Path) -> None:
-    run_ranks(_fail_and_close, 2, tmp_path / "shared", store_per_node=stores(tmp_path, 2))
-
-
-def _rejoin_before_a_save(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=2)
+def test_without_a_checkpoint_no_state_of_the_life_before_passes_for_a_new_one(rank: int) -> None:
     state = make_state()
     untrained = digest(state)
     checkpointer = localckpt.Checkpointer(
@@ -219,12 +219,6 @@ def _rejoin_before_a_save(rank: int, world_size: int) -> None:
     with pytest.raises(localckpt.NoReplicasAvailableError, match="made anew"):
         checkpointer.rejoin()
     checkpointer.close()
-
-
-def test_without_a_checkpoint_no_state_of_the_life_before_passes_for_a_new_one(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_rejoin_before_a_save, 2, store_per_node=stores(tmp_path, 2))
 
 
 # Aborts at any moment.
@@ -368,7 +362,12 @@ def test_aborts_at_any_moment_leave_nothing_and_the_ranks_join_again(
         assert seen[-1]["memory"] < seen[0]["memory"] + (96 << 20)
 
 
-def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str) -> float:
+@pytest.mark.parametrize("call", ["save", "resume"])
+@on_ranks(2, nodes=2, timeout_s=120.0)
+def test_a_call_whose_storage_hangs_ends_when_it_is_aborted(
+    rank: int, call: str, tmp_path: Path
+) -> None:
+    flag = tmp_path / "hangs"
     slow_down(node_store(), flag, 8.0, hangs=True)
     part = _Part()
     checkpointer = localckpt.Checkpointer(
@@ -396,7 +395,7 @@ def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str
         calls[call]()
         # The other rank hangs, and this one has nothing to wait for.
         checkpointer.wait_until_finished()
-    took_s = time.monotonic() - began
+    assert time.monotonic() - began < 4.0
     timer.join()
     dist.barrier()
     flag.unlink(missing_ok=True)
@@ -407,15 +406,3 @@ def _abort_while_storage_hangs(rank: int, world_size: int, flag: Path, call: str
     checkpointer.step(rejoined.step)
     checkpointer.save(rejoined.step)
     checkpointer.close()
-    return took_s
-
-
-@pytest.mark.parametrize("call", ["save", "resume"])
-def test_a_call_whose_storage_hangs_ends_when_it_is_aborted(call: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        *(_abort_while_storage_hangs, 2, tmp_path / "hangs", call),
-        store_per_node=stores(tmp_path, 2),
-        timeout_s=120.0,
-    )
-
-    assert max(outcomes) < 4.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, MismatchError
-from tests.checkpointer.loops import save_once
+from tests.checkpointer.loops import resume_once, save_once
 from tests.managers.jobs import assert_same
 
 _Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -155,11 +155,9 @@ def test_an_optimizer_that_was_changed_is_an_error_before_anything_is_changed(
     before = copy.deepcopy(model.state_dict())
     optimizer = change(list(model.parameters()))
 
-    with (
-        pytest.raises(MismatchError, match=told),
-        _on_both(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer,
-    ):
-        checkpointer.resume()
+    places = {tier: tmp_path / tier for tier in ("local", "shared")}
+    with pytest.raises(MismatchError, match=told):
+        resume_once({"model": model, "optimizer": optimizer}, **places, events=())
 
     assert_same(model.state_dict(), before)
     assert not optimizer.state

@@ -22,20 +22,26 @@ from localckpt import (
 from localckpt.checkpointer import tiers
 from localckpt.global_tier.folders import find_shared_sessions
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from tests.checkpointer.loops import save_once, stores
+from tests.checkpointer.loops import resume_once, save_once, stores
 from tests.managers.jobs import MAX_S, assert_same
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, run_ranks
 
 # What several ranks have under one name.
 
 
-def _save_by_halves(
-    rank: int, world_size: int, shared: Path, kind: str, is_equal: bool
-) -> str | None:
-    """Save modules of one name that each half of the ranks shards for itself; return the error."""
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(
+    ("kind", "world_size", "is_equal"),
+    [("fsdp2", 2, True), ("fsdp1", 4, False)],
+)
+@on_ranks(nodes=1)
+def test_sharded_stages_of_one_name_are_refused_unless_they_are_equal(
+    rank: int, world_size: int, kind: str, is_equal: bool
+) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+    # Each half of the ranks shards a module of the same name for itself.
     half = rank * 2 // world_size
     halves = [[*range(world_size // 2)], [*range(world_size // 2, world_size)]]
     meshes = [DeviceMesh("cpu", ranks) for ranks in halves]
@@ -46,33 +52,17 @@ def _save_by_halves(
         model = FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
     else:
         fully_shard(model, mesh=meshes[half])
-    try:
-        save_once({"model": model}, local=node_store(), shared=shared, timeout_s=20, events=())
-    except CheckpointingException as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.fault("changed-program")
-@pytest.mark.parametrize(
-    ("kind", "world_size", "is_equal"),
-    [("fsdp2", 2, True), ("fsdp1", 4, False)],
-)
-def test_sharded_stages_of_one_name_are_refused_unless_they_are_equal(
-    kind: str, world_size: int, is_equal: bool, tmp_path: Path
-) -> None:
-    errors = run_ranks(
-        *(_save_by_halves, world_size, tmp_path / "shared", kind, is_equal),
-        store_per_node=[tmp_path / "node"],
-    )
-
-    for error in errors:
-        if is_equal:
-            assert error is None
-        else:
-            assert "model.weight" in error
-            assert "two global tensors have one name" in error
-    assert len([*(tmp_path / "shared").rglob(".metadata")]) == is_equal
+    shared = node_store() / "shared"
+    places: dict[str, Any] = {"local": node_store() / "nodes", "shared": shared, "events": ()}
+    if is_equal:
+        save_once({"model": model}, **places, timeout_s=20)
+    else:
+        with pytest.raises(
+            CheckpointingException, match="two global tensors have one na"
+        ) as caught:
+            save_once({"model": model}, **places, timeout_s=20)
+        assert "model.weight" in str(caught.value)
+    assert len([*shared.rglob(".metadata")]) == is_equal
 
 
 def _tied(is_tied: bool, seed: int = 1) -> torch.nn.Module:
@@ -91,11 +81,8 @@ def test_weights_that_are_tied_or_apart_since_are_refused(was_tied: bool, tmp_pa
     model = _tied(not was_tied, seed=2)
     before = copy.deepcopy(model.state_dict())
 
-    with (
-        pytest.raises(MismatchError, match=r"sharing memory with model.head.weight"),
-        Checkpointer({"model": model}, local=tmp_path / "none", **places) as checkpointer,
-    ):
-        checkpointer.resume()
+    with pytest.raises(MismatchError, match=r"sharing memory with model.head.weight"):
+        resume_once({"model": model}, local=tmp_path / "none", **places)
 
     assert_same(model.state_dict(), before)
 
@@ -182,8 +169,7 @@ def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
     content[len(content) // 2] ^= 1
     data.put(bytes(content))
 
-    with Checkpointer({"model": model}, local=tmp_path / "b", shared=shared) as checkpointer:
-        assert checkpointer.resume() == 1
+    assert resume_once({"model": model}, local=tmp_path / "b", shared=shared) == 1
 
     assert torch.equal(model.weight, saved[0])
 
@@ -242,7 +228,5 @@ def test_what_a_job_prunes_while_another_reads_it_makes_way_for_the_newest(
             return looked(*args)
 
         monkeypatch.setattr(owner, call, look)
-        with Checkpointer(
-            {"model": torch.nn.Linear(50, 50)}, local=tmp_path / "b", shared=shared, read_only=True
-        ) as reader:
-            assert reader.resume() == 2
+        read = {"model": torch.nn.Linear(50, 50)}
+        assert resume_once(read, local=tmp_path / "b", shared=shared, read_only=True) == 2

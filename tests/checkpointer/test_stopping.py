@@ -24,9 +24,9 @@ from localckpt import (
 )
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.waiting import wait_until
-from tests.checkpointer.loops import slow_down, stores
+from tests.checkpointer.loops import resume_once, slow_down
 from tests.managers.jobs import MAX_S
-from tests.ranks import node_store, run_ranks, start_ranks
+from tests.ranks import node_store, on_ranks, run_ranks, same_on_all, start_ranks
 
 
 def _state() -> dict[str, Any]:
@@ -172,8 +172,7 @@ def test_an_interrupt_in_a_call_is_said_by_the_next_and_nothing_on_disk_is_lost(
         checkpointer.close()
 
     steps.clear()
-    with Checkpointer(parts, local=tmp_path, events=()) as checkpointer:
-        assert checkpointer.resume() == 1
+    assert resume_once(parts, local=tmp_path, events=()) == 1
 
 
 def _train(local: Path, steps: int, **options: Any) -> tuple[int, list[int]]:
@@ -312,8 +311,12 @@ def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
             assert "is not safe on the nodes" in group.output(rank)
 
 
-def _evaluate(rank: int, world_size: int, told: int, steps: int) -> tuple[str | None, int, int]:
-    """Make some steps, and evaluate for long; returns why it stopped, when, and the next step."""
+@pytest.mark.parametrize(("steps", "told"), [(3, 1), (0, 0)])
+@on_ranks(2, nodes=2)
+def test_a_poll_between_steps_stops_all_ranks_in_one_call_with_the_last_step_safe(
+    rank: int, steps: int, told: int
+) -> None:
+    # Some steps, and a long evaluation.
     model, polls = torch.nn.Linear(2, 2), 0
     options: dict[str, Any] = {"every": 1000, "timeout_s": 30.0}
     with Checkpointer({"model": model}, local=node_store(), **options) as checkpointer:
@@ -329,20 +332,8 @@ def _evaluate(rank: int, world_size: int, told: int, steps: int) -> tuple[str | 
         stopped = checkpointer.stopped
         assert stopped == checkpointer.poll_stop()
         assert checkpointer.step(steps) == (stopped is not None)
-    with Checkpointer({"model": model}, local=node_store(), **options) as checkpointer:
-        first = checkpointer.resume()
-        assert first == 0 or bool((model.weight == first - 1).all())
-    return stopped, polls, first
-
-
-@pytest.mark.parametrize(("steps", "told"), [(3, 1), (0, 0)])
-def test_a_poll_between_steps_stops_all_ranks_in_one_call_with_the_last_step_safe(
-    steps: int, told: int, tmp_path: Path
-) -> None:
-    ended = run_ranks(_evaluate, 2, told, steps, store_per_node=stores(tmp_path, 2))
-
-    assert ended[0] == ended[1]
-    why, polls, first = ended[0]
-    assert why == f"rank {told}: signal SIGTERM"
-    assert polls >= 100
+    first = resume_once({"model": model}, local=node_store(), **options)
+    assert first == 0 or bool((model.weight == first - 1).all())
+    assert same_on_all(polls) >= 100
+    assert stopped == f"rank {told}: signal SIGTERM"
     assert first == steps

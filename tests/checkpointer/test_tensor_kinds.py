@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from localckpt import Checkpointer, CheckpointingException
-from tests.checkpointer.loops import save_once
+from localckpt import CheckpointingException
+from tests.checkpointer.loops import resume_once, save_once
 from tests.global_tier.states import DTYPES, tensor_of
-from tests.ranks import run_ranks
+from tests.ranks import node_store, on_ranks
 
 _S = 60.0
 _REFUSED = ("nested", "quantized")
@@ -133,38 +133,29 @@ def _options(local: Path, shared: Path | None) -> dict[str, Any]:
     return {"local": local, "shared": shared, "every": 100, "on_resize": "drop", **safe}
 
 
-def _save(rank: int, world_size: int, local: Path, shared: Path, kinds: Iterable[str]) -> None:
-    save_once(_job(kinds, 1)[0], **_options(local, shared))
+_KEPT = [kind for kind in _KINDS if kind not in _REFUSED]
 
 
-def _load(
-    rank: int, world_size: int, local: Path, shared: Path | None, kinds: Iterable[str]
-) -> None:
-    state, values = _job(kinds, 0)
-    held = dict(state["module"].named_buffers())
-    with Checkpointer(state, **_options(local, shared)) as checkpointer:
-        assert checkpointer.resume() == 1
-
-    for kind in kinds:
-        name = f"held {kind}"
-        assert state["module"].get_buffer(name) is held[name], kind
-        for found in (held[name], values[kind]):
-            assert _image(found) == _image(_KINDS[kind](1)), kind
+def _save(rank: int, world_size: int) -> None:
+    save_once(_job(_KEPT, 1)[0], **_options(node_store() / "nodes", node_store() / "shared"))
 
 
-@pytest.mark.parametrize("loaded_by", [2, 1])
-def test_every_kind_of_tensor_comes_back_equal_from_both_tiers(
-    loaded_by: int, tmp_path: Path
-) -> None:
-    kinds = [kind for kind in _KINDS if kind not in _REFUSED]
-    nodes, shared = tmp_path / "nodes", tmp_path / "shared"
-    run_ranks(_save, 2, nodes, shared, kinds, timeout_s=_S)
+@pytest.mark.parametrize("world_size", [2, 1])
+@on_ranks(nodes=1, after=(_save, 2), timeout_s=_S)
+def test_every_kind_of_tensor_comes_back_equal_from_both_tiers(rank: int, world_size: int) -> None:
+    for local, shared in (("nodes", None), ("none", node_store() / "shared")):
+        state, values = _job(_KEPT, 0)
+        held = dict(state["module"].named_buffers())
+        assert resume_once(state, **_options(node_store() / local, shared)) == 1
 
-    run_ranks(_load, loaded_by, nodes, None, kinds, timeout_s=_S)
-    run_ranks(_load, loaded_by, tmp_path / "none", shared, kinds, timeout_s=_S)
+        for kind in _KEPT:
+            name = f"held {kind}"
+            assert state["module"].get_buffer(name) is held[name], kind
+            for found in (held[name], values[kind]):
+                assert _image(found) == _image(_KINDS[kind](1)), kind
 
 
 @pytest.mark.parametrize("kind", _REFUSED)
 def test_other_kinds_are_refused_by_name_at_the_first_save(kind: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=f"held {kind}"):
-        _save(0, 1, tmp_path / "nodes", tmp_path / "shared", [kind])
+        save_once(_job([kind], 1)[0], **_options(tmp_path / "nodes", tmp_path / "shared"))

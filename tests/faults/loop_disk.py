@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run
+
 __all__ = ["LoopDisk", "new_disk"]
 
 _NBYTES = 40 << 20
@@ -83,18 +85,11 @@ def new_disk(kind: str, backing: Path, root: Path) -> Iterator[None]:
 
 
 def _mount(kind: str, image: Path, root: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["mount", "-t", kind, "-o", _OPTIONS.get(kind, "loop"), str(image), str(root)],
-        env=os.environ | {"PATH": _PATH},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    options, env = _OPTIONS.get(kind, "loop"), os.environ | {"PATH": _PATH}
+    return run("mount", "-t", kind, "-o", options, image, root, env=env)
 
 
 def _unmount(root: Path) -> None:
-    done = subprocess.run(["umount", str(root)], capture_output=True, timeout=30, check=False)
-    if done.returncode:
+    if run("umount", root).returncode:
         # Somebody still looks into it: it goes when they do.
         subprocess.run(["umount", "--lazy", str(root)], timeout=30, check=True)

@@ -13,13 +13,14 @@ import os
 import shutil
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run
 
 __all__ = ["CONTROL", "DATA", "STORE_ADDRESS", "Network", "enter"]
 
@@ -139,15 +140,8 @@ class Network:
 
     def _run(self, namespace: int, program: str, commands: Sequence[str]) -> None:
         with _inside(namespace):
-            done = subprocess.run(
-                [program, "-batch", "-"],
-                env={"PATH": _PATH},
-                input="\n".join(commands),
-                capture_output=True,
-                text=True,
-                timeout=_PATIENCE_S,
-                check=False,
-            )
+            told = {"env": {"PATH": _PATH}, "input": "\n".join(commands)}
+            done = run(program, "-batch", "-", timeout=_PATIENCE_S, **told)
         if done.returncode:
             raise OSError(done.stderr.strip())
 

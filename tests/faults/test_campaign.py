@@ -23,10 +23,8 @@ from typing import Any
 import pytest
 
 from localckpt import AsyncCallsQueue, CheckpointingException, parse_group_sequence
-from tests.managers.jobs import assert_same, cliques, make_manager, save, state_of
+from tests.managers.jobs import NodesOf, assert_same, cliques, make_manager, save, state_of
 from tests.ranks import announce, node_store, start_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 _SEEDS = (96, 116)
 _LIVES, _LONG_LIVES = 5, 20
@@ -251,15 +249,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_all_guarantees_hold_in_random_sequences_of_faults(
     seed: int | None,
     count: int | None,
-    node_dirs: Dirs,
-    shm_roots: Dirs,
+    nodes_of: NodesOf,
     record_property: Callable[[str, object], None],
 ) -> None:
     end = time.monotonic() + _LONG_S if count is None else float("inf")
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     choice, lives = random.Random(str(seed)), 0
     kind, world_size = choice.choice(["disk", "memory"]), choice.choice([3, 4])
-    nodes = (node_dirs if kind == "disk" else shm_roots)(world_size)
+    nodes = nodes_of(kind, world_size)
     campaign = _Campaign(kind, choice.choice([1, 2, 3]), nodes)
 
     try:

@@ -22,10 +22,8 @@ from typing import Any
 import pytest
 
 import localckpt
-from tests.managers.jobs import MAX_S, cliques, error_of, make_manager, resume, state_of
+from tests.managers.jobs import MAX_S, Dirs, cliques, error_of, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
-
-Dirs = Callable[[int], list[Path]]
 
 pytestmark = pytest.mark.fault("interrupted")
 

@@ -15,13 +15,11 @@ import pytest
 from localckpt import CheckpointingException
 from tests.cli.commands import Answer, call
 from tests.faults.small_store import NEWEST, limit_memory, small_state, write_store
-from tests.managers.jobs import make_manager
+from tests.managers.jobs import Dirs, make_manager
 from tests.ranks import run_ranks
 from tests.state_dict.states import assert_same
 
 pytestmark = pytest.mark.fault("hostile-file")
-
-Dirs = Callable[[int], list[Path]]
 
 _READ_S = 10.0
 _NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".notes", "../../node-token"]

@@ -38,7 +38,7 @@ from localckpt.ranks.store_part import StorePart
 from localckpt.ranks.values import Message
 from tests.async_save.work import await_ends_of_threads
 from tests.checkpointer.loops import stores
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, run_ranks
 
 _MOST_NBYTES = 64 << 20
 # What waits in vain for a value that was replaced; and a play that must succeed on a busy machine.
@@ -332,7 +332,8 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
     assert all(played > 2 for played, _, _ in ended)
 
 
-def _load_beside_a_rank_that_tells_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=1, after=(_save_for_others, 3))
+def test_values_that_a_rank_was_asked_for_and_has_not_told_are_an_error(rank: int) -> None:
     if rank == 1:
         ShardCopies.packs = lambda *_: []  # type: ignore[method-assign,assignment]
     with _elastic_manager(30.0) as manager:
@@ -340,10 +341,3 @@ def _load_beside_a_rank_that_tells_nothing(rank: int, world_size: int) -> None:
         with pytest.raises(MismatchError, match="have not told all values of iteration 1"):
             manager.load(into={"w": wanted, "whole": torch.zeros(4), "own": -1})
         assert not wanted.to_local().any()
-
-
-def test_values_that_a_rank_was_asked_for_and_has_not_told_are_an_error(tmp_path: Path) -> None:
-    nodes = stores(tmp_path, 1)
-    run_ranks(_save_for_others, 3, store_per_node=nodes)
-
-    run_ranks(_load_beside_a_rank_that_tells_nothing, 2, store_per_node=nodes)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +24,8 @@ from tests.interrupts import Interrupter
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
+    Dirs,
+    NodesOf,
     assert_same,
     cliques,
     error_of,
@@ -38,8 +39,6 @@ from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.staging import staging_nbytes
 
 pytestmark = pytest.mark.fault("interrupted")
-
-Dirs = Callable[[int], list[Path]]
 
 _NBYTES = 3_000_000
 _CALLS = ("save", "save behind training", "schedule", "poll", "find_latest", "load", "load into")
@@ -167,12 +166,11 @@ def _interrupt_global_saves(
 def test_a_rank_that_is_interrupted_in_any_call_finds_what_was_complete(
     kind: str,
     again_s: float,
-    node_dirs: Dirs,
-    shm_roots: Dirs,
+    nodes_of: NodesOf,
     long_form: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    nodes = (shm_roots if kind == "memory" else node_dirs)(1)
+    nodes = nodes_of(kind, 1)
     rounds = 30 if long_form else 4
 
     (interrupts,) = run_ranks(

@@ -6,7 +6,8 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -20,13 +21,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import localckpt
 from tests.faults.netns import CONTROL, DATA, STORE_ADDRESS, Network, enter
-from tests.faults.remote import Answer, Ranks
-from tests.managers.jobs import assert_same, cliques, make_manager
-from tests.ranks import run_ranks
+from tests.managers.jobs import Dirs, assert_same, cliques, make_manager
+from tests.ranks import Answer, RankGroup, obey, run_ranks, start_ranks
 
 pytestmark = [pytest.mark.fault("cut-network", "silent-peer"), pytest.mark.rows(1)]
-
-Dirs = Callable[[int], list[Path]]
 
 _WORLD_SIZE, _SESSION = 3, "job"
 # So long may a rank that nothing happens to be late, on a machine that is busy.
@@ -129,21 +127,17 @@ class _Job:
         self.network = network
         self.stores = list(stores)
         self.options: dict[str, bool] = {}
-        self._ranks: Ranks | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        assert self._ranks is not None
-        return self._ranks
+        self.ranks: RankGroup
+        self._life = ExitStack()
 
     def start(self, timeout_s: float = _TIMEOUT_S) -> None:
-        assert self._ranks is None
         args = (self.network.namespaces, self.stores, timeout_s, self.options)
         env = {"MASTER_ADDR": STORE_ADDRESS, "GLOO_SOCKET_IFNAME": DATA}
         # What ranks are forked from must not be started in the hub.
         run_ranks(_do_nothing, 1, init_group=False)
         with self.network.inside_hub():
-            self._ranks = Ranks(_WORLD_SIZE, _Node, *args, env=env)
+            ranks = start_ranks(obey, _WORLD_SIZE, _Node, *args, init_group=False, env=env)
+            self.ranks = self._life.enter_context(ranks)
         self.all_do("open")
 
     def all_do(self, command: str, *args: Any) -> list[Any]:
@@ -154,9 +148,8 @@ class _Job:
         return [answer.value for answer in answers.values()]
 
     def end(self) -> None:
-        if self._ranks is not None:
-            self._ranks.end()
-            self._ranks = None
+        """Kill the job."""
+        self._life.close()
 
     def cut_in(
         self, cut: _Cut, command: str, *args: Any, moves: bool, to: int | None = None

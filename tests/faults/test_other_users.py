@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from localckpt.cli import cleaning
 from tests.cli.commands import call
 from tests.faults.small_store import write_store
 from tests.global_tier.models import manager_on
-from tests.managers.jobs import KINDS, make_manager
+from tests.managers.jobs import KINDS, NodesOf, make_manager
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.fault("hostile-file")
-
-Dirs = Callable[[int], list[Path]]
 
 _OTHER, _USER = 65534, 54_321
 _TIERS = ("disk", "shared")
@@ -174,9 +172,9 @@ def test_a_parent_that_all_may_write_to_is_logged(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["of another user", "writable", "readable", "linked"])
 def test_a_recycled_file_that_is_not_this_users_alone_is_not_written_to(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs, way: str
+    kind: str, nodes_of: NodesOf, way: str
 ) -> None:
-    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
+    root, outside = nodes_of(kind, 2)
     with make_manager(kind, root, keep_last=1) as manager:
         manager.save({"w": torch.zeros(4096)}, 1)
         folder = manager.store.folder

@@ -43,6 +43,8 @@ from tests.managers.jobs import (
     IN_PIECES_NBYTES,
     KINDS,
     MAX_S,
+    Dirs,
+    NodesOf,
     assert_same,
     cliques,
     error_of,
@@ -56,7 +58,6 @@ from tests.ranks import node_store, run_ranks
 from tests.storage.test_files import make_cold
 
 Record = Callable[[str, object], None]
-Roots = Callable[[int], list[Path]]
 
 pytestmark = pytest.mark.timeout(1800)
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -425,13 +426,11 @@ def _again_and_again(
 
 
 @pytest.fixture
-def refuse(
-    node_dirs: Roots, shm_roots: Roots, tmp_path: Path, long_form: bool, record_property: Record
-) -> Any:
+def refuse(nodes_of: NodesOf, tmp_path: Path, long_form: bool, record_property: Record) -> Any:
     """``refuse(job)``: what came of each call that was refused, or of some in the short form."""
 
     def run(job: _Job, cases: int | None = None if long_form else _CASES_IN_SHORT) -> list[_Case]:
-        nodes = (shm_roots if job.kind == "memory" else node_dirs)(job.ranks)
+        nodes = nodes_of(job.kind, job.ranks)
         root = tmp_path / "shared"
         with watch(root if job.is_shared else nodes[job.victim]) as watching:
             refused, *_ = run_ranks(
@@ -485,13 +484,12 @@ def test_a_call_that_is_interrupted_or_would_wait_is_made_again_or_is_an_error(
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
     kind: str,
-    node_dirs: Roots,
-    shm_roots: Roots,
+    nodes_of: NodesOf,
     long_form: bool,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Record,
 ) -> None:
-    (root,) = (node_dirs if kind == "disk" else shm_roots)(1)
+    (root,) = nodes_of(kind, 1)
     draw, moved, pwrite, preadv = random.Random(1), Counter[str](), os.pwrite, os.preadv
 
     def part_of(call: str, fd: int, buffer: Any) -> memoryview:
@@ -547,7 +545,7 @@ def _full_on_one(rank: int, world_size: int, root: Path, address: str) -> tuple[
 
 @pytest.mark.fault("refused-io")
 def test_shared_storage_that_is_full_for_one_rank_is_told_to_all_at_once(
-    tmp_path: Path, node_dirs: Roots
+    tmp_path: Path, node_dirs: Dirs
 ) -> None:
     root = tmp_path / "shared"
     with watch(root) as watching:

@@ -54,11 +54,11 @@ class Call:
 class Fault:
     """What is to happen to the n-th call of a section, of those that are counted.
 
-    It fails, or moves nothing; or the watched process and its children are killed before it.
+    It fails, or the watched process and its children are killed before it.
     """
 
     nth: int
-    how: Literal["error", "skip", "kill"]
+    how: Literal["error", "kill"]
     code: int = 0
     lasts: bool = False  # All counted calls after it share its fate.
     only: tuple[str, ...] = ()  # Names of the calls that are counted; all by default.

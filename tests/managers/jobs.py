@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from tests.ranks import node_store
 
 Dirs = Callable[[int], list[Path]]
 """Fixture that makes so many directories, each the disk or the shared memory of a node."""
+Redundancy = tuple[int | None, int] | str | None
+"""``(jump, factor)`` of cliques, or ``"parity m of g"``."""
+NodesOf = Callable[[str, int], list[Path]]
+"""Fixture that makes nodes for stores of a kind."""
 KINDS = ("disk", "memory")
 IN_PIECES_NBYTES = 5 << 20
 """Size of a state that a manager of kind ``"pieces"`` does not stage as a whole."""
@@ -98,11 +102,36 @@ def before_commit(manager: Any, hook: Callable[[localckpt.CkptID], bool | None])
     return manager
 
 
-def cliques(jump: int, factor: int, timeout_s: float = MAX_S) -> Any:
+def troubled(manager: Any) -> Any:
+    """Have a manager's commits fail when it is asked to, by its ``trouble``."""
+    manager.trouble = None
+
+    def fail(ckpt_id: localckpt.CkptID) -> bool:
+        if manager.trouble == "refuses":
+            raise localckpt.StorageError("this disk is bad")
+        if manager.trouble == "raises":
+            raise ZeroDivisionError("a mistake of the user's")
+        is_forgotten = manager.trouble == "forgets the replica" and ckpt_id.rank != manager.rank
+        return manager.trouble != "does nothing" and not is_forgotten
+
+    return before_commit(manager, fail)
+
+
+def cliques(jump: int | None, factor: int, timeout_s: float = MAX_S) -> Any:
     """The replication strategy; collective."""
     return localckpt.CliqueReplicationStrategy.from_replication_params(
         jump, factor, timeout_s=timeout_s
     )
+
+
+def strategy_of(redundancy: Redundancy, timeout_s: float = MAX_S) -> Any:
+    """A strategy, or nothing; a context."""
+    if redundancy is None:
+        return nullcontext()
+    if isinstance(redundancy, str):
+        parity, group_size = map(int, redundancy.removeprefix("parity ").split(" of "))
+        return localckpt.ParityReplicationStrategy(parity, group_size, timeout_s=timeout_s)
+    return cliques(*redundancy, timeout_s)
 
 
 def on_node(session: str = "", repl: Any = None, **options: Any) -> Any:

@@ -17,7 +17,6 @@ from localckpt.storage.buffers import buffer_nbytes
 from localckpt.waiting import wait_until
 from tests.managers.jobs import (
     MAX_S,
-    Dirs,
     cliques,
     files,
     in_job,
@@ -28,7 +27,8 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.ranks import announce, await_announced, node_store, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, node_store, on_ranks, run_ranks, start_ranks
+from tests.scenarios import Begin
 from tests.staging import staging_nbytes
 
 
@@ -53,12 +53,6 @@ def _begin(manager: Any, queue: localckpt.AsyncCallsQueue, rank: int, iteration:
 
 def _left_over() -> list[str]:
     return [name for name in files(node_store()) if name.endswith((".dirty", ".recycled"))]
-
-
-def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
-    """Start anew; where the shard came from."""
-    with in_job(kind=kind) as (manager, _):
-        return resume(manager, rank, iteration)
 
 
 def _save_while_a_peer_is_stopped(rank: int, world_size: int) -> list[list[str]]:
@@ -87,10 +81,10 @@ def _save_while_a_peer_is_stopped(rank: int, world_size: int) -> list[list[str]]
     return told
 
 
-def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(node_dirs: Dirs) -> None:
-    stores = node_dirs(2)
+def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(job: Begin) -> None:
+    running = job(nodes=2, redundancy=(1, 2))
 
-    with start_ranks(_save_while_a_peer_is_stopped, 2, store_per_node=stores) as group:
+    with start_ranks(_save_while_a_peer_is_stopped, 2, store_per_node=running.nodes) as group:
         group.await_announced("one has begun")
         group.kill(1, signal.SIGSTOP)
         group.announce("one is stopped")
@@ -104,7 +98,7 @@ def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(node_
         [_whole(2, 1)],
     ]
     # On the other node a rank finds what its peer got, whose tensors were changed at once.
-    assert run_ranks(_resume, 2, "disk", 2, store_per_node=stores[::-1]) == ["own node"] * 2
+    running.restart(on=[1, 0]).expect(2).run()
 
 
 class _Breaking(localckpt.CliqueReplicationStrategy):
@@ -126,9 +120,11 @@ class _Breaking(localckpt.CliqueReplicationStrategy):
         return transport
 
 
-def _lose_a_peer_now_and_then(
-    rank: int, world_size: int, strict: bool
-) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("strict", [False, True])
+@on_ranks(2, nodes=2)
+def test_a_lost_peer_costs_the_copies_until_it_is_back_or_if_strict_the_save(
+    rank: int, strict: bool
+) -> None:
     errors, standing = [], []
     repl: Any = _Breaking.from_replication_params(1, 2, timeout_s=MAX_S)
     with in_job(repl, strict=strict, keep_last=99) as (manager, calls):
@@ -161,17 +157,6 @@ def _lose_a_peer_now_and_then(
         saved = sorted(iterations_on(node_store()), reverse=True)
         assert wait_until(lambda: _standing(manager) == _whole(*saved), MAX_S)
     assert _left_over() == []
-    return errors, standing
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_lost_peer_costs_the_copies_until_it_is_back_or_if_strict_the_save(
-    strict: bool, node_dirs: Dirs
-) -> None:
-    told = run_ranks(_lose_a_peer_now_and_then, 2, strict, store_per_node=node_dirs(2))
-
-    assert told[0] == told[1]
-    errors, standing = told[0]
     if not strict:
         expected = [*_whole(1), *_lacking(2), *_whole(3, 4), *_lacking(5, 6), *_whole(7)]
         assert (errors, standing) == ([], expected)
@@ -206,18 +191,19 @@ def _close_with_saves_under_way(rank: int, world_size: int, closes: bool) -> Non
 
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_process_ends_well_with_saves_under_way_closed_or_not(
-    closes: bool, node_dirs: Dirs
-) -> None:
+def test_a_process_ends_well_with_saves_under_way_closed_or_not(closes: bool, job: Begin) -> None:
+    running = job(nodes=2, redundancy=(1, 2))
     # A rank that ends by a signal, or not in time, fails this.
-    stores = node_dirs(2)
-    run_ranks(_close_with_saves_under_way, 2, closes, store_per_node=stores)
+    run_ranks(_close_with_saves_under_way, 2, closes, store_per_node=running.nodes)
 
-    assert run_ranks(_resume, 2, "disk", 0, store_per_node=stores) == ["own node"] * 2
+    running.expect(0).run()
 
 
-def _save_more_than_there_is_room_for(rank: int, world_size: int) -> list[Any]:
-    """Two buffers, and saves that nobody carries out on rank 1 until all have been tried."""
+@on_ranks(2, nodes=2)
+def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say_so(
+    rank: int,
+) -> None:
+    # Two buffers, and saves that nobody carries out on rank 1 until all have been tried.
     told: list[Any] = []
     with in_job(on_busy="skip", keep_last=9) as (manager, queue):
         requests = []
@@ -236,12 +222,4 @@ def _save_more_than_there_is_room_for(rank: int, world_size: int) -> list[Any]:
         assert resume(manager, rank, 3) == "own node"
         assert iterations_on(node_store()) == {1, 2, 3}
         assert (manager.degraded, manager.degraded_saves) == (0, 0)
-    return told
-
-
-def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say_so(
-    node_dirs: Dirs,
-) -> None:
-    told = run_ranks(_save_more_than_there_is_room_for, 2, store_per_node=node_dirs(2))
-
-    assert told == [[(False, 1), (False, 2), (True, 3), (True, 4), 2]] * 2
+    assert told == [(False, 1), (False, 2), (True, 3), (True, 4), 2]

@@ -6,6 +6,7 @@ import collections
 import enum
 import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +16,14 @@ import torch
 
 from localckpt import CorruptShardError, NoReplicasAvailableError, RestoreError
 from tests.managers.jobs import (
-    Dirs,
     assert_same,
-    cliques,
     damage,
     error_of,
     files,
-    in_job,
     make_manager,
     reads_fail,
 )
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store
 from tests.scenarios import Begin
 
 # Several digest blocks, so that damage can lie where finding the shard does not look.
@@ -36,11 +34,6 @@ _MIDDLE = 0.6
 def _large(rank: int, iteration: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(100 * iteration + rank)
     return {"large": torch.randn(_NBYTES // 4, generator=random), "iteration": iteration}
-
-
-def _save_iterations(manager: Any) -> None:
-    for iteration in (7, 8):
-        manager.save(_large(manager.rank, iteration), iteration)
 
 
 def _load(manager: Any, found: int, loaded: int, of_rank_1: str) -> None:
@@ -89,7 +82,7 @@ def _all_is_bad(manager: Any) -> None:
 def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or_it_is_an_error(
     job: Begin,
 ) -> None:
-    running = job(nodes=2, redundancy=(1, 2), keep_last=2).call(_save_iterations)
+    running = job(nodes=2, redundancy=(1, 2), keep_last=2, state=_large).save(7, 8)
     first, second = running.nodes
     before = len(running.files())
 
@@ -113,30 +106,26 @@ def test_of_bad_copies_a_replica_is_taken_or_an_older_checkpoint_on_all_ranks_or
     running.call(_all_is_bad).run()
 
 
-def _read_from_a_node_whose_disk_fails(rank: int, world_size: int) -> str:
-    with in_job(cliques(1, 3)) as (manager, _):
-        manager.save(_large(rank, 3), 3)
-        if rank == 2:
-            _copy(node_store(), 2, 3).unlink()
-        assert manager.find_latest() == 3
-        with reads_fail(_copy(node_store(), 2, 3)) if rank == 0 else nullcontext():
-            state, _ = manager.load()
-        assert_same(state, _large(rank, 3))
-        return str(manager.last_load.source)
+def _load_from_a_node_whose_disk_fails(manager: Any) -> None:
+    assert manager.find_latest() == 8
+    with reads_fail(_copy(node_store(), 2, 8)) if manager.rank == 0 else nullcontext():
+        state, _ = manager.load()
+    assert_same(state, _large(manager.rank, 8))
+    assert manager.last_load.source == ("peer rank 1" if manager.rank == 2 else "own node")
 
 
 @pytest.mark.fault("refused-io")
 @pytest.mark.usefixtures("can_attach")
 def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load(
-    node_dirs: Dirs,
+    job: Begin,
 ) -> None:
-    nodes = node_dirs(3)
+    running = job(nodes=3, redundancy=(1, 3), keep_last=2, state=_large).save(7, 8)
+    running.remove("000000000008.2.*.safetensors", 2)
 
-    told = run_ranks(_read_from_a_node_whose_disk_fails, 3, store_per_node=nodes)
+    running.call(_load_from_a_node_whose_disk_fails).run()
 
-    assert told == ["own node", "own node", "peer rank 1"]
     # What could not be read now may be read the next time.
-    assert _set_aside(*nodes) == []
+    assert _set_aside(*running.nodes) == []
 
 
 class Step(collections.namedtuple("Step", "step")):
@@ -220,11 +209,6 @@ def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(what: str, tmp_pat
     assert error.__cause__.__cause__.__traceback__ is not None
 
 
-def _save_restless(manager: Any) -> None:
-    for iteration in (1, 2):
-        manager.save(_state(Restless(), manager.rank, iteration), iteration)
-
-
 def _load_restless(manager: Any, source: str) -> None:
     """While rank 1 cannot rebuild its state, and when it can."""
     rank = manager.rank
@@ -249,7 +233,7 @@ def test_it_is_the_same_error_on_all_ranks_wherever_the_shard_came_from(
     source: str, job: Begin
 ) -> None:
     options = {"redundancy": "parity 1 of 3", "keep_last": 2, "safe_globals": _ALLOWED}
-    running = job(nodes=3, **options).call(_save_restless)
+    running = job(nodes=3, state=partial(_state, Restless()), **options).save(1, 2)
     if source == "parity":
         running.remove("000000000002.1.*[0-9].safetensors", 1)
 

@@ -15,7 +15,7 @@ from localckpt.availability.divergence import compare_replicas
 from localckpt.events.stream import EventStream
 from localckpt.managers.replica_check import divergence_error
 from tests.managers.jobs import MAX_S, Dirs, make_manager, save
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, run_ranks
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float8_e5m2)
 
@@ -137,10 +137,11 @@ def test_a_rank_that_is_lost_while_the_tensors_are_named_hides_no_difference() -
     assert "It cannot be told which are right: ranks 0 and 1." in str(error)
 
 
-def _every_third(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, nodes=1)
+def test_every_nth_save_compares_and_after_a_difference_every_one(rank: int) -> None:
     parts = {"model": _model()}
     told = []
-    with make_manager("memory", node_store(), check_replicas=3, keep_last=9) as manager:
+    with make_manager("disk", node_store(), check_replicas=3, keep_last=9) as manager:
         for iteration in range(1, 10):
             if rank == 0 and iteration in (2, 5):
                 _flip(parts["model"]["layer0.weight"], 9)
@@ -150,14 +151,8 @@ def _every_third(rank: int, world_size: int) -> list[str]:
             except DivergenceError:
                 told.append("refused")
         assert [state.iteration for state in manager.status()] == [9, 8, 7, 6, 5, 2, 1]
-    return told
-
-
-def test_every_nth_save_compares_and_after_a_difference_every_one(shm_roots: Dirs) -> None:
-    told = run_ranks(_every_third, 2, store_per_node=shm_roots(2))
-
     # From the second to the fifth the ranks differ, and the third is the first to look.
-    assert told == [["saved", "saved", "refused", "refused", *["saved"] * 5]] * 2
+    assert told == ["saved", "saved", "refused", "refused", *["saved"] * 5]
 
 
 _DOUBTFUL: dict[str, dict[str, Any]] = {
@@ -176,7 +171,10 @@ def _save_doubtful(rank: int, world_size: int) -> None:
             _flip(weight, 1)
 
 
-def _load_doubtful(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=1, after=(_save_doubtful, 3))
+def test_another_number_of_ranks_gets_a_checkpoint_marked_bad_if_its_replicas_are_equal(
+    rank: int,
+) -> None:
     given = torch.zeros(12)
     into = {"model": localckpt.replicated({"w": given})}
     with make_manager("disk", node_store(), "differing", elastic=True) as manager:
@@ -186,12 +184,3 @@ def _load_doubtful(rank: int, world_size: int) -> None:
     with make_manager("disk", node_store(), "equal", elastic=True) as manager:
         manager.load(into=into, iteration=1)
     assert torch.equal(given, torch.arange(12.0))
-
-
-def test_another_number_of_ranks_gets_a_checkpoint_marked_bad_if_its_replicas_are_equal(
-    node_dirs: Dirs,
-) -> None:
-    nodes = node_dirs(1)
-    run_ranks(_save_doubtful, 3, store_per_node=nodes)
-
-    run_ranks(_load_doubtful, 2, store_per_node=nodes)

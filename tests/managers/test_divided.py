@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import localckpt
 from tests.managers.jobs import assert_same, on_node, save
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.scenarios import Begin
 
 
@@ -85,7 +85,7 @@ def _require_loads(manager: Any, rank: int, iteration: int) -> str:
     return source
 
 
-def _saves_once(rank: int, world_size: int) -> int:
+def _save_once(rank: int, world_size: int) -> None:
     with (
         on_node("once", divide_replicated=True) as manager,
         localckpt.AsyncCallsQueue() as queue,
@@ -102,10 +102,17 @@ def _saves_once(rank: int, world_size: int) -> int:
         save(manager, _state(rank, 5), 5)
         _require_loads(manager, rank, 5)
         assert int(manager.last_save.nbytes) > 2 * nbytes
-    return nbytes
+    written, private = torch.tensor([nbytes, _expected(rank, 4)["private"].nbytes])
+    for total in (written, private):
+        dist.all_reduce(total)
+    least = _nbytes(_expected(0, 4)) + private
+    assert least < written < 1.1 * least
 
 
-def _loads_what_others_saved(rank: int, world_size: int) -> None:
+@on_ranks(3, nodes=1, after=(_save_once, 4))
+def test_four_ranks_of_a_node_write_what_they_have_equal_once_and_others_put_it_together(
+    rank: int,
+) -> None:
     model = _zeros(rank)["model"]
     into = {"model": localckpt.replicated(model), "private": None, "rank": 0}
     rules = {"private": "drop", "rank": "drop"}
@@ -114,27 +121,12 @@ def _loads_what_others_saved(rank: int, world_size: int) -> None:
     assert_same(model, _common(4))
 
 
-def test_four_ranks_of_a_node_write_what_they_have_equal_once_and_others_put_it_together(
-    tmp_path: Path,
-) -> None:
-    nbytes = run_ranks(_saves_once, 4, store_per_node=[tmp_path])
-
-    shared = _nbytes(_expected(0, 4))
-    private = sum(_expected(rank, 4)["private"].nbytes for rank in range(4))
-    assert shared + private < sum(nbytes) < 1.1 * (shared + private)
-    run_ranks(_loads_what_others_saved, 3, store_per_node=[tmp_path])
-
-
-def _save_next(manager: Any, iteration: int) -> None:
-    save(manager, _state(manager.rank, iteration), iteration)
-
-
 def _load_with_lost(manager: Any, lost: int, told: str) -> None:
     assert manager.find_latest() == 3
     source = _require_loads(manager, manager.rank, 3)
     assert (told if manager.rank // 2 == lost else "own node") in source
     # What is saved next descends from it.
-    _save_next(manager, 4)
+    save(manager, _state(manager.rank, 4), 4)
     _require_loads(manager, manager.rank, 4)
 
 
@@ -145,12 +137,13 @@ def test_what_a_lost_node_held_comes_from_its_peers(
     nodes: int, redundancy: Any, told: str, job: Begin
 ) -> None:
     options = {"ranks": 2 * nodes, "redundancy": redundancy, "divide_replicated": True}
-    saved = job(nodes=nodes, timeout=120.0, **options).call(_save_next, 3)
+    saved = job(nodes=nodes, timeout=120.0, state=_state, **options).save(3)
 
     saved.lose(nodes - 1).call(_load_with_lost, nodes - 1, told).run()
 
 
-def _disagrees(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=1)
+def test_parts_that_do_not_fit_together_are_never_a_checkpoint(rank: int) -> None:
     def state(width: int) -> dict[str, Any]:
         return {"model": localckpt.replicated({"weight": torch.ones(200 + width, 100)})}
 
@@ -167,7 +160,3 @@ def _disagrees(rank: int, world_size: int) -> None:
         save(manager, state(odd), 3)
         loaded, _ = manager.load()
         assert loaded["model"]["weight"].shape == (200 + odd, 100)
-
-
-def test_parts_that_do_not_fit_together_are_never_a_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_disagrees, 2, store_per_node=[tmp_path])

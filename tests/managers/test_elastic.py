@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import localckpt
 from localckpt import MismatchError
-from tests.managers.jobs import Dirs, error_of, on_node
-from tests.ranks import run_ranks
+from tests.managers.jobs import error_of
+from tests.scenarios import Begin
 
 # Ranks import FSDP at once, which takes long where the processor is busy.
 _LONG_S = 120.0
@@ -58,53 +56,36 @@ def _tensors(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def _manager(world_size: int, redundancy: str, **options: Any) -> Any:
-    strategy: Any = None
-    if redundancy == "parity":
-        strategy = localckpt.ParityReplicationStrategy(1, world_size, timeout_s=_LONG_S)
-    elif world_size > 1:
-        strategy = localckpt.CliqueReplicationStrategy.from_replication_params(
-            replication_factor=2, timeout_s=_LONG_S
-        )
-    return on_node("run", strategy, **options)
-
-
-def _save(
-    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, redundancy: str
-) -> None:
+def _save(manager: Any, mesh: Sequence[int], kind: str, shared: Path) -> None:
     net = _sharded(mesh, kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     _train(net, optimizer, 3)
-    with _manager(world_size, redundancy) as manager:
-        manager.save({"model": net, "optimizer": optimizer, "step": 3, "seen": [1, (2, "b")]}, 3)
+    manager.save({"model": net, "optimizer": optimizer, "step": 3, "seen": [1, (2, "b")]}, 3)
     dcp.save(_tensors(net, optimizer), checkpoint_id=shared)
 
 
-def _load(
-    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, redundancy: str
-) -> None:
+def _load(manager: Any, mesh: Sequence[int], kind: str, shared: Path) -> None:
     net = _sharded(mesh, kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     state = {"model": net, "optimizer": optimizer, "step": 0, "seen": []}
-    with _manager(world_size, redundancy, elastic=True) as manager:
-        assert manager.find_latest() == 3
-        loaded, ckpt_id = manager.load(into=state)
-        assert ckpt_id == (3, rank, "run")
-        assert loaded["step"] == 3
-        assert loaded["seen"] == [1, (2, "b")]
-        assert optimizer.param_groups[0]["lr"] == 0.01
-        other = _sharded(mesh, kind)
-        reference = torch.optim.AdamW(other.parameters(), lr=0.01)
-        _train(other, reference, 1)
-        wanted = _tensors(other, reference)
-        dcp.load(wanted, checkpoint_id=shared)
-        found = dict(_flat(_tensors(net, optimizer)))
-        for key, tensor in _flat(wanted):
-            assert torch.equal(_local(found[key]), _local(tensor)), key
-        # It trains and saves on.
-        _train(net, optimizer, 1)
-        manager.save({"model": net, "optimizer": optimizer, "step": 6, "seen": []}, 6)
-        assert manager.find_latest() == 6
+    assert manager.find_latest() == 3
+    loaded, ckpt_id = manager.load(into=state)
+    assert ckpt_id == (3, manager.rank, "job")
+    assert loaded["step"] == 3
+    assert loaded["seen"] == [1, (2, "b")]
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    other = _sharded(mesh, kind)
+    reference = torch.optim.AdamW(other.parameters(), lr=0.01)
+    _train(other, reference, 1)
+    wanted = _tensors(other, reference)
+    dcp.load(wanted, checkpoint_id=shared)
+    found = dict(_flat(_tensors(net, optimizer)))
+    for key, tensor in _flat(wanted):
+        assert torch.equal(_local(found[key]), _local(tensor)), key
+    # It trains and saves on.
+    _train(net, optimizer, 1)
+    manager.save({"model": net, "optimizer": optimizer, "step": 6, "seen": []}, 6)
+    assert manager.find_latest() == 6
 
 
 def _flat(state: Any, above: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -135,20 +116,23 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     after: Sequence[int],
     kinds: tuple[str, str],
     redundancy: str,
-    node_dirs: Dirs,
+    job: Begin,
     tmp_path: Path,
 ) -> None:
-    saved_by, world_size = math.prod(before), math.prod(after)
-    shared = tmp_path / "shared"
-    nodes = node_dirs(max(saved_by, world_size))
-    args = (before, kinds[0], shared, redundancy)
-    run_ranks(_save, saved_by, *args, store_per_node=nodes[:saved_by], timeout_s=_LONG_S)
-    if saved_by > 1:
-        shutil.rmtree(nodes[0])
-        nodes[0].mkdir()
+    def of(ranks: int) -> Any:
+        protected = f"parity 1 of {ranks}" if redundancy == "parity" else (None, 2)
+        return {"ranks": ranks, "redundancy": protected if ranks > 1 else None}
 
-    args = (after, kinds[1], shared, redundancy)
-    run_ranks(_load, world_size, *args, store_per_node=nodes[-world_size:], timeout_s=_LONG_S)
+    saved_by, loaded_by = math.prod(before), math.prod(after)
+    nodes = range(max(saved_by, loaded_by))
+    shared = tmp_path / "shared"
+    running = job(len(nodes), timeout=_LONG_S).restart(on=nodes[:saved_by], **of(saved_by))
+    running.call(_save, before, kinds[0], shared)
+    if saved_by > 1:
+        running.lose(0)
+
+    running.restart(on=nodes[-loaded_by:], elastic=True, **of(loaded_by))
+    running.call(_load, after, kinds[1], shared).run()
 
 
 _WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -171,29 +155,25 @@ def _given(sharding: str, fill: float | None = None) -> dict[str, Any]:
     return {"w": distribute_tensor(given, mesh, [placement], src_data_rank=None), "seed": -1}
 
 
-def _in_copies(**options: Any) -> Any:
-    return on_node("run", localckpt.CliqueReplicationStrategy.from_replication_params(), **options)
+def _save_as(manager: Any, sharding: str) -> None:
+    manager.save(_given(sharding) | {"seed": manager.rank}, 3)
 
 
-def _save_as(rank: int, world_size: int, sharding: str) -> None:
-    with _in_copies() as manager:
-        manager.save(_given(sharding) | {"seed": rank}, 3)
+def _load_as(manager: Any, sharding: str) -> None:
+    given, wanted = _given(sharding, fill=-1.0), _given(sharding)["w"]
+    loaded, ckpt_id = manager.load(into=given)
+    assert ckpt_id == (3, manager.rank, "job")
+    assert loaded["w"] is given["w"]
+    assert torch.equal(_local(loaded["w"]), _local(wanted)), sharding
+    assert loaded["seed"] == manager.rank
 
 
-def _load_as(rank: int, world_size: int, shardings: list[str]) -> None:
-    for sharding in shardings:
-        with _in_copies(elastic=True, private={"seed": "keep"}) as manager:
-            given = _given(sharding, fill=-1.0)
-            loaded, ckpt_id = manager.load(into=given)
-            assert ckpt_id == (3, rank, "run")
-            assert loaded["w"] is given["w"]
-            wanted = _given(sharding)["w"]
-            found, wanted = (
-                tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                for tensor in (loaded["w"], wanted)
-            )
-            assert torch.equal(found, wanted), sharding
-            assert loaded["seed"] == rank
+def _refuse(manager: Any, told: str, more: Any = (), not_on: int | None = None) -> None:
+    """A load into rows in another order, and ``more``, is an error that changes nothing."""
+    state = _given("rows in another order", fill=-1.0)
+    into = None if manager.rank == not_on else state | dict(more)
+    assert told in error_of(lambda: manager.load(into=into), MismatchError)
+    assert bool((state["w"].to_local() == -1.0).all())
 
 
 @pytest.mark.parametrize(
@@ -205,32 +185,19 @@ def _load_as(rank: int, world_size: int, shardings: list[str]) -> None:
     ],
 )
 def test_as_many_ranks_load_into_another_sharding_after_a_node_was_lost_or_are_refused(
-    saved: str, loaded: list[str], tmp_path: Path
+    saved: str, loaded: list[str], job: Begin
 ) -> None:
-    nodes = [tmp_path / name for name in "abc"]
-    run_ranks(_save_as, 3, saved, store_per_node=nodes)
+    running = job(3, redundancy=(None, 2)).call(_save_as, saved)
     if saved == "rows":
-        run_ranks(_load_what_does_not_fit, 3, store_per_node=nodes)
-    shutil.rmtree(nodes[1])
-    nodes[1].mkdir()
+        running.restart().call(_refuse, "make the manager with elastic=True")
+        running.restart(elastic=True).call(_refuse, "shards its tensors otherwise")
+        running.call(_refuse, "'seed'")
+    running.restart(elastic=True, private={"seed": "keep"})
+    if saved == "rows":
+        running.call(_refuse, "v: given, not saved", {"v": torch.ones(2)})
+        running.call(_refuse, "of this job load into tensors that are sharded otherwise", not_on=0)
+    running.lose(1)
 
-    run_ranks(_load_as, 3, loaded, store_per_node=nodes)
-
-
-def _load_what_does_not_fit(rank: int, world_size: int) -> None:
-    with _in_copies(elastic=True, private={"seed": "keep"}) as manager:
-        state = _given("rows in another order", fill=-1.0)
-        more = error_of(lambda: manager.load(into=state | {"v": torch.ones(2)}), MismatchError)
-        assert "v: given, not saved" in more
-        some = None if rank == 0 else state
-        not_all = error_of(lambda: manager.load(into=some), MismatchError)
-        assert "some of this job load into tensors that are sharded otherwise" in not_all
-        assert bool((state["w"].to_local() == -1.0).all())
-    with _in_copies(elastic=True) as manager:
-        no_rule = error_of(lambda: manager.load(into=state), MismatchError)
-        assert "'seed'" in no_rule
-        assert "shards its tensors otherwise" in no_rule
-        assert bool((state["w"].to_local() == -1.0).all())
-    with _in_copies() as manager:
-        not_asked = error_of(lambda: manager.load(into=state), MismatchError)
-        assert "make the manager with elastic=True" in not_asked
+    for sharding in loaded:
+        running.call(_load_as, sharding)
+    running.run()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.optim.lr_scheduler import StepLR
 
 import localckpt
 from localckpt import (
     MismatchError,
     NoReplicasAvailableError,
-    PeerLostError,
 )
 from localckpt.replication import parts
-from localckpt.replication.host_transport import HostTransport
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
-from tests.faults.images import flip
-from tests.managers.jobs import error_of, on_node
-from tests.ranks import run_ranks
+from tests.managers.jobs import damage, error_of, on_node
+from tests.ranks import node_store, on_ranks
+from tests.scenarios import Begin
 from tests.upstream.environment import import_upstream, needs
 
-_S = 60.0
+_LONG_S = 120.0
 _DROPPED = {"rng": "drop", "data": "drop"}
 
 
@@ -82,144 +75,98 @@ def _assert_filled(loaded: dict[str, Any], rank: int, world_size: int) -> None:
     assert loaded["nested"] == {"names": ["x", ("y", 1)], "set": {3, 1, 2}}
 
 
-def _save(rank: int, world_size: int, iteration: int = 3) -> None:
-    with on_node() as manager:
-        manager.save(_state(rank, world_size), iteration)
+def _of_rank(rank: int, iteration: int) -> dict[str, Any]:
+    return _state(rank, dist.get_world_size())
 
 
-def _position(values: list[Any], rank: int, world_size: int) -> Any:
-    return {"position": min(value["position"] for value in values) + rank, "epoch": len(values)}
+def _load(manager: Any, iteration: int) -> None:
+    # What is sent then takes several turns.
+    parts.PARCEL_NBYTES = 1 << 20
+    loaded, ckpt_id = manager.load(into=_state(manager.rank, manager.world_size, fill=-1.0))
+    _assert_filled(loaded, manager.rank, manager.world_size)
+    assert ckpt_id.iteration == iteration
+
+
+def _load_own(manager: Any) -> None:
+    """As many ranks as saved it load it as ever; the next of another number leaves it alone."""
+    loaded, _ = manager.load()
+    _assert_filled(loaded, manager.rank, manager.world_size)
+    assert loaded["data"]["position"] == 100 * manager.rank
+
+
+def _refuse(manager: Any, call: str, told: str) -> None:
+    assert told in error_of(getattr(manager, call), MismatchError)
+
+
+def _refuse_into(manager: Any, told: str, on: int | None = None, **changed: Any) -> None:
+    """A load into a state with changed parts, on all ranks or one, fails and fills nothing."""
+    state = _state(manager.rank, manager.world_size, fill=-1.0)
+    into = state | (changed if on in (None, manager.rank) else {})
+    assert told in error_of(lambda: manager.load(into=into), MismatchError)
+    assert bool((state["rows"].to_local() == -1.0).all())
 
 
 def _lock(values: list[Any], rank: int, world_size: int) -> Any:
     return threading.Lock()
 
 
-def _load(rank: int, world_size: int, saved_by: int) -> None:
-    with on_node() as manager:
-        text = error_of(manager.find_latest, MismatchError)
-        assert f"saved by {saved_by} ranks, and this job has {world_size}" in text
-        assert "elastic=True" in text
-    with on_node(elastic=True) as manager:
-        assert manager.find_latest() == 3
-        assert "pass the state to load() as into=" in error_of(manager.load, MismatchError)
-        state = _state(rank, world_size, fill=-1.0)
-        text = error_of(lambda: manager.load(into=state), MismatchError)
-        assert "'data'" in text or "'rng'" in text
-        assert "private=" in text
-        assert torch.equal(
-            state["rows"].to_local(), torch.full_like(state["rows"].to_local(), -1.0)
-        )
-    with on_node(elastic=True, private=_DROPPED) as manager:
-        # Values without a place: rank 1 has no layer, or the list is too short.
-        for layers, told in (
-            ({} if rank == 1 else state["layers"], "no place for layers.0.step, a value"),
-            ({"0": {"w": torch.ones(4), "list": [torch.ones(2)]}}, "no place for layers.0.list.1"),
-        ):
-            into = {**state, "layers": layers}
-            text = error_of(lambda into=into: manager.load(into=into), MismatchError)  # type: ignore[misc]
-            assert told in text
-    private = {"rng": "keep", "data": _position}
-    with on_node(elastic=True, private=private) as manager:
-        loaded, _ = manager.load(into=_state(rank, world_size, fill=-1.0))
-        _assert_filled(loaded, rank, world_size)
-        assert loaded["rng"]["seed"] == 10 + rank
-        assert loaded["data"] == {"position": rank, "epoch": saved_by}
-    private = {"rng": "keep", "data": _lock}
-    with on_node(elastic=True, private=private) as manager:
-        given = _state(rank, world_size, fill=-1.0)
-        text = error_of(lambda: manager.load(into=given), MismatchError)
-        assert "the function for 'data' in private= returned for rank 0 cannot be sent" in text
-    private = {"rng.noise": "drop", "rng": "drop", "data.position": "drop"}
-    with on_node(elastic=True, private=private) as manager:
-        given = _state(rank, world_size, fill=-1.0)
-        given["data"] = {"position": -5, "epoch": 0}
-        loaded, _ = manager.load(into=given)
-        _assert_filled(loaded, rank, world_size)
-        assert loaded["rng"]["seed"] == 10 + rank
-        assert loaded["data"] == {"position": -5, "epoch": 1}
-
-
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
-def test_values_are_given_where_equal_and_else_as_their_rules_say(
-    before: int, after: int, tmp_path: Path
+def test_values_without_a_place_or_a_rule_are_an_error_and_saved_ones_stay_as_they_were(
+    before: int, after: int, job: Begin
 ) -> None:
-    nodes = [tmp_path]
-    run_ranks(_save, before, store_per_node=nodes)
+    running = job(1, ranks=before, timeout=_LONG_S, state=_of_rank).save(3).restart(ranks=after)
 
-    run_ranks(_load, after, before, store_per_node=nodes)
-    run_ranks(_go_back, before, store_per_node=nodes)
+    running.call(_refuse, "find_latest", f"saved by {before} ranks, and this job has {after}")
+    running.call(_refuse, "find_latest", "elastic=True")
+    running.restart(elastic=True).find(3)
+    running.call(_refuse, "load", "pass the state to load() as into=").call(
+        _refuse_into, "private="
+    )
+    running.restart(private=_DROPPED)
+    running.call(_refuse_into, "no place for layers.0.step, a value", on=1, layers={})
+    short = {"0": {"w": torch.ones(4), "list": [torch.ones(2)]}}
+    running.call(_refuse_into, "no place for layers.0.list.1", layers=short)
+    running.restart(private={"rng": "keep", "data": _lock})
+    running.call(_refuse_into, "the function for 'data' in private= returned for rank 0 cannot be")
+    running.restart(private=_DROPPED).call(_load, 3)
 
-
-def _go_back(rank: int, world_size: int) -> None:
-    """As many ranks as saved it load it as ever; the next of another number leaves it alone."""
-    with on_node(elastic=True) as manager:
-        loaded, _ = manager.load()
-        _assert_filled(loaded, rank, world_size)
-        assert loaded["data"]["position"] == 100 * rank
-
-
-def _load_undisturbed(rank: int, world_size: int) -> int:
-    with on_node(elastic=True, private=_DROPPED) as manager:
-        loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
-        _assert_filled(loaded, rank, world_size)
-        return int(ckpt_id.iteration)
+    running.restart(ranks=before).call(_load_own).run()
 
 
-def _save_twice(rank: int, world_size: int) -> None:
-    strategy = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=_S)
-    with on_node("", strategy) as manager:
-        for iteration in (2, 3):
-            manager.save(_state(rank, world_size), iteration)
-
-
-def _load_damaged(rank: int, world_size: int, nodes: list[Path]) -> None:
+def test_of_a_damaged_copy_another_one_is_taken_and_else_an_older_checkpoint(job: Begin) -> None:
     def copies(iteration: int, shard: int) -> list[Path]:
-        return sorted(
-            p for node in nodes for p in node.rglob(f"{iteration:012d}.{shard}.*.safetensors")
-        )
+        pattern = f"{iteration:012d}.{shard}.*.safetensors"
+        return sorted(path for node in running.nodes for path in node.rglob(pattern))
 
-    def damage(path: Path, before_end: int | None = None) -> None:
-        dist.barrier()
-        if rank == 0:
-            content = path.read_bytes()
-            # By default in the tensors: nothing sees it before they are read.
-            path.write_bytes(flip(content, -(before_end or len(content) // 2), 3))
-        dist.barrier()
+    running = job(2, ranks=4, redundancy=(None, 2), timeout=_LONG_S, state=_of_rank).save(2, 3)
+    running.restart(ranks=3, redundancy=None, elastic=True, private=_DROPPED)
+    running.call(_load, 3).run()
 
-    # What is sent then takes several turns.
-    parts.PARCEL_NBYTES = 1 << 20
-    load = partial(_load_undisturbed, rank, world_size)
-
-    assert load() == 3
     # What describes the tensors is at the end, before the digests.
     described = copies(3, 2)[1]
-    damage(described, before_end=200)
-    assert load() == 3
+    damage(described, 1 - 200 / described.stat().st_size)
+    running.call(_load, 3).run()
     assert not described.exists()
 
+    # In the tensors: nothing sees it before they are read.
     here, there = copies(3, 1)
     damage(here)
-    assert load() == 3
+    running.call(_load, 3).run()
     assert not here.exists()
     assert [path.suffix for path in here.parent.glob(f"{here.name}*")] == [".corrupt"]
 
     damage(there)
-    assert load() == 2
+    running.call(_load, 2).run()
 
     for path in copies(2, 0):
         damage(path)
+    running.call(_find_nothing).run()
+
+
+def _find_nothing(manager: Any) -> None:
+    into = _state(manager.rank, manager.world_size, fill=-1.0)
     with pytest.raises(NoReplicasAvailableError, match="do not match their digest"):
-        load()
-
-
-def test_of_a_damaged_copy_another_one_is_taken_and_else_an_older_checkpoint(
-    tmp_path: Path,
-) -> None:
-    nodes = [tmp_path / "a", tmp_path / "b"]
-    run_ranks(_save_twice, 4, store_per_node=nodes)
-
-    run_ranks(_load_damaged, 3, nodes, store_per_node=nodes)
+        manager.load(into=into)
 
 
 def _tied(fill: float | None = None) -> dict[str, dict[str, Any]]:
@@ -240,7 +187,10 @@ def _save_tied(rank: int, world_size: int) -> None:
             manager.save(state, 1)
 
 
-def _load_tied(rank: int, world_size: int) -> None:
+@on_ranks(1, nodes=1, after=(_save_tied, 2))
+def test_tensors_that_share_memory_or_a_path_are_never_filled_with_another_ones_values(
+    rank: int,
+) -> None:
     def load(name: str, into: dict[str, Any]) -> dict[str, Any]:
         with on_node(name, elastic=True) as manager:
             loaded: dict[str, Any] = manager.load(into=into)[0]
@@ -269,14 +219,6 @@ def _load_tied(rank: int, world_size: int) -> None:
         assert bool((memory == -1.0).all())
 
 
-def test_tensors_that_share_memory_or_a_path_are_never_filled_with_another_ones_values(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_save_tied, 2, store_per_node=[tmp_path])
-
-    run_ranks(_load_tied, 1, store_per_node=[tmp_path])
-
-
 _FORGED = {
     "reaches out": Box("w", (10, 4), (((9, 2),), ((0, 4),)), RankSet.of([1])),
     "another size": Box("w", (10, 4), (((0, 1), (4, 2)), ((0, 4),)), RankSet.of([1])),
@@ -296,7 +238,9 @@ def _save_forged(rank: int, world_size: int) -> None:
             manager.save(state, 1)
 
 
-def _load_forged(rank: int, world_size: int) -> None:
+@pytest.mark.fault("hostile-file")
+@on_ranks(2, nodes=1, after=(_save_forged, 5))
+def test_forged_tables_are_refused_before_a_tensor_is_changed(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for iteration, what in enumerate(_FORGED):
         given = distribute_tensor(torch.full((10, 4), -1.0), mesh, [Shard(0)])
@@ -307,15 +251,7 @@ def _load_forged(rank: int, world_size: int) -> None:
             )
         assert ("RestoreError" in text) == (what in ("reaches out", "another size", "huge")), text
         assert bool((given.to_local() == -1.0).all()), what
-
-
-@pytest.mark.fault("hostile-file")
-def test_forged_tables_are_refused_before_a_tensor_is_changed(tmp_path: Path) -> None:
-    run_ranks(_save_forged, 5, store_per_node=[tmp_path])
-
-    run_ranks(_load_forged, 2, store_per_node=[tmp_path])
-
-    assert not list(tmp_path.rglob("*.corrupt"))
+    assert not list(node_store().rglob("*.corrupt"))
 
 
 def _megatron_state(rank: int, world_size: int, kind: str, *, fill: float | None = None) -> Any:
@@ -349,7 +285,13 @@ def _save_megatron(rank: int, world_size: int) -> None:
             manager.save(_megatron_state(rank, world_size, kind), 1)
 
 
-def _load_megatron(rank: int, world_size: int) -> None:
+@needs("megatron.core")
+@pytest.mark.filterwarnings("ignore")
+# Few processes, each of which takes seconds to import it.
+@on_ranks(2, nodes=1, after=(_save_megatron, 3))
+def test_sharded_tensors_of_megatron_core_are_filled_from_their_parts(
+    rank: int, world_size: int
+) -> None:
     for number, kind in enumerate(("ours", "Megatron-Core's")):
         given = _megatron_state(rank, world_size, kind, fill=-1.0)
         with on_node(str(number), elastic=True) as manager:
@@ -365,116 +307,29 @@ def _load_megatron(rank: int, world_size: int) -> None:
         assert torch.equal(found["plain"], wanted["plain"])
 
 
-@needs("megatron.core")
-@pytest.mark.filterwarnings("ignore")
-def test_sharded_tensors_of_megatron_core_are_filled_from_their_parts(tmp_path: Path) -> None:
-    # Few processes, each of which takes seconds to import it.
-    run_ranks(_save_megatron, 3, store_per_node=[tmp_path])
-
-    run_ranks(_load_megatron, 2, store_per_node=[tmp_path])
+def _save_run(manager: Any) -> None:
+    tied = torch.ones(3)
+    manager.save({"tied": [tied, tied], "epoch": 5, "run": {"best": {"loss": 1.0}}}, 1)
 
 
-def _named(fill: float, dtype: torch.dtype = torch.float32, **changed: str) -> dict[str, Any]:
-    """A state in which parts have other names."""
-    model = torch.nn.Linear(2, 1).to(dtype)
-    torch.nn.init.constant_(model.weight, fill)
-    tied = torch.full((3,), fill, dtype=dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=fill)
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": StepLR(optimizer, 2),
-        "epoch": int(fill),
-        "run": {"best": {"loss": fill}, "names": ["a"]},
-        "scalar": torch.tensor(fill, dtype=dtype),
-        "tied": [tied, tied],
-    }
-    state |= {name: state.pop(old) for name, old in changed.items()}
-    return state
-
-
-_OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "renamed parts": (
-        _named(7.0, sched="schedule", epochs="epoch"),
-        [
-            *("schedule: saved, not given", "epoch: saved, not given"),
-            *("sched: given, not saved", "epochs: given, not saved"),
-        ],
-    ),
-    "a renamed value within": (
-        _named(7.0) | {"run": {"best": {"score": 7.0}, "names": []}},
-        ["run.best.loss: saved, not given", "run.best.score: given, not saved"],
-    ),
-    "a module in place of another": (
-        _named(7.0) | {"model": torch.nn.Linear(2, 1, bias=False)},
-        ["model.bias: saved, not given"],
-    ),
-}
-
-
-def _save_named(rank: int, world_size: int) -> None:
-    with on_node() as manager:
-        manager.save(_named(1.0009765625), 1)
-
-
-def _load_others(rank: int, world_size: int) -> None:
-    with on_node(elastic=True) as manager:
-        for name, (state, told) in _OTHERS.items():
-            weights = state["model"].weight.clone()
-
-            text = error_of(lambda s=state: manager.load(into=s), MismatchError)  # type: ignore[misc]
-
-            assert all(line in text for line in told), (name, text)
-            assert torch.equal(state["model"].weight, weights), name
-            assert state["optimizer"].param_groups[0]["lr"] == 7.0, name
-
-        state = _named(7.0, torch.bfloat16)
-        weight, tied = state["model"].weight, state["tied"][0]
-        text = error_of(lambda: manager.load(into=state), MismatchError)
-        assert re.search(r"model.weight: saved as float32 \[1, 2\], given as bfloat16", text)
-        assert re.search(r"scalar: saved as float32 \[\], given as bfloat16", text)
-        assert torch.equal(weight, torch.full_like(weight, 7.0))
-
-        loaded, _ = manager.load(into=state, allow_dtype_change=True)
-
-    assert state["model"].weight is weight
-    assert loaded["tied"][0] is tied
-    for tensor in (weight, loaded["scalar"], *loaded["tied"]):
-        assert torch.equal(tensor, torch.full_like(tensor, 1.0))
-        assert tensor.dtype is torch.bfloat16
+def _refuse_other_names(manager: Any) -> None:
+    tied = torch.zeros(3)
+    for changed, saved, given in (
+        ({"epochs": 7, "run": {"best": {"loss": 0.0}}}, "epoch", "epochs"),
+        ({"epoch": 7, "run": {"best": {"score": 0.0}}}, "run.best.loss", "run.best.score"),
+    ):
+        load = partial(manager.load, into={"tied": [tied, tied], **changed})
+        text = error_of(load, MismatchError)
+        assert f"{saved}: saved, not given" in text
+        assert f"{given}: given, not saved" in text
+        assert not tied.any()
 
 
 @pytest.mark.fault("world-size")
 @pytest.mark.parametrize("loaded_by", [1, 2])
-def test_names_and_dtypes_that_differ_are_listed_and_change_nothing_unless_allowed(
-    loaded_by: int, tmp_path: Path
+def test_names_of_values_that_differ_are_listed_and_change_nothing(
+    loaded_by: int, job: Begin
 ) -> None:
-    run_ranks(_save_named, 2, store_per_node=[tmp_path])
+    saved = job(1, ranks=2).call(_save_run)
 
-    run_ranks(_load_others, loaded_by, store_per_node=[tmp_path])
-
-
-def _load_beside_one_that_dies(rank: int, world_size: int) -> None:
-    if rank == 2:
-        HostTransport.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    manager = on_node(timeout=8.0, elastic=True, private=_DROPPED)
-    began = time.monotonic()
-    into = _state(rank, world_size, fill=-1.0)
-    assert "rank 2" in error_of(lambda: manager.load(into=into), PeerLostError)
-    assert time.monotonic() - began < 40.0
-    with pytest.raises(PeerLostError), manager:
-        raise PeerLostError
-
-
-@pytest.mark.fault("world-size")
-def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
-    tmp_path: Path,
-) -> None:
-    nodes = [tmp_path / "a", tmp_path / "b"]
-    run_ranks(_save, 4, store_per_node=nodes)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")}
-
-    run_ranks(_load_beside_one_that_dies, 3, store_per_node=nodes, expect_dead=[2])
-
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
-    assert run_ranks(_load_undisturbed, 3, store_per_node=nodes) == [3] * 3
+    saved.restart(ranks=loaded_by, elastic=True).call(_refuse_other_names).run()

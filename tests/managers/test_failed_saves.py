@@ -21,7 +21,6 @@ import localckpt
 from localckpt import (
     CheckpointingException,
     PeerLostError,
-    StorageError,
 )
 from localckpt.ranks.round import Round
 from localckpt.storage.buffers import Buffer
@@ -39,31 +38,18 @@ from tests.managers.jobs import (
     resume,
     save,
     state_of,
+    troubled,
 )
 from tests.ranks import (
     announce,
     await_announced,
     init_group_with_store_on,
     node_store,
+    on_ranks,
     run_ranks,
+    same_on_all,
 )
 from tests.scenarios import Begin
-
-
-def _troubled(manager: Any) -> Any:
-    """Have a manager's commits fail when it is asked to, by its ``trouble``."""
-    manager.trouble = None
-
-    def fail(ckpt_id: localckpt.CkptID) -> bool:
-        if manager.trouble == "refuses":
-            raise StorageError("this disk is bad")
-        if manager.trouble == "raises":
-            raise ZeroDivisionError("a mistake of the user's")
-        is_forgotten = manager.trouble == "forgets the replica" and ckpt_id.rank != manager.rank
-        return manager.trouble != "does nothing" and not is_forgotten
-
-    return before_commit(manager, fail)
-
 
 _SAID = {
     "refuses": "this disk is bad",
@@ -75,13 +61,22 @@ _SAID = {
 }
 
 
-def _fail_in_every_way(
+_KINDS = {"refuses": "StorageError", "raises": "CheckpointingException"}
+
+
+def _kept() -> list[str]:
+    return [name for name in files(node_store()) if not name.endswith(".recycled")]
+
+
+@pytest.mark.fault("refused-io", "disagreement")
+@pytest.mark.parametrize(("is_async", "replicated"), [(False, False), (True, True)])
+@on_ranks(2, nodes=2)
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_good(
     rank: int, world_size: int, is_async: bool, replicated: bool
-) -> dict[tuple[str, int], str]:
-    told = {}
+) -> None:
     repl = cliques(1, 2) if replicated else nullcontext()
     with in_job(repl, keep_last=2) as (manager, calls):
-        _troubled(manager)
+        troubled(manager)
         queue = calls if is_async else None
         save(manager, state_of(rank, 0), 0, queue)
         saved = [0]
@@ -103,7 +98,10 @@ def _fail_in_every_way(
                 if how == "another iteration":
                     assert f"'{failing + 1}' on rank {bad_rank}" in text
                     text = text.replace(f"of iteration {asked} failed", "failed")
-                told[how, bad_rank] = text
+                assert f"rank {bad_rank}" in same_on_all(text)
+                assert _SAID[how] in text
+                assert is_async or "Older checkpoints are as they were; training can go" in text
+                assert text.partition(":")[0] == _KINDS.get(how, "SaveFailedError")
                 assert _kept() == kept_before
                 if bad_rank == 0:
                     assert resume(manager, rank, saved[-1]) == "own node"
@@ -117,33 +115,6 @@ def _fail_in_every_way(
     with make_manager("disk", node_store(), "job") as manager:
         assert resume(manager, rank, saved[-1]) == "own node"
     assert our_threads() == []
-    return told
-
-
-def _kept() -> list[str]:
-    return [name for name in files(node_store()) if not name.endswith(".recycled")]
-
-
-@pytest.mark.fault("refused-io", "disagreement")
-@pytest.mark.parametrize(("is_async", "replicated"), [(False, False), (True, True)])
-def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_good(
-    is_async: bool, replicated: bool, node_dirs: Dirs
-) -> None:
-    nodes = node_dirs(2)
-
-    told = run_ranks(_fail_in_every_way, 2, is_async, replicated, store_per_node=nodes)
-
-    for (how, bad_rank), text in told[0].items():
-        assert f"rank {bad_rank}" in text
-        assert _SAID[how] in text
-        assert told[1][how, bad_rank] == text
-        if not is_async:
-            assert "Older checkpoints are as they were; training can go on" in text
-        kind_of_error = text.partition(":")[0]
-        assert kind_of_error == {
-            "refuses": "StorageError",
-            "raises": "CheckpointingException",
-        }.get(how, "SaveFailedError")
 
 
 def _save_on_rank_0_only(manager: Any) -> None:
@@ -169,7 +140,7 @@ def _cut_off_from_the_store(store: dist.TCPStore) -> None:
     """Shut this process's connections to the job's store down, as a network that fails does."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.getpeername()[1] == store.port:
+            if connection.getpeername()[1:2] == (store.port,):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -212,24 +183,17 @@ def _miss_the_verdict(rank: int, world_size: int, aborts: bool) -> tuple[str, se
 @pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("aborts", [False, True])
 def test_a_save_of_which_one_rank_read_no_verdict_is_whole_if_the_others_completed_it(
-    aborts: bool, node_dirs: Dirs
+    aborts: bool, job: Begin
 ) -> None:
-    nodes = node_dirs(2)
+    running = job(nodes=2)
 
     (_, kept), (told, left) = run_ranks(
-        _miss_the_verdict, 2, aborts, init_group=False, store_per_node=nodes
+        _miss_the_verdict, 2, aborts, init_group=False, store_per_node=running.nodes
     )
 
     assert aborts or "key-value store does not answer" in told
     assert (kept, left) == ({2}, {1, 2})
-    assert run_ranks(_resume_newest, 2, store_per_node=nodes) == [2, 2]
-
-
-def _resume_newest(rank: int, world_size: int) -> int:
-    with make_manager("disk", node_store(), "job") as manager:
-        newest: int = manager.find_latest()
-        assert resume(manager, rank, newest) == "own node"
-        return newest
+    running.expect(2).run()
 
 
 @pytest.mark.fault("late-writer")

@@ -19,8 +19,8 @@ import localckpt
 from localckpt import CheckpointingException, MismatchError
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.header import Skeleton
-from tests.managers.jobs import Dirs, error_of, make_manager, on_node
-from tests.ranks import node_store, run_ranks
+from tests.managers.jobs import error_of, make_manager, on_node
+from tests.ranks import node_store, on_ranks
 
 # Key to the box, and the tensor.
 Told = dict[str, tuple[Box, torch.Tensor]]
@@ -55,7 +55,8 @@ def _assert_part(told: tuple[Box, torch.Tensor], whole: torch.Tensor) -> None:
     assert torch.equal(tensor.reshape(whole.shape), whole)
 
 
-def _tell(rank: int, world_size: int) -> None:
+@on_ranks(4, nodes=1, timeout_s=150.0, group_timeout_s=120.0)
+def test_each_image_tells_its_part_of_each_global_tensor(rank: int) -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     wholes = {
         "even": (torch.arange(32.0).reshape(8, 4), line, [Shard(0)]),
@@ -168,11 +169,8 @@ def _load_into_other_shardings(rank: int) -> None:
         assert torch.equal(same["weight"].full_tensor(), whole)
 
 
-def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> None:
-    run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=150.0, group_timeout_s=120.0)
-
-
-def _load_beside_meshes(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=1, timeout_s=150.0)
+def test_a_load_into_dtensors_fills_parts_of_a_state_and_leaves_meshes_alone(rank: int) -> None:
     """Meshes are pickled with the tensors of their ranks, which have no path in the state."""
     line, turned = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
 
@@ -208,12 +206,6 @@ def _load_beside_meshes(rank: int, world_size: int) -> None:
             assert torch.equal(loaded["c"].full_tensor(), torch.ones(4, 3))
 
 
-def test_a_load_into_dtensors_fills_parts_of_a_state_and_leaves_meshes_alone(
-    node_dirs: Dirs,
-) -> None:
-    run_ranks(_load_beside_meshes, 2, store_per_node=node_dirs(1), timeout_s=150.0)
-
-
 class Holder:
     """Object with a tensor that has no path in a state."""
 
@@ -235,6 +227,3 @@ def test_a_tensor_without_a_path_never_takes_another_ones_values(tmp_path: Path)
 
     assert not one.tensor.any()
     assert [held.tensor[0].item() for held in both] == [1.0, 2.0]
-
-
-# ShardedTensors, as in the state dicts of FSDP1.

@@ -16,19 +16,20 @@ from torch.distributed.distributed_c10d import _get_default_store
 import localckpt
 from localckpt.errors import AbortedError
 from tests.managers.jobs import (
-    Dirs,
+    NodesOf,
     assert_same,
     files,
     in_job,
     our_children,
     our_threads,
 )
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, run_ranks
 
 
-def _close_aborted(rank: int, world_size: int, shared: Path) -> None:
+@on_ranks(2, nodes=2)
+def test_aborted_objects_are_closed_or_joined_again(rank: int, tmp_path: Path) -> None:
     manager = localckpt.LocalCheckpointManager(node_store(), "run", timeout=20.0)
-    storage = localckpt.GlobalCheckpointManager(shared, "run", local=manager, timeout=20.0)
+    storage = localckpt.GlobalCheckpointManager(tmp_path, "run", local=manager, timeout=20.0)
     queue = localckpt.AsyncCallsQueue(timeout_s=20.0)
     state = {f"value{rank}": torch.arange(9.0) + rank}
     storage.save(state, 1)
@@ -53,10 +54,6 @@ def _close_aborted(rank: int, world_size: int, shared: Path) -> None:
     manager.abort()
     manager.close()
     manager.close()
-
-
-def test_aborted_objects_are_closed_or_joined_again(tmp_path: Path, node_dirs: Dirs) -> None:
-    run_ranks(_close_aborted, 2, tmp_path / "shared", store_per_node=node_dirs(2))
 
 
 _NUMEL = 500_000
@@ -115,9 +112,9 @@ def _save_on_and_on(
 @pytest.mark.parametrize("saves", [48, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.timeout(2400)
 def test_saves_at_every_step_hold_no_more_at_the_end_than_at_the_beginning_and_leave_nothing(
-    saves: int, kind: str, polls_every: int, node_dirs: Dirs, shm_roots: Dirs
+    saves: int, kind: str, polls_every: int, nodes_of: NodesOf
 ) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+    nodes = nodes_of(kind, 2)
 
     told = run_ranks(
         *(_save_on_and_on, 2, kind, saves, polls_every),

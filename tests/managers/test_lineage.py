@@ -12,7 +12,6 @@ import localckpt
 from localckpt import CheckpointingException, NoReplicasAvailableError
 from localckpt.errors import MismatchError
 from tests.managers.jobs import (
-    Dirs,
     assert_same,
     damage,
     error_of,
@@ -21,7 +20,7 @@ from tests.managers.jobs import (
     resume,
     state_of,
 )
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks
 from tests.scenarios import Begin
 
 
@@ -43,7 +42,8 @@ def test_a_job_that_went_back_is_not_overruled_by_what_it_abandoned(job: Begin) 
         assert iterations_on(node) == {96, 97}
 
 
-def _go_back_in_one_job(rank: int, world_size: int) -> None:
+@on_ranks(2, nodes=2)
+def test_a_job_that_says_it_goes_back_overrules_what_it_left_on_all_ranks(rank: int) -> None:
     with make_manager("disk", node_store(), "job", keep_last=2) as manager:
         for iteration in (10, 20, 30):
             manager.save(state_of(rank, iteration), iteration)
@@ -61,10 +61,6 @@ def _go_back_in_one_job(rank: int, world_size: int) -> None:
     with make_manager("disk", node_store(), "job", keep_last=2) as manager:
         assert manager.find_latest() == 30
         assert_same(manager.load()[0], {"second": rank})
-
-
-def test_a_job_that_says_it_goes_back_overrules_what_it_left_on_all_ranks(node_dirs: Dirs) -> None:
-    run_ranks(_go_back_in_one_job, 2, store_per_node=node_dirs(2))
 
 
 def test_an_iteration_that_cannot_be_had_is_an_error_and_not_replaced_by_another_one(

@@ -13,7 +13,6 @@ from localckpt import MismatchError, SameMachineReplicationException
 from tests.checkpointer.survivors import begin
 from tests.managers.jobs import (
     MAX_S,
-    Dirs,
     assert_same,
     cliques,
     error_of,
@@ -26,12 +25,15 @@ from tests.managers.jobs import (
     resume,
     save,
     state_of,
+    troubled,
 )
 from tests.managers.own_managers import DictManager
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks
+from tests.scenarios import Begin
 
 
-def _share_a_node(rank: int, world_size: int) -> list[str]:
+@on_ranks(4, nodes=2)
+def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(rank: int) -> None:
     # When the manager is made, not when the first checkpoint is lost.
     with cliques(1, 2) as eager:
         make = partial(make_manager, "disk", node_store(), "job", eager)
@@ -43,6 +45,10 @@ def _share_a_node(rank: int, world_size: int) -> list[str]:
             use = partial(getattr(manager, call), *args)
             told.append(error_of(use, SameMachineReplicationException))
             assert manager.last_save is None
+    for text in told:
+        assert all(
+            words in text for words in ("ranks [0, 1]", "ranks [2, 3]", "replication_jump=2")
+        )
     assert files(node_store()) == []
     dist.barrier()
 
@@ -61,40 +67,21 @@ def _share_a_node(rank: int, world_size: int) -> list[str]:
         manager.rejoin(repl_strategy=localckpt.LazyCliqueReplicationStrategy(2, 2))
         assert manager.find_latest() == 2
     assert "closed" in error_of(manager.rejoin)
-    return told
-
-
-def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(node_dirs: Dirs) -> None:
-    told = run_ranks(_share_a_node, 4, store_per_node=node_dirs(2))
-
-    for text in (text for texts in told for text in texts):
-        assert "ranks [0, 1]" in text
-        assert "ranks [2, 3]" in text
-        assert "replication_jump=2" in text
-
-
-def _save_or_load(rank: int, world_size: int) -> None:
-    repl = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S)
-    with in_job(repl) as (manager, _):
-        if manager.find_latest() == -1:
-            manager.save(state_of(rank, 1), 1)
-        else:
-            resume(manager, rank, 1)
 
 
 @pytest.mark.fault("lost-nodes", "moved-ranks")
-def test_uneven_nodes_form_cliques_by_themselves_and_one_may_be_lost(node_dirs: Dirs) -> None:
-    nodes = node_dirs(3)
+def test_uneven_nodes_form_cliques_by_themselves_and_one_may_be_lost(job: Begin) -> None:
     # Five ranks on three nodes: two, two and one.
-    run_ranks(_save_or_load, 5, store_per_node=nodes)
-    (nodes[1],) = node_dirs(1)
+    running = job(3, ranks=5, redundancy=(None, 2)).save(1).lose(1)
 
     # With the nodes in another order the ranks are elsewhere, too, and find their shards.
-    run_ranks(_save_or_load, 5, store_per_node=nodes[1:] + nodes[:1])
+    running.restart(on=[1, 2, 0]).expect(1, None).run()
 
 
-def _survive(home: int, world_size: int) -> str:
-    """Ranks 0, 1, 2 save; then 1 is gone with its node, and a new process takes its place."""
+@pytest.mark.fault("survivors")
+@on_ranks(4, nodes=4, init_group=False)
+def test_managers_of_survivors_load_what_they_have_in_memory(home: int) -> None:
+    # Ranks 0, 1, 2 save; then 1 is gone with its node, and a new process takes its place.
     manager: Any = None
     if home != 3:
         begin(0, [0, 1, 2], home)
@@ -104,7 +91,7 @@ def _survive(home: int, world_size: int) -> str:
         dist.destroy_process_group()
     if home == 1:
         # As if it was killed: nothing is closed.
-        return ""
+        return
     begin(1, [0, 3, 2], home)
     if manager is None:
         manager = on_node("run", localckpt.ParityReplicationStrategy(1, 3))
@@ -112,38 +99,17 @@ def _survive(home: int, world_size: int) -> str:
         with pytest.raises(MismatchError, match="initialised anew"):
             manager.find_latest()
         manager.rejoin()
-    source = resume(manager, manager.rank, 1)
+    assert resume(manager, manager.rank, 1) == ("parity" if home == 3 else "own memory")
     manager.save(state_of(manager.rank, 2), 2)
     manager.close()
     dist.destroy_process_group()
-    return source
 
 
-@pytest.mark.fault("survivors")
-def test_managers_of_survivors_load_what_they_have_in_memory(node_dirs: Dirs) -> None:
-    sources = run_ranks(_survive, 4, init_group=False, store_per_node=node_dirs(4))
-
-    assert sources == ["own memory", "", "own memory", "parity"]
-
-
-class _Troubled(DictManager):
-    """A manager of a user's own hooks, of which one fails when it is asked to."""
-
-    trouble: str | None = None
-
-    def _save(self, state_dict: localckpt.TensorAwareStateDict, ckpt_id: localckpt.CkptID) -> None:
-        if self.trouble == "raises":
-            raise ValueError("no place for it")
-        if self.trouble == "raises for the replica" and ckpt_id.rank != self.rank:
-            raise ValueError("no place for it")
-        if self.trouble != "does nothing":
-            super()._save(state_dict, ckpt_id)
-
-
-def _two_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_ranks_with_hooks_replicate_fail_and_recover_together(rank: int) -> None:
     repl = cliques(1, 2)
     options = {"session_id": "job", "repl_strategy": repl, "timeout": MAX_S}
-    begin = partial(_Troubled, dict[Any, Any](), **options)
+    begin = partial(DictManager, dict[Any, Any](), **options)
     with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue:
         with begin() as manager:
             assert manager.find_latest() == -1
@@ -155,7 +121,7 @@ def _two_ranks(rank: int, world_size: int) -> None:
             assert manager.find_latest() == 2
             assert_same(manager.load()[0], state_of(rank, 2))
             assert manager.last_load.source == "own node"
-            _fail_on_one_rank(rank, manager, queue)
+            _fail_on_one_rank(rank, troubled(manager), queue)
         with begin() as manager:
             # Rank 1 comes back with nothing.
             if rank == 1:
@@ -173,7 +139,7 @@ def _two_ranks(rank: int, world_size: int) -> None:
 
 
 def _fail_on_one_rank(rank: int, manager: Any, queue: Any) -> None:
-    for trouble in ("raises", "does nothing", "raises for the replica"):
+    for trouble in ("raises", "does nothing", "forgets the replica"):
         for how in (None, queue):
             manager.trouble = trouble if rank == 1 else None
             told = error_of(lambda h=how: save(manager, state_of(rank, 5), 5, h))
@@ -185,7 +151,3 @@ def _fail_on_one_rank(rank: int, manager: Any, queue: Any) -> None:
     assert "rank 0" in told
     assert "pickled" in told
     assert manager.find_latest() == 2
-
-
-def test_two_ranks_with_hooks_replicate_fail_and_recover_together() -> None:
-    run_ranks(_two_ranks, 2)

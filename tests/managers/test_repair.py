@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,13 +25,13 @@ from tests.managers.jobs import (
     cliques,
     error_of,
     in_job,
-    make_manager,
+    iterations_on,
     our_threads,
     resume,
     save,
     state_of,
 )
-from tests.ranks import DeadRank, node_store, run_ranks
+from tests.ranks import die, on_ranks, run_ranks
 from tests.scenarios import Begin, require_whole
 
 
@@ -116,7 +115,11 @@ def test_where_nothing_is_lost_no_repair_begins_and_a_save_costs_what_it_did(job
 _LARGE = 24 << 20
 
 
-def _save_beside_a_slow_repair(rank: int, world_size: int) -> None:
+@pytest.mark.fault("lost-nodes")
+@on_ranks(2, nodes=2)
+def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_pruned(
+    rank: int,
+) -> None:
     repl, kept, took = cliques(1, 2), Kept(), list[float]()
     events = EventStream([kept])
     retention = localckpt.Retention(last=2)
@@ -153,59 +156,35 @@ def _save_beside_a_slow_repair(rank: int, world_size: int) -> None:
     assert (ended.step, ended.outcome) == (1, "ok")
 
 
-@pytest.mark.fault("lost-nodes")
-def test_saves_do_not_wait_for_a_repair_which_goes_on_or_ends_with_what_is_pruned(
-    node_dirs: Dirs,
-) -> None:
-    run_ranks(_save_beside_a_slow_repair, 2, store_per_node=node_dirs(2))
-
-
-def _die_in_a_repair(rank: int, world_size: int) -> Any:
-    repl = cliques(1, 2)
-    manager = make_manager("disk", node_store(), "job", repl, keep_last=100, timeout=4.0)
-    for iteration in (1, 2):
-        save(manager, state_of(rank, iteration), iteration)
-    dist.barrier()
-    if rank == 1:
-        _remove_folder(manager)
-
-        def die(ckpt_id: localckpt.CkptID) -> None:
-            if ckpt_id.iteration == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        before_commit(manager, die)
-    dist.barrier()
-    iteration, began = 3, time.monotonic()
+def _die_in_a_repair(manager: Any) -> None:
+    if manager.rank == 1:
+        before_commit(manager, lambda ckpt_id: die() if ckpt_id.iteration == 2 else None)
+    _lose(manager, "folder")
+    began = 0.0
 
     def save_on() -> None:
-        nonlocal iteration, began
-        while True:
+        nonlocal began
+        for iteration in count(3):
             began = time.monotonic()
-            manager.save(state_of(rank, iteration), iteration)
-            iteration += 1
+            manager.save(state_of(manager.rank, iteration), iteration)
 
-    error = error_of(save_on)
-    waited = time.monotonic() - began
+    assert "rank 1" in error_of(save_on)
+    assert time.monotonic() - began < 15.0
     manager.__exit__(CheckpointingException, CheckpointingException(), None)
-    repl.close()
-    return error, waited, time.monotonic() - began, iteration - 1
+    assert time.monotonic() - began < 25.0
 
 
 @pytest.mark.fault("lost-during-recovery")
 def test_a_rank_that_dies_in_a_repair_is_named_by_the_next_save_and_a_restart_has_all(
-    node_dirs: Dirs,
+    job: Begin,
 ) -> None:
-    nodes = node_dirs(2)
+    running = job(nodes=2, redundancy=(1, 2), keep_last=100, timeout=4.0).save(1, 2)
 
-    told, dead = run_ranks(_die_in_a_repair, 2, store_per_node=nodes, expect_dead=[1])
+    running.call(_die_in_a_repair).run(dead=[1])
 
-    assert isinstance(dead, DeadRank)
-    error, waited, until_closed, newest = told
-    assert "rank 1" in error
-    assert waited < 15.0
-    assert until_closed < 25.0
     # The node of the rank that died may have all of the save that failed, which rank 0 removed.
-    again = run_ranks(_resume, 2, newest, newest + 1, store_per_node=nodes)
+    newest = max(iterations_on(running.nodes[0]))
+    again = run_ranks(_resume, 2, newest, newest + 1, store_per_node=running.nodes)
     assert again in (["own node"] * 2, ["peer rank 1", "own node"])
 
 

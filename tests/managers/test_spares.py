@@ -161,8 +161,8 @@ class _Job:
             Push(self.registry, order, spare, MAX_S).send([rank], lambda _, source=source: source)
 
 
-def _image(rank: int, checkpoint: Checkpoint = _SAVED, nbytes: int = 3_000_000) -> bytes:
-    return bytes(image_of(state_of(rank, 5, nbytes), checkpoint.shard(rank, "job")))
+def _image(rank: int, checkpoint: Checkpoint = _SAVED) -> bytes:
+    return bytes(image_of(state_of(rank, 5, 3_000_000), checkpoint.shard(rank, "job")))
 
 
 _OTHERS = {

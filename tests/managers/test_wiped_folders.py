@@ -10,7 +10,6 @@ import torch.distributed as dist
 import localckpt
 from localckpt import StorageError
 from tests.managers.jobs import (
-    Dirs,
     cliques,
     error_of,
     make_manager,
@@ -18,7 +17,7 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.ranks import node_store, run_ranks
+from tests.ranks import node_store, on_ranks, same_on_all
 
 _WIPES = ("rank", "rank emptied", "session", "session emptied", "store", "store emptied")
 
@@ -36,7 +35,8 @@ def _wipe(manager: Any, what: str) -> None:
         path.mkdir()
 
 
-def _wipe_in_turn(rank: int, world_size: int) -> None:
+@on_ranks(4, nodes=2, timeout_s=120.0)
+def test_a_node_that_is_wiped_holds_nothing_and_is_loaded_from_its_peers(rank: int) -> None:
     """Rank 1 is wiped, and so is rank 0 of its node where the wipe is of more than its folder."""
     number = 0
     repl, queue = cliques(2, 2), localckpt.AsyncCallsQueue()
@@ -58,14 +58,10 @@ def _wipe_in_turn(rank: int, world_size: int) -> None:
                     save(manager, state_of(rank, number), number, queue)
                     assert resume(manager, rank, number) == "own node"
                     continue
-                if when == "after a look":
-                    manager.load()
-                    source = manager.last_load.source
-                elif when == "before a load":
-                    manager.load(iteration=number)
-                    source = manager.last_load.source
-                else:
-                    source = resume(manager, rank, number)
+                if when == "before a look":
+                    manager.find_latest()
+                manager.load(iteration=number if when == "before a load" else None)
+                source = manager.last_load.source
                 assert source.startswith(came_from), (what, when, source)
                 # Copies are made again, and what is saved next is complete on all nodes.
                 assert resume(manager, rank, number) == "own node", (what, when)
@@ -78,11 +74,8 @@ def _wipe_in_turn(rank: int, world_size: int) -> None:
     repl.close()
 
 
-def test_a_node_that_is_wiped_holds_nothing_and_is_loaded_from_its_peers(node_dirs: Dirs) -> None:
-    run_ranks(_wipe_in_turn, 4, store_per_node=node_dirs(2), timeout_s=120.0)
-
-
-def _mount_another_store(rank: int, world_size: int) -> str:
+@on_ranks(2, nodes=2)
+def test_the_store_of_another_node_in_the_place_of_a_store_is_refused(rank: int) -> None:
     with make_manager("disk", node_store() / "mine", "job") as manager:
         save(manager, state_of(rank, 1), 1)
         make_manager("disk", node_store() / "other", "job").close()
@@ -96,12 +89,5 @@ def _mount_another_store(rank: int, world_size: int) -> str:
             mine.rename(other)
             (node_store() / "away").rename(mine)
         assert resume(manager, rank, 1) == "own node"
-    return told
-
-
-def test_the_store_of_another_node_in_the_place_of_a_store_is_refused(node_dirs: Dirs) -> None:
-    told = run_ranks(_mount_another_store, 2, store_per_node=node_dirs(2))
-
-    assert told[0] == told[1]
-    assert "rank 1: " in told[0]
-    assert "is the store of another node now" in told[0]
+    assert "rank 1: " in same_on_all(told)
+    assert "is the store of another node now" in told

@@ -14,7 +14,7 @@ from localckpt.errors import CheckpointingException, MismatchError, SameMachineR
 from localckpt.replication.groups import GroupWrapper, check_failure_domains, parse_group_sequence
 from localckpt.replication.placement import keepers_in, place_cliques
 from localckpt.replication.strategies import CliqueReplicationStrategy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 _FACTORS = st.integers(2, 4)
 
@@ -144,7 +144,8 @@ def test_a_jump_is_proposed_when_and_only_when_one_works(factor: int, domains: l
     assert ("repl_strategy=None" in told) == (len(set(domains)) == 1)
 
 
-def _facts_of_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_group_has_ranks_and_backend_and_refuses_wrong_lists(rank: int, world_size: int) -> None:
     world = GroupWrapper()
     assert GroupWrapper.wrap(world) is world
     assert GroupWrapper.wrap(dist.group.WORLD).ranks == list(range(world_size))
@@ -170,10 +171,7 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
             GroupWrapper.from_list_of_groups(wrong)
 
 
-def test_a_group_has_ranks_and_backend_and_refuses_wrong_lists() -> None:
-    run_ranks(_facts_of_groups, 4)
-
-    # Without torch.distributed there is a world of one.
+def test_without_torch_distributed_there_is_a_world_of_one() -> None:
     group = GroupWrapper.wrap(None)
 
     assert (group.group, group.ranks, group.world_size) == (None, [0], 1)

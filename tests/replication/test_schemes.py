@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import localckpt
+from tests.programs import run_python
 
 _MIRROR = """
 class Mirror:
@@ -51,14 +51,7 @@ def _run(site: Path, module: str) -> subprocess.CompletedProcess[str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mirrors\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[localckpt.schemes]\nmirror = {module}:Mirror\n")
     path = os.pathsep.join([str(site), str(Path(localckpt.__file__).parents[1])])
-    return subprocess.run(
-        [sys.executable, "-c", _LOOK],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_python(_LOOK, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_pieces_of_another_packages_scheme_make_a_checkpoint_complete(tmp_path: Path) -> None:

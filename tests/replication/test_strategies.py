@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from localckpt.errors import (
     CheckpointingException,
@@ -23,7 +22,7 @@ from localckpt.replication.strategies import (
     ReplicationStrategy,
 )
 from localckpt.state_dict.source import ShardSource
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, same_on_all
 from tests.replication.sources import FailingSource, ScratchSource, image, plan_exchange
 
 _NBYTES = 300_000
@@ -57,7 +56,9 @@ def _replicate(strategy: ReplicationStrategy, rank: int, iteration: int) -> list
     return [id_.rank for id_ in received]
 
 
-def _parameters(rank: int, world_size: int) -> None:
+@pytest.mark.fault("disagreement")
+@on_ranks(4)
+def test_parameters_that_do_not_fit_are_refused_on_all_ranks_alike(rank: int) -> None:
     build = CliqueReplicationStrategy.from_replication_params
     with pytest.raises(MismatchError, match=r"factor=2 on rank 0; .*factor=3 on ranks 1 to 3"):
         build(1, 2 + (rank > 0), timeout_s=20)
@@ -85,11 +86,6 @@ def _parameters(rank: int, world_size: int) -> None:
     strategy.close()
 
 
-@pytest.mark.fault("disagreement")
-def test_parameters_that_do_not_fit_are_refused_on_all_ranks_alike() -> None:
-    run_ranks(_parameters, 4)
-
-
 def _refuse(error: Exception) -> Callable[[CkptID, int], memoryview]:
     def accept(id_: CkptID, nbytes: int) -> memoryview:
         raise error
@@ -109,8 +105,11 @@ _FAILURES = {
 }
 
 
-def _fail_in_every_way(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
-    told = {}
+@pytest.mark.fault("refused-io")
+@on_ranks(3)
+def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(
+    rank: int, world_size: int
+) -> None:
     strategy = CliqueReplicationStrategy.from_replication_params(1, world_size, timeout_s=20)
     mine = CkptID(4, rank, "s")
     ids = {"iteration": CkptID(5, 1, "s"), "session": CkptID(4, 1, "t"), "owner": CkptID(4, 0, "s")}
@@ -119,7 +118,7 @@ def _fail_in_every_way(rank: int, world_size: int) -> dict[str, tuple[str, str]]
         "bug": _refuse(ZeroDivisionError("oops")),
         "size": lambda _, nbytes: memoryview(bytearray(nbytes - 1)),
     }
-    for case in _FAILURES:
+    for case, (kind, told) in _FAILURES.items():
         at = case if rank == 1 else ""
         source: ShardSource | None = ScratchSource(_image_of(mine))
         if at == "read":
@@ -132,21 +131,10 @@ def _fail_in_every_way(rank: int, world_size: int) -> dict[str, tuple[str, str]]
         with pytest.raises(CheckpointingException) as raised:
             strategy.replicate_image(source, ids.get(at, mine), accept, error=error)
 
-        told[case] = type(raised.value).__name__, str(raised.value)
+        assert told in same_on_all(str(raised.value))
+        assert type(raised.value).__name__ == kind
         _replicate(strategy, rank, 6)
-        dist.barrier()
     strategy.close()
-    return told
-
-
-@pytest.mark.fault("refused-io")
-def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works() -> None:
-    results = run_ranks(_fail_in_every_way, 3)
-
-    assert results[0] == results[1] == results[2]
-    for case, (kind, told) in _FAILURES.items():
-        assert results[0][case][0] == kind
-        assert told in results[0][case][1]
 
 
 _NOT_RETRIEVED = {
@@ -156,8 +144,8 @@ _NOT_RETRIEVED = {
 }
 
 
-def _fail_to_retrieve(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
-    told = {}
+@on_ranks(3)
+def test_a_failed_retrieval_is_raised_on_all_ranks_and_can_be_tried_again(rank: int) -> None:
     strategy = NoReplication(20.0)
     if rank == 0:
         # A plan that moves nothing needs no other rank.
@@ -167,7 +155,7 @@ def _fail_to_retrieve(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     held: dict[int, list[CkptID]] = {0: [], 1: [CkptID(3, 0, "s")], 2: []}
     plan = plan_exchange(held, {0: [CkptID(3, 0, "s")]})
     content = _image_of((3, 0, "s"))
-    for case in _NOT_RETRIEVED:
+    for case, (kind, told) in _NOT_RETRIEVED.items():
 
         def open_source(id_: CkptID, case: str = case) -> ShardSource:
             if case == "open":
@@ -179,17 +167,8 @@ def _fail_to_retrieve(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
         with pytest.raises(CheckpointingException) as raised:
             strategy.retrieve_image(plan, open_source, accept)
 
-        told[case] = type(raised.value).__name__, str(raised.value)
+        assert told in same_on_all(str(raised.value))
+        assert type(raised.value).__name__ == kind
         memory = _Memory()
         strategy.retrieve_image(plan, lambda _: ScratchSource(content), memory.accept)
         assert all(bytes(view) == content for view in memory.images.values())
-    return told
-
-
-def test_a_failed_retrieval_is_raised_on_all_ranks_and_can_be_tried_again() -> None:
-    results = run_ranks(_fail_to_retrieve, 3)
-
-    assert results[0] == results[1] == results[2]
-    for case, (kind, told) in _NOT_RETRIEVED.items():
-        assert results[0][case][0] == kind
-        assert told in results[0][case][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -22,7 +21,7 @@ from localckpt.replication.device_transport import DeviceTransport
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.transport import connect
 from localckpt.state_dict.source import MemorySource, ShardSource
-from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, logged, on_ranks, run_ranks, start_ranks
 from tests.replication.sources import ScratchSource, SignallingSource, image
 
 _CHUNK = 1000
@@ -71,7 +70,11 @@ def _nbytes(sender: int, receiver: int, number: int) -> int:
     return borders[(sender + 2 * receiver + 3 * number) % len(borders)]
 
 
-def _everything_to_everyone(rank: int, world_size: int, kind: str, images: int) -> None:
+@pytest.mark.parametrize(("kind", "world_size", "images"), [("host", 4, 2), ("device", 3, 7)])
+@on_ranks()
+def test_every_image_arrives_where_it_belongs(
+    rank: int, world_size: int, kind: str, images: int
+) -> None:
     transport = _transport(kind)
     peers = [peer for peer in range(world_size) if peer != rank]
     for turn in range(3):
@@ -99,12 +102,10 @@ def _everything_to_everyone(rank: int, world_size: int, kind: str, images: int) 
     transport.close()
 
 
-@pytest.mark.parametrize(("kind", "world_size", "images"), [("host", 4, 2), ("device", 3, 7)])
-def test_every_image_arrives_where_it_belongs(kind: str, world_size: int, images: int) -> None:
-    run_ranks(_everything_to_everyone, world_size, kind, images)
-
-
-def _send_along_a_chain(rank: int, world_size: int) -> None:
+@on_ranks(5, expect_dead=[4])
+def test_ranks_connect_to_those_they_send_to_or_receive_from_and_to_no_others(
+    rank: int, world_size: int
+) -> None:
     if rank == world_size - 1:
         # It has no part, and nobody waits for it.
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,22 +128,10 @@ def _send_along_a_chain(rank: int, world_size: int) -> None:
     transport.close()
 
 
-def test_ranks_connect_to_those_they_send_to_or_receive_from_and_to_no_others() -> None:
-    run_ranks(_send_along_a_chain, 5, expect_dead=[4])
-
-
-def _warnings() -> list[str]:
-    """Have long waits be those of 0.3 s; the messages of this rank from here on."""
-    deadline._SILENT_S = 0.3
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("localckpt").addHandler(handler)
-    return lines
-
-
 def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> Any:
-    transport, logged = _transport(kind), _warnings()
+    # Long waits are those of 0.3 s.
+    deadline._SILENT_S = 0.3
+    transport, told = _transport(kind), logged()
     timeout_s = 2.0 if sig == signal.SIGSTOP else _TIMEOUT_S
     content = image(rank, 50 * _CHUNK)
     source: ShardSource = ScratchSource(content)
@@ -168,7 +157,7 @@ def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> 
         assert bytes(place) == then, "a late peer wrote into memory that was given back"
     transport.close()
     if rank == 0 and sig == signal.SIGSTOP:
-        assert any("s to exchange shards, for rank 1 (" in line for line in logged), logged
+        assert any("s to exchange shards, for rank 1 (" in line for line in told), told
     return str(raised.value), took
 
 
@@ -203,16 +192,19 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -
     assert "rank 0 (" in peer_told
 
 
-def _connect_in_vain(rank: int, world_size: int) -> str:
-    logged = _warnings()
+@pytest.mark.fault("silent-peer")
+@on_ranks(3)
+def test_a_peer_that_never_connects_or_gives_up_ends_in_an_error(rank: int) -> None:
+    deadline._SILENT_S = 0.3
+    lines = logged()
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
             HostConnections("alone", [0, 1], rank, 1.0)
-        assert any("s to connect, for rank 1" in line for line in logged), logged
+        assert any("s to connect, for rank 1" in line for line in lines), lines
     dist.barrier()
     if rank == 2:
-        return "did not come"
+        return
     began = time.monotonic()
 
     def is_given_up() -> bool:
@@ -221,16 +213,9 @@ def _connect_in_vain(rank: int, world_size: int) -> str:
 
     with pytest.raises(PeerLostError) as raised:
         HostConnections("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
-    return str(raised.value)
-
-
-@pytest.mark.fault("silent-peer")
-def test_a_peer_that_never_connects_or_gives_up_ends_in_an_error() -> None:
-    waited, gave_up, _ = run_ranks(_connect_in_vain, 3)
-
-    assert "rank 0 could not connect to ranks [0, 1, 2]" in waited
-    assert "rank 1 has given up" in waited
-    assert "rank 1 could not connect" in gave_up
+    told = str(raised.value)
+    assert f"rank {rank} could not connect to ranks [0, 1, 2]" in told
+    assert rank == 1 or "rank 1 has given up" in told
 
 
 class _LosingConnections(HostConnections):
@@ -245,7 +230,8 @@ class _Lost:
         time.sleep(timeout.total_seconds())
 
 
-def _abort_while_an_answer_is_lost(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_an_exchange_that_is_aborted_waits_for_no_answer_that_was_lost(rank: int) -> None:
     connections = (HostConnections, _LosingConnections)[rank]("lost", [0, 1], rank, 60.0)
     transport = HostTransport(connections)
     room = memoryview(bytearray(_CHUNK))
@@ -263,12 +249,7 @@ def _abort_while_an_answer_is_lost(rank: int, world_size: int) -> float:
     began = time.monotonic()
     with pytest.raises(PeerLostError):
         transport.exchange(sends, [] if rank == 0 else [(0, room)], 60.0)
-    took = time.monotonic() - began
+    assert time.monotonic() - began < 20.0
     if rank == 1:
         aborting.join(20.0)
     transport.close()
-    return took
-
-
-def test_an_exchange_that_is_aborted_waits_for_no_answer_that_was_lost() -> None:
-    assert max(run_ranks(_abort_while_an_answer_is_lost, 2)) < 20.0

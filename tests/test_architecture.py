@@ -94,29 +94,29 @@ _ARROWS = {
 # its own, the goal, and modules today, of which the same holds. "top" is the modules beside the
 # rooms. The command line's goal is 3,000 and 600 for what reads a checkpoint outside of its job.
 _BUDGETS = {
-    "top": (2951, 1300, 15),
+    "top": (2962, 1300, 15),
     "async_save": (1580, 1400, 6),
     "availability": (2701, 2000, 12),
-    "checkpointer": (4842, 1800, 14),
+    "checkpointer": (4845, 1800, 14),
     "cli": (3953, 3600, 19),
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
-    "global_tier": (6628, 4900, 18),
+    "global_tier": (6629, 4900, 18),
     "integrations": (3101, 2900, 20),
-    "managers": (5714, 3600, 19),
-    "memory": (846, 700, 7),
+    "managers": (5731, 3600, 19),
+    "memory": (856, 700, 7),
     "parity": (1676, 1700, 12),
-    "ranks": (2587, 1600, 10),
-    "replication": (3308, 2900, 19),
-    "state_dict": (7472, 5000, 31),
-    "storage": (3455, 3100, 15),
+    "ranks": (2586, 1600, 10),
+    "replication": (3323, 2900, 19),
+    "state_dict": (7557, 5000, 31),
+    "storage": (3720, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 39_242
+_TEST_LINES = 39_244
 
 
 def _module_name(path: Path) -> str:

@@ -94,6 +94,8 @@ def _save_on_and_on(
             # Training keeps the ranks together.
             dist.all_reduce(torch.ones(1))
             if (iteration + 1) % (saves // 4) == 0:
+                # Else the threads of those under way count, more of them on a busy machine.
+                queue.wait_until_finished()
                 dist.barrier()
                 held.append(_held())
                 dist.barrier()

@@ -1,10 +1,12 @@
-"""Which checkpoints are complete, by pure functions of plain data."""
+"""Which checkpoints are complete, by what the nodes report: pure functions of plain data."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import combinations
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,24 +24,23 @@ from localckpt.availability.coverage import (
     judge_resumed,
     save_problems,
 )
-from localckpt.availability.explanation import explain
-from localckpt.availability.inventory import Inventory, Nodes
-from localckpt.availability.recoverable import least_losses, minimal
+from localckpt.availability.inventory import Inventory, unpacked
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardIdentity, ShardRecord
-from localckpt.replication.schemes import SCHEMES
+from localckpt.ids import MOST_RANKS, Checkpoint, CkptID, Generation, ShardIdentity, ShardRecord
 
 _SESSION = "run"
 
 
-def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
+def record_of(
+    epoch: int, sequence: int, iteration: int, owner: int, world_size: int
+) -> ShardRecord:
     identity = ShardIdentity(_SESSION, Generation(epoch, sequence), iteration, owner, world_size)
     return ShardRecord(identity, 4096)
 
 
 _records = st.builds(
-    _record,
+    record_of,
     epoch=st.integers(1, 3),
     sequence=st.integers(1, 2),
     iteration=st.integers(0, 2),
@@ -175,70 +176,94 @@ def test_a_shard_that_is_not_there_is_named_and_so_are_ranks_that_saved_differen
     ]
 
 
-_CHECKPOINT = Checkpoint(Generation(1, 2), 3, 4)
+def _packed(content: bytes) -> str:
+    return base64.b85encode(zlib.compress(content)).decode()
 
 
-class _Sums:
-    """A code of which each member keeps the sum of all images: any one of them can be lost."""
-
-    def fits(self, group: Group) -> bool:
-        return group.tolerated == 1
-
-    def rebuilds(
-        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
-    ) -> bool:
-        others = [other for other in group.ranks if other != rank]
-        return all(other in images for other in others) and any(r in pieces for r in group.ranks)
-
-    def losses(
-        self,
-        group: Group,
-        rank: int,
-        holders: Mapping[int, Collection[str]],
-        pieces: Mapping[int, Collection[str]],
-    ) -> Iterable[Nodes]:
-        own = frozenset(holders.get(rank, ()))
-        for other in group.ranks:
-            if other != rank:
-                yield own.union(holders.get(other, ()))
-        yield own.union(*(pieces.get(r, ()) for r in group.ranks))
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda: "not compressed",
+        lambda: _packed(b"[" * 100_000),
+        lambda: _packed(bytes(1 << 28)),
+        lambda: _packed(b"[1, 2"),
+    ],
+    ids=["text", "nested", "bomb", "cut"],
+)
+def test_reports_that_no_rank_has_packed_are_refused(pack: Callable[[], str]) -> None:
+    with pytest.raises(MismatchError, match="cannot be read"):
+        unpacked(pack())
 
 
-_CODES = {**SCHEMES, "sum": _Sums()}
+_NUMBERS = st.integers(0, 10**19 - 1)
+_RANKS_ON = {"a": [0, 1, 4], "b": [2], "c": [3, 5]}
 
 
-@st.composite
-def _found_of_recoverable(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
-    """Shards of four ranks on four nodes, and pieces of two kinds."""
-    found: dict[str, list[ShardRecord]] = {node: [] for node in "abcd"}
-    for rank in range(4):
-        for node in draw(st.sets(st.sampled_from("abcd"), max_size=2)):
-            found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
-    for group in (
-        Group((0, 1, 2), 1, "sum"),
-        Group((3, 1, 0, 2), draw(st.integers(1, 2)), "parity"),
-    ):
-        for rank in draw(st.sets(st.sampled_from(group.ranks))):
-            piece = _CHECKPOINT.shard(rank, "run").of_kind(group.kind)
-            found[draw(st.sampled_from("abcd"))].append(ShardRecord(piece, 7, group))
-    return found
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        *(None, {}, [1, 1, 4, -1, [], [], 0], [1, 1, -1, 5, [], [], 0], [1, 1, 0, -2, [], [], 0]),
+        *([1, 1, 0, 5, [[1, 1]], [], 0], [1, 1, 0, 5, [[1, 1, "5"]], [], 0]),
+        *([1, 1, 0, 5, [[0, 0, 0]] * 9, [], 0], [1, 1, 0, 5, [], [[0, 0, 0]] * 9, 0]),
+        *([1, 1, 0, 5, [], [], 2], [10**20, 1, 0, 5, [], [], 0]),
+    ],
+    ids=str,
+)
+def test_a_lineage_that_cannot_be_is_refused_and_nothing_is_taken_in(lineage: Any) -> None:
+    inventory = Inventory(_RANKS_ON)
+
+    with pytest.raises(MismatchError, match="what rank 3 tells of its node's shards"):
+        inventory.merge("c", [[[1, 1, 9, 1, [0], [8]]], [lineage]])
+
+    assert not inventory.checkpoints
+    assert not inventory.lineages
 
 
-@given(_found_of_recoverable())
-def test_the_smallest_losses_are_told_of_pieces_of_several_kinds(
-    found: dict[str, list[ShardRecord]],
-) -> None:
-    inventory = Inventory.found(found, codes=_CODES)
+@pytest.mark.parametrize(
+    "told",
+    [
+        *(None, "text", [7], [[1, 1, 5, 2, [0], [9], 0]], [[1, 1, 5, 2, [0, 1], [9]]]),
+        *([[1, 1, 5, 2, [], []]], [[1, 1, 5, 2, [0, 0], [9, 9]]]),
+        *([[1, 1, 5, 2, [0], [9]], [1, 1, 5, 2, [1], [9]]], [[1, 1, 10**19, 2, [0], [9]]]),
+        *([[1, 1, 5, 2, [MOST_RANKS], [9]]], [[1, 1, 5, MOST_RANKS + 1, [0], [9]]]),
+        *([[1, 1, True, 2, [0], [9]]], [[1, 1, 5, 2, [0], [-9]]], [[1, 1, 5, 2, [0], [9.0]]]),
+    ],
+    ids=str,
+)
+def test_a_report_that_cannot_be_read_is_refused_and_its_rank_named(told: Any) -> None:
+    inventory = Inventory(_RANKS_ON)
+    shards = [[1, 1, 9, 1, [0], [8]], *told] if isinstance(told, list) else told
 
-    def is_lost(lost: Collection[str]) -> bool:
-        left = {node: there for node, there in found.items() if node not in lost}
-        return not complete_checkpoints(Inventory.found(left, codes=_CODES))
+    with pytest.raises(MismatchError, match="what rank 3 tells of its node's shards") as raised:
+        inventory.merge("c", [shards, []])
 
-    explanation = explain(inventory)
+    assert len(str(raised.value)) < 500
+    assert not inventory.checkpoints
 
-    assert (explanation.newest is None) == is_lost(())
-    if explanation.newest is not None:
-        sets = [frozenset(s) for count in range(5) for s in combinations("abcd", count)]
-        breaking = minimal(filter(is_lost, sets))
-        assert set(map(frozenset, explanation.breaking)) == set(breaking)
-        assert min(least_losses(_CHECKPOINT, inventory).values()) == min(map(len, breaking))
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 10**20) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.just("a"), inner),
+    max_leaves=8,
+)
+_NEARLY_TOLD = st.lists(
+    st.tuples(*[_NUMBERS | _JSON] * 4, *[st.lists(_NUMBERS, max_size=3) | _JSON] * 2).map(list),
+    max_size=2,
+).map(lambda shards: [shards, []])
+
+
+@given(_JSON | _NEARLY_TOLD)
+def test_every_report_is_either_refused_or_taken_as_it_is(told: Any) -> None:
+    inventory = Inventory(_RANKS_ON)
+
+    try:
+        inventory.merge("a", told)
+    except MismatchError:
+        assert not inventory.checkpoints
+        return
+
+    heard = {
+        (*c.generation, c.iteration, c.world_size, *inventory.shards_on(c, "a").items())
+        for c in inventory.checkpoints
+    }
+    assert heard == {(*held[:4], *zip(held[4], held[5], strict=True)) for held in told[0]}

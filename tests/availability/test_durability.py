@@ -1,4 +1,4 @@
-"""How far checkpoints have climbed, and what stays for it: pure functions against plain counts."""
+"""How far checkpoints have climbed: pure functions against plain counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from localckpt.availability.coverage import SaveOutcome, Standing
 from localckpt.availability.durability import (
     Durability,
-    Found,
     SaveVerdict,
     durability_found,
     durability_saved,
@@ -21,23 +20,9 @@ from localckpt.availability.durability import (
 )
 from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.availability.prefetch import Prefetch, SpareRecord, plan_prefetches
-from localckpt.availability.retention import Retention
 from localckpt.ids import Checkpoint, Generation, Group
-from localckpt.managers.context import JobCheckpoints
-from localckpt.replication.strategies import NoReplication
 
 _GENERATION = Generation(1, 1)
-
-
-def _left_of(
-    newest_first: list[Checkpoint], standing: dict[Checkpoint, Durability], keep_last: int
-) -> list[Checkpoint]:
-    """What is left of complete checkpoints when the newest of them has been saved."""
-    known = JobCheckpoints(NoReplication(1.0, None))
-    unknown = dict.fromkeys(newest_first, Durability(0, "local", 1, 2))
-    known.take_in(Found({c: standing.get(c, unknown[c]) for c in newest_first}, [], ""))
-    known.keep(newest_first[0].iteration if newest_first else 0, Retention(last=keep_last))
-    return known.complete
 
 
 # For each rank the other ranks that keep a copy of its shard, and how many nodes it wants it on.
@@ -121,28 +106,6 @@ def test_what_is_found_has_climbed_as_far_as_the_nodes_that_hold_it_tell(
 
     wanted = [1 + len(keepers[rank]) if rank in keepers else 1 for rank in range(len(nodes))]
     _assert_counted(told, [len(held[rank]) for rank in range(len(nodes))], wanted)
-
-
-@given(st.lists(st.sampled_from(["local", "replicated"]), max_size=12), st.integers(1, 3))
-def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_with_the_next(
-    saves: list[str], keep_last: int
-) -> None:
-    complete: list[Checkpoint] = []
-    standing: dict[Checkpoint, Durability] = {}
-    last_whole: Checkpoint | None = None
-    for iteration, level in enumerate(saves):
-        new = Checkpoint(_GENERATION, iteration, 2)
-        standing[new] = Durability(iteration, level, 1, 2)  # type: ignore[arg-type]
-        last_whole = new if level == "replicated" else last_whole
-        complete = [new, *complete]
-
-        kept = complete[:keep_last]
-        complete = _left_of(complete, standing, keep_last)
-
-        assert len(complete) <= keep_last + 1
-        assert last_whole is None or last_whole in complete
-        if last_whole in kept:
-            assert complete == kept
 
 
 def test_a_level_is_told_with_the_copies_on_the_nodes() -> None:

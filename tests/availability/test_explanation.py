@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,22 +13,17 @@ from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints
 from localckpt.availability.explanation import Explanation, explain
-from localckpt.availability.inventory import Inventory
-from localckpt.ids import Checkpoint, Generation, ShardIdentity, ShardRecord
+from localckpt.availability.inventory import Inventory, Nodes
+from localckpt.availability.recoverable import least_losses
+from localckpt.ids import Checkpoint, Generation, Group, ShardRecord
 from localckpt.lineage import EpochId, Lineage, Point
+from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import Problem
 from localckpt.storage.store import Stored
-
-Found = Mapping[str, Sequence[ShardRecord]]
-
-
-def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
-    identity = ShardIdentity("run", Generation(epoch, sequence), iteration, owner, world_size)
-    return ShardRecord(identity, 4096)
-
+from tests.availability.test_coverage import Found, record_of
 
 _records = st.builds(
-    _record,
+    record_of,
     epoch=st.integers(1, 2),
     sequence=st.integers(1, 2),
     iteration=st.integers(0, 2),
@@ -47,13 +42,62 @@ def _jobs(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
     for sequence in range(1, draw(st.integers(2, 3))):
         for rank in range(world_size):
             for node in draw(st.sets(st.sampled_from(nodes))):
-                inventory[node].append(_record(1, sequence, sequence, rank, world_size))
+                inventory[node].append(record_of(1, sequence, sequence, rank, world_size))
     return inventory
+
+
+_CHECKPOINT = Checkpoint(Generation(1, 2), 3, 4)
+
+
+class _Sums:
+    """A code of which each member keeps the sum of all images: any one of them can be lost."""
+
+    def fits(self, group: Group) -> bool:
+        return group.tolerated == 1
+
+    def rebuilds(
+        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
+    ) -> bool:
+        others = [other for other in group.ranks if other != rank]
+        return all(other in images for other in others) and any(r in pieces for r in group.ranks)
+
+    def losses(
+        self,
+        group: Group,
+        rank: int,
+        holders: Mapping[int, Collection[str]],
+        pieces: Mapping[int, Collection[str]],
+    ) -> Iterable[Nodes]:
+        own = frozenset(holders.get(rank, ()))
+        for other in group.ranks:
+            if other != rank:
+                yield own.union(holders.get(other, ()))
+        yield own.union(*(pieces.get(r, ()) for r in group.ranks))
+
+
+_CODES = {**SCHEMES, "sum": _Sums()}
+
+
+@st.composite
+def _recoverable_jobs(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
+    """Shards of four ranks on four nodes, and pieces of two kinds."""
+    found: dict[str, list[ShardRecord]] = {node: [] for node in "abcd"}
+    for rank in range(4):
+        for node in draw(st.sets(st.sampled_from("abcd"), max_size=2)):
+            found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
+    for group in (
+        Group((0, 1, 2), 1, "sum"),
+        Group((3, 1, 0, 2), draw(st.integers(1, 2)), "parity"),
+    ):
+        for rank in draw(st.sets(st.sampled_from(group.ranks))):
+            piece = _CHECKPOINT.shard(rank, "run").of_kind(group.kind)
+            found[draw(st.sampled_from("abcd"))].append(ShardRecord(piece, 7, group))
+    return found
 
 
 def _newest(inventory: Found, without: Collection[str] = ()) -> Checkpoint | None:
     kept = {node: records for node, records in inventory.items() if node not in without}
-    complete = complete_checkpoints(Inventory.found(kept))
+    complete = complete_checkpoints(Inventory.found(kept, codes=_CODES))
     return complete[0] if complete else None
 
 
@@ -61,7 +105,7 @@ def _explain(
     inventory: Found, world_size: int | None = None, bad: Mapping[str, Sequence[str]] | None = None
 ) -> Explanation:
     files = {node: [_bad(text) for text in texts] for node, texts in (bad or {}).items()}
-    return explain(Inventory.found(inventory), world_size, files)
+    return explain(Inventory.found(inventory, codes=_CODES), world_size, files)
 
 
 def _bad(text: str) -> Stored:
@@ -93,7 +137,7 @@ def test_an_explanation_says_what_coverage_finds_and_who_holds_each_shard(invent
     assert told == {(node, i) for node, i in held if i.rank < i.world_size}
 
 
-@given(_any_inventory | _jobs())
+@given(_any_inventory | _jobs() | _recoverable_jobs())
 def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
     inventory: Found,
 ) -> None:
@@ -107,6 +151,9 @@ def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newes
                 smallest.append(lost)
     assert sorted(map(sorted, explanation.breaking)) == sorted(map(sorted, smallest))
     assert explanation.survives_any == min((len(lost) - 1 for lost in smallest), default=0)
+    if newest is not None:
+        losses = least_losses(newest, Inventory.found(inventory, codes=_CODES))
+        assert min(losses.values()) == explanation.survives_any + 1
     alone = {node for node in inventory if {node} not in smallest and newest is not None}
     assert set(explanation.may_be_lost_alone) == alone
 
@@ -134,14 +181,14 @@ def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> N
     old, new = (
         [
             ShardRecord(replace(record.identity, lineage=went_back), record.nbytes)
-            for record in (_record(3, sequence, iteration, rank, 4) for rank in range(4))
+            for record in (record_of(3, sequence, iteration, rank, 4) for rank in range(4))
         ]
         for sequence, iteration in ((1, 1150), (2, 1200))
     )
     inventory = {
         "/gathered/node0": [*old[:2], *new[:2]],
         "/gathered/node1": [*old[:2], *new[:2]],
-        "/gathered/node2": [*old[2:], _record(2, 9, 1200, 2, 4)],
+        "/gathered/node2": [*old[2:], record_of(2, 9, 1200, 2, 4)],
         "/gathered/node3": [*old[2:]],
     }
     bad = {"/gathered/node2": ["000000001200.3.3.2.safetensors: its header is damaged"]}

@@ -223,11 +223,13 @@ class _Job:
         self.retention = retention
         self.known = JobCheckpoints(NoReplication(1.0, None))
 
-    def save(self, iteration: int, value: float | None, bad: bool = False) -> Retirement | None:
+    def save(
+        self, iteration: int, value: float | None = None, bad: bool = False, level: Any = "local"
+    ) -> Retirement | None:
         checkpoint = _checkpoint(iteration)
         metric = None if value is None else ("loss", value)
         self.known.note(checkpoint, mark="bad" if bad else None, metric=metric)
-        self.known.add(checkpoint, _kept(iteration))
+        self.known.add(checkpoint, Durability(iteration, level, 1, 2))
         return self.known.keep(iteration, self.retention)
 
     def restart(self) -> None:
@@ -278,6 +280,20 @@ def test_what_stays_is_the_last_and_the_best_of_all_that_was_saved(
         assert len(expected) <= retention.most
         if over is not None:
             assert {i for i in before if not over.takes(_checkpoint(i))} == job.iterations
+
+
+@given(st.lists(st.sampled_from(["local", "replicated"]), max_size=12), st.integers(1, 3))
+def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_with_the_next(
+    saves: list[str], keep_last: int
+) -> None:
+    job, last_whole = _Job(Retention(last=keep_last)), -1
+
+    for iteration, level in enumerate(saves):
+        job.save(iteration, level=level)
+        last_whole = iteration if level == "replicated" else last_whole
+
+        kept = {*range(max(0, iteration + 1 - keep_last), iteration + 1)}
+        assert job.iterations == kept | ({last_whole} - {-1})
 
 
 def test_what_the_job_went_back_from_is_not_best() -> None:

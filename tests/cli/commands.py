@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from localckpt.cli import app
 
-__all__ = ["DEAD_OWNER", "Answer", "call", "listed", "only_shards", "run"]
+__all__ = ["DEAD_OWNER", "Answer", "call", "listed", "only_shards", "python", "run"]
 
 DEAD_OWNER = "0123456789ab-1-1"
 """What a store notes of a process of another boot."""
@@ -46,21 +46,26 @@ class Answer:
         return json.loads(self.out)
 
 
-def run(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, user: int | None = None
-) -> Answer:
-    """As a person does, or another one if this is root: a process whose output is a pipe."""
-    command = ["-m", "localckpt.cli"] if user is None else ["-c", _AS_USER, str(user)]
+def python(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Answer:
+    """Run Python in a process whose output is a pipe."""
     done = subprocess.run(
-        [sys.executable, *command, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         cwd=_ROOT,
         env={**os.environ, **(env or {})},
     )
     return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def run(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, user: int | None = None
+) -> Answer:
+    """As a person does, or another one if this is root."""
+    command = ["-m", "localckpt.cli"] if user is None else ["-c", _AS_USER, str(user)]
+    return python(*command, *arguments, env=env)
 
 
 def call(*arguments: str | Path) -> Answer:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,9 +19,7 @@ from localckpt.storage.owner import Running, owner_of
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, in_job, make_manager, resume, save, state_of
 from tests.ranks import announce, start_ranks
-from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
-
-_SHARED_MEMORY = Path("/dev/shm")
+from tests.storage.shards import PATIENCE_S, another_process, kill
 
 
 def _files(root: Path) -> set[Path]:
@@ -147,21 +143,9 @@ def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     hidden = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
     if subprocess.run([*hidden, "true"], capture_output=True, timeout=30, check=False).returncode:
         pytest.skip("no process namespaces here")
-    arguments = ["disk", str(tmp_path), "run", "0", str(_SHARED_MEMORY)]
-    process = subprocess.Popen(
-        [*hidden, sys.executable, "-c", HOLD, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "holds\n"
+    with another_process("disk", tmp_path, within=hidden) as process:
+        yield process
 
-    yield process
-
-    kill(process)
     call("clean", tmp_path)
 
 

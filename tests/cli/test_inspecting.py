@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from localckpt.ids import Generation, ShardIdentity
 from tests.cli.commands import call, run
 from tests.faults.images import flip
-from tests.state_dict.states import bits, image_of, with_pickle
+from tests.state_dict.states import Call, bits, image_of, with_pickle
 
 _IDENTITY = ShardIdentity("run", Generation(3, 7), 1200, 5, 8)
 
@@ -87,27 +86,20 @@ def test_any_other_safetensors_file_is_shown_and_said_to_be_no_shard(tmp_path: P
     assert "and its header describes" in call("inspect", path).out
 
 
-class _Hostile:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._marker),)
-
-
 @pytest.mark.fault("hostile-file")
 def test_no_command_unpickles_anything(store: Path, tmp_path: Path) -> None:
     marker = tmp_path / "it ran"
+    hostile = Call(os.mkdir, str(marker))
     identity = ShardIdentity("run", Generation(9, 1), 9, 0, 1)
     path = store / "session-run" / "0" / "hostile.safetensors"
-    path.write_bytes(with_pickle(pickle.dumps(_Hostile(marker)), identity))
+    path.write_bytes(with_pickle(pickle.dumps(hostile), identity))
 
     answers = [run("inspect", path), call("inspect", path, "--json")]
     answers += [call(command, store) for command in ("ls", "verify", "explain", "clean")]
 
     assert [answer.status for answer in answers] == [0] * 6
     assert not marker.exists()
-    pickle.loads(pickle.dumps(_Hostile(marker)))
+    pickle.loads(pickle.dumps(hostile))
     assert marker.exists()
 
 

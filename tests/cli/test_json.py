@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 
 import localckpt
 from localckpt.cli import app
-from tests.cli.commands import call, only_shards
+from tests.cli.commands import call, only_shards, python
 from tests.cli.jobs import PaperJob
 from tests.cli.test_reporting import write
 from tests.managers.jobs import damage, make_manager
@@ -114,15 +112,9 @@ def test_no_command_imports_torch(store: Path) -> None:
     job.start()
     write(job.events, store / "events")
 
-    done = subprocess.run(
-        [sys.executable, "-c", _ALL, store, only_shards(store)[0]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", _ALL, store, only_shards(store)[0])
 
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert done.out.splitlines()[-1] == "[]", done.err
 
 
 def test_every_command_has_a_line_of_help() -> None:

@@ -58,6 +58,9 @@ def test_what_is_no_event_or_of_a_newer_schema_is_refused(tmp_path: Path) -> Non
         '{"v":1,"name":"save"}': "this is no event",
         "[]": "it is no object",
         '{"a":1}': "it has no version",
+        # What would take all of the stack, or of memory.
+        "[" * 100_000: "events.jsonl, line 1",
+        '"' + "x" * (3 << 20): "events.jsonl, line 1",
     }
 
     for line, text in told.items():
@@ -107,11 +110,3 @@ def test_a_record_that_could_not_be_written_goes_on_and_says_what_it_lacks(
     assert len(texts) == 2
     assert "is tried again meanwhile: [Errno 27]" in texts[0]
     assert texts[1] == f"the record of events in {folder} lacks 2 events"
-
-
-def test_a_line_that_would_take_all_of_the_stack_or_memory_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "rank0.jsonl"
-    for line in (b"[" * 100_000 + b"\n", b'"' + b"x" * (3 << 20)):
-        file.write_bytes(line)
-        with pytest.raises(CheckpointingException, match=r"rank0\.jsonl, line 1"):
-            read_events([file])

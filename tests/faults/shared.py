@@ -10,7 +10,7 @@ import torch
 from localckpt.global_tier import staging
 from localckpt.global_tier.folders import CommitRecord
 from localckpt.global_tier.places import FilePlace
-from tests.global_tier.drains import Job
+from tests.global_tier.models import Job
 from tests.managers.jobs import assert_same
 from tests.ranks import node_store
 

@@ -1,16 +1,17 @@
-"""What tests of checkpoints on shared storage share: states, models, and hooks on files."""
+"""What tests of checkpoints on shared storage share: states, models, drains, and hooks on files."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,16 +20,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from localckpt import AsyncCallsQueue, GlobalCheckpointManager
+from localckpt.global_tier import staging
 from localckpt.global_tier.folders import CommitRecord, Folder, SharedCheckpoint
 from localckpt.global_tier.images import SharedImages
-from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import METADATA_NAME, read_metadata
 from localckpt.global_tier.places import FilePlace
 from localckpt.state_dict.basic import unwrapped
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.waiting import wait_until
 from tests.global_tier.states import blank
-from tests.managers.jobs import assert_same
+from tests.managers.jobs import assert_same, make_manager
 from tests.ranks import run_ranks
 
 MAX_S = 20.0
@@ -181,6 +184,12 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+def save_numbers(manager: GlobalCheckpointManager, *iterations: int) -> None:
+    """Save nine times its number at each iteration."""
+    for iteration in iterations:
+        manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
+
+
 def checkpoints_in(root: Path) -> list[str]:
     """Names of the directories that stand where checkpoints do."""
     return sorted(path.name for path in root.iterdir() if path.name.startswith("iteration_"))
@@ -214,3 +223,60 @@ def _at(event: str, part: str, act: Callable[[], None]) -> None:
             act()
 
     sys.addaudithook(hook)
+
+
+WAIT_S = 60.0
+"""Far longer than any drain of the tests takes."""
+
+
+class Job:
+    """Managers of both tiers, and a queue for promotions, of one rank."""
+
+    def __init__(
+        self,
+        root: Path,
+        on_shared: dict[str, Any] | None = None,
+        node: Path | None = None,
+        **options: Any,
+    ) -> None:
+        self._open = ExitStack()
+        if "repl_strategy" in options:
+            self._open.enter_context(options["repl_strategy"])
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        node = node or root / f"node{rank}"
+        self.nodes = self._open.enter_context(make_manager("disk", node, **options))
+        usual = {"root": root / "shared", "events": options.get("events"), "local": self.nodes}
+        self.shared: GlobalCheckpointManager = self._open.enter_context(
+            manager_on(**(usual | (on_shared or {})))
+        )
+        self.queue = self._open.enter_context(AsyncCallsQueue(timeout_s=WAIT_S))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def begin(self, iteration: int, **options: Any) -> None:
+        self.queue.schedule_async_request(self.nodes.promote(iteration, to=self.shared, **options))
+
+    def promote(self, iteration: int, **options: Any) -> None:
+        self.begin(iteration, **options)
+        self.queue.wait_until_finished()
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Drains write files of 1 MiB."""
+    before = staging.FILE_NBYTES
+    staging.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        staging.FILE_NBYTES = before  # type: ignore[misc]
+
+
+def await_files(root: Path, count: int, of_rank: str = "") -> None:
+    """Wait until a drain has begun so many data files, of one rank or of all."""
+    pattern = f".iteration*/__{of_rank}*.distcp"
+    assert wait_until(lambda: len(list(root.glob(pattern))) >= count, WAIT_S)

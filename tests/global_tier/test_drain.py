@@ -33,9 +33,11 @@ from localckpt.global_tier.folders import CommitRecord
 from localckpt.global_tier.places import FilePlace
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.events.sinks import Kept
-from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
 from tests.global_tier.models import (
     MAX_S,
+    WAIT_S,
+    Job,
+    await_files,
     checkpoints_in,
     fsdp_model,
     gathered,
@@ -43,6 +45,7 @@ from tests.global_tier.models import (
     leftovers_in,
     manager_on,
     run_sharded,
+    small_files,
     states_of,
     step,
 )

@@ -18,14 +18,17 @@ from localckpt import (
     NoReplicasAvailableError,
     ParityReplicationStrategy,
 )
-from tests.global_tier.drains import WAIT_S, Job, await_files, small_files
 from tests.global_tier.models import (
     MISDESCRIBED,
+    WAIT_S,
+    Job,
+    await_files,
     checkpoints_in,
     kept_in_image,
     leftovers_in,
     misdescribed,
     run_sharded,
+    small_files,
 )
 from tests.global_tier.states import blank
 from tests.managers.jobs import MAX_S, assert_same, damage, error_of

@@ -35,6 +35,7 @@ from tests.global_tier.models import (
     leftovers_in,
     loaded_by,
     manager_on,
+    save_numbers,
     state_of,
 )
 from tests.global_tier.states import blank
@@ -182,14 +183,9 @@ def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
         assert manager.load(into={"b": torch.zeros(9)}, iteration=1)[1].iteration == 1
 
 
-def _save(manager: Any, *iterations: int) -> None:
-    for iteration in iterations:
-        manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
-
-
 def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        _save(manager, 1, 2)
+        save_numbers(manager, 1, 2)
         shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / "iteration_00000900.0001")
         min((tmp_path / "iteration_00000002.0001").glob("*.distcp")).unlink()
 
@@ -224,7 +220,7 @@ def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it
         manager_on(tmp_path) as manager,
         pytest.raises(CheckpointingException, match="could not lock"),
     ):
-        _save(manager, 1)
+        save_numbers(manager, 1)
 
     assert checkpoints_in(tmp_path) == []
 

@@ -23,7 +23,6 @@ from tests.global_tier.models import (
     Unpicklable,
     assert_loads,
     at_each_open,
-    at_each_rename,
     checkpoints_in,
     leftovers_in,
     manager_on,
@@ -86,18 +85,16 @@ def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works
     assert leftovers_in(tmp_path) == []
 
 
-# Who dies, when it is about to open or to rename what, and which iteration is found then: the first
-# rank commits.
-_DEATHS: dict[str, tuple[int, str, str, int]] = {
-    "as the first rank writes": (0, ".distcp", "", 1),
-    "as another rank writes": (1, ".distcp", "", 1),
-    "before the metadata": (0, "", ".metadata", 1),
-    "after the commit": (0, "", "", 2),
+# Who dies, when it is about to open what; the first rank commits, and without a file dies then.
+_DEATHS: dict[str, tuple[int, str]] = {
+    "as the first rank writes": (0, ".distcp"),
+    "as another rank writes": (1, ".distcp"),
+    "after the commit": (0, ""),
 }
 
 
 def _die(rank: int, world_size: int, root: Path, where: str) -> str:
-    victim, opens, renames, found = _DEATHS[where]
+    victim, opens = _DEATHS[where]
     doomed = threading.Event()
 
     def die() -> None:
@@ -106,45 +103,29 @@ def _die(rank: int, world_size: int, root: Path, where: str) -> str:
 
     if opens:
         at_each_open(opens, die)
-    if renames:
-        at_each_rename(renames, die)
     with manager_on(root) as manager:
         manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
     manager = manager_on(root, timeout=_SHORT_S)
-    on_commit = die if found == 2 else None
-    manager.save(state_of(2, rank), 2, on_commit=on_commit, is_async=True)
+    manager.save(state_of(2, rank), 2, on_commit=None if opens else die, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
     return told
 
 
-def _go_on(rank: int, world_size: int, root: Path, expected: int) -> None:
-    with manager_on(root) as manager:
-        assert_loads(manager, rank, expected)
-        manager.save(state_of(9, rank), 9, is_async=True)
-        assert_loads(manager, rank, 9)
-
-
+# What such a death leaves is in tests/faults/test_killed.py.
 @pytest.mark.fault("kill-save")
 @pytest.mark.parametrize("where", _DEATHS)
-def test_a_rank_that_dies_in_a_save_is_named_and_leaves_the_old_checkpoint_or_the_new(
-    where: str, tmp_path: Path
-) -> None:
-    victim, opens, _, found = _DEATHS[where]
+def test_a_rank_that_dies_in_a_save_is_named(where: str, tmp_path: Path) -> None:
+    victim, opens = _DEATHS[where]
+
     told = run_ranks(_die, 2, tmp_path, where, expect_dead={victim})
 
     lost = "rank 0 has not said after 1.5 s what came of it"
     if opens:
         lost = f" to save iteration 2, and rank {victim} (last seen: save iteration 2) did n"
     assert lost in told[1 - victim]
-
-    run_ranks(_go_on, 2, tmp_path, found)
-    names = [f"iteration_0000000{i}.000{i}" for i in range(1, found + 1)]
-    # Epochs count what was begun and is still there, too.
-    assert checkpoints_in(tmp_path) == [*names, f"iteration_00000009.000{3 - victim}"]
-    assert leftovers_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

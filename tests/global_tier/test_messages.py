@@ -31,6 +31,7 @@ from localckpt.global_tier.save_plan import MOST_COMPARED, _device_digest, judge
 from localckpt.global_tier.staging import FileLayout, frame_of, lay_out_files
 from localckpt.state_dict.boxes import RankSet
 from localckpt.state_dict.safe_globals import SafeGlobals
+from tests.state_dict.states import Call
 
 _ALLOWED = SafeGlobals()
 
@@ -68,16 +69,8 @@ def test_a_digest_made_on_a_device_is_of_the_values_wherever_they_begin() -> Non
         assert found != _device_digest(values[first - 1 : -1].clone())
 
 
-class _Command:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._marker),)
-
-
 def test_a_command_is_not_run_and_what_is_no_plan_is_refused(tmp_path: Path) -> None:
-    command = _Command(tmp_path / "ran")
+    command = Call(os.mkdir, str(tmp_path / "ran"))
     for place in ("planner_data", "items", None):
         value: Any = _plan() if place else command
         if place:

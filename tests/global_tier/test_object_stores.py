@@ -16,8 +16,7 @@ from localckpt.global_tier.folders import Folder, find_shared_sessions, folders_
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.cli.commands import call
-from tests.global_tier.drains import WAIT_S, Job
-from tests.global_tier.models import assert_loads, loaded_by, manager_on, state_of
+from tests.global_tier.models import WAIT_S, Job, assert_loads, loaded_by, manager_on, state_of
 from tests.global_tier.s3 import Way, import_client, needs_s3, serving
 from tests.global_tier.states import blank
 from tests.managers.jobs import assert_same, error_of

@@ -11,7 +11,6 @@ import torch
 from localckpt import (
     Best,
     CheckpointingException,
-    GlobalCheckpointManager,
     MismatchError,
     NoReplicasAvailableError,
     Retention,
@@ -28,15 +27,15 @@ from localckpt.global_tier.folders import (
     why_kept,
 )
 from localckpt.global_tier.places import FilePlace
-from tests.global_tier.models import at_each_rename, leftovers_in, manager_on, state_of
+from tests.global_tier.models import (
+    at_each_rename,
+    leftovers_in,
+    manager_on,
+    save_numbers,
+    state_of,
+)
 from tests.managers.jobs import error_of
 from tests.ranks import run_ranks
-
-
-def _save(manager: GlobalCheckpointManager, losses: dict[int, float | None]) -> None:
-    for iteration, loss in losses.items():
-        metrics = {} if loss is None else {"loss": torch.tensor(loss)}
-        manager.save({"w": torch.full((9,), float(iteration))}, iteration, metrics=metrics)
 
 
 def _reasons(root: Path) -> dict[int, tuple[str, ...]]:
@@ -85,7 +84,7 @@ def test_all_ranks_keep_what_the_rules_and_the_pins_say(tmp_path: Path) -> None:
 def test_a_pinned_checkpoint_stays_whatever_removes_it(tmp_path: Path) -> None:
     folder = Folder(FilePlace(tmp_path), 1, 1)
     with manager_on(tmp_path) as manager:
-        _save(manager, {1: None, 2: None})
+        save_numbers(manager, 1, 2)
 
     # It is pinned while it is removed.
     once = [pin]
@@ -96,7 +95,7 @@ def test_a_pinned_checkpoint_stays_whatever_removes_it(tmp_path: Path) -> None:
     # It is pinned after a job had looked, which was killed after this rename.
     folder.path.rename(replace(folder, label="old.removed").path)
     with manager_on(tmp_path, keep_last=1) as manager:
-        _save(manager, {3: None})
+        save_numbers(manager, 3)
         assert manager.load(into={"w": torch.zeros(9)}, iteration=1)[1].iteration == 1
     assert [*_reasons(tmp_path)] == [1, 3]
     assert leftovers_in(tmp_path) == []
@@ -106,13 +105,13 @@ def test_a_pinned_checkpoint_stays_whatever_removes_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="could not look at"):
         remove(folder)
     with manager_on(tmp_path, keep_last=1) as manager:
-        _save(manager, {4: None})
+        save_numbers(manager, 4)
     assert [*_reasons(tmp_path)] == [1, 3, 4]
 
 
 def test_a_manager_that_only_loads_pins_nothing(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        _save(manager, {1: None})
+        save_numbers(manager, 1)
     with manager_on(tmp_path, read_only=True) as manager:
         for call in (manager.pin, manager.unpin):
             with pytest.raises(CheckpointingException, match="read_only=True"):

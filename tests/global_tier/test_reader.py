@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,10 @@ from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import load_with_ours, save, state_of, tensor_of, told_by
 from tests.ranks import announce, await_announced, run_ranks
-from tests.state_dict.states import assert_same
+from tests.state_dict.states import Call, assert_same
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Bomb:
-    """Whoever unpickles it makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -56,14 +45,15 @@ def _read_metadata_of_each(rank: int, world_size: int, paths: list[Path]) -> lis
 def test_metadata_that_is_missing_or_damaged_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     checkpoint(tmp_path / "good", {"w": torch.ones(3)})
     whole = (tmp_path / "good" / ".metadata").read_bytes()
+    bomb = Call(os.mkdir, str(tmp_path / "exploded"))
     contents = {
         "missing": None,
         "empty": b"",
         "cut": whole[: len(whole) // 2],
         "noise": tensor_of(torch.uint8, (len(whole),), 3).numpy().tobytes(),
         "no metadata": pickle.dumps({"w": 1}),
-        "bomb": pickle.dumps(Bomb(tmp_path / "exploded")),
-        "hidden bomb": pickle.dumps(Metadata({}, planner_data=Bomb(tmp_path / "exploded"))),
+        "bomb": pickle.dumps(bomb),
+        "hidden bomb": pickle.dumps(Metadata({}, planner_data=bomb)),
         "good": whole,
     }
     for name, content in contents.items():
@@ -89,7 +79,7 @@ def test_metadata_that_is_missing_or_damaged_is_the_same_error_on_all_ranks(tmp_
 def test_metadata_of_a_single_rank_and_an_object_in_a_data_file_run_no_code_either(
     tmp_path: Path,
 ) -> None:
-    bomb = Bomb(tmp_path / "exploded")
+    bomb = Call(os.mkdir, str(tmp_path / "exploded"))
     dcp.save({"bomb": bomb, "w": torch.ones(3)}, checkpoint_id=tmp_path / "there", no_dist=True)
     with pytest.raises(UnsafeGlobalError, match=r"bomb refers to .*mkdir"):
         load_with_ours(tmp_path / "there", {"bomb": 1, "w": torch.ones(3)})

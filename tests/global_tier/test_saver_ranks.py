@@ -204,15 +204,6 @@ def test_a_rank_that_has_forgotten_what_was_planned_costs_one_save_at_most(
 PATIENCE_S = 20.0
 
 
-def state_of(rank: int, number: int) -> dict[str, Any]:
-    return {
-        f"of rank {rank}": tensor_of(torch.float32, (300_000,), 10 * number + rank),
-        f"small of rank {rank}": tensor_of(torch.bfloat16, (5, 7), 10 * number + rank),
-        "of all": tensor_of(torch.int64, (50,), number),
-        "number": number,
-    }
-
-
 def request_of(writer: FileSystemWriterAsync, state: dict[str, Any]) -> AsyncRequest:
     """What a training loop hands to its queue."""
     planned = save_state_dict_async_plan(state, writer, timeout_s=PATIENCE_S)
@@ -229,7 +220,7 @@ def test_a_worker_that_preloads_itself_gets_what_was_staged_and_outlives_a_failu
     tmp_path: Path,
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "checkpoint")
-    planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
+    planned = save_state_dict_async_plan(model_of(0, 3, _FEW), writer, timeout_s=PATIENCE_S)
 
     def write_as_a_foreign_worker_does() -> None:
         function, preload, args = pickle.loads(pickle.dumps(writer.get_save_function_and_args()))
@@ -238,9 +229,9 @@ def test_a_worker_that_preloads_itself_gets_what_was_staged_and_outlives_a_failu
     write_as_a_foreign_worker_does()
     save_state_dict_async_finalize(*planned)
 
-    assert_same(load_with_ours(tmp_path / "checkpoint", state_of(0, 0)), state_of(0, 3))
+    assert_same(load_with_ours(tmp_path / "checkpoint", model_of(0, 0, _FEW)), model_of(0, 3, _FEW))
     writer.reset(tmp_path / "next")
-    planned = save_state_dict_async_plan(state_of(0, 4), writer, timeout_s=PATIENCE_S)
+    planned = save_state_dict_async_plan(model_of(0, 4, _FEW), writer, timeout_s=PATIENCE_S)
     shutil.rmtree(tmp_path / "next")
 
     write_as_a_foreign_worker_does()
@@ -273,7 +264,7 @@ def _three_saves(
     with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
         for number in range(3):
             writer.reset(root / str(number))
-            state = state_of(rank, number)
+            state = model_of(rank, number, _FEW)
             queue.schedule_async_request(request_of(writer, state))
             gathered.append(writer.plans.bytes_gathered)
             for value in state.values():
@@ -302,5 +293,4 @@ def test_three_saves_in_a_row_use_one_layout_and_one_plan_and_then_send_nothing(
     # A worker process has never loaded torch; a fork of the trainer is gone when it is done.
     assert [workers for *_, workers in told] == [[False] * 3 if persistent else []] * 2
     for number in range(3):
-        wanted = state_of(0, number) | state_of(1, number)
-        assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
+        require_saved(tmp_path / str(number), model_of_all(number, _FEW))

@@ -1,18 +1,12 @@
-"""Training states of libraries beside torch, each resumed and compared with an undisturbed run.
-
-A run draws random numbers in each step and goes on from other ones than it began with, so that its
-losses are the same bit for bit only if all of its state is.
-"""
+"""Training states of libraries beside torch, each resumed and compared with an undisturbed run."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree
 import torchao.optim
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization import (
@@ -23,11 +17,12 @@ from torchao.quantization import (
 )
 
 import localckpt
+from tests.checkpointer.loops import lives
 from tests.ranks import node_store
 
 __all__ = ["resume_each"]
 
-_STEPS, _STOPPED_AT, _SAVED_AT = 6, 3, 2
+_STEPS = 4
 _WIDTH = 256
 _BATCH = torch.randn(8, 32, generator=torch.Generator().manual_seed(5))
 
@@ -100,52 +95,24 @@ _CASES: dict[bool, dict[str, Callable[[], _Training]]] = {
 
 
 def resume_each(rank: int, world_size: int) -> None:
-    """Each training goes on bit for bit after its first attempt was left."""
+    """Each training goes on bit for bit though it is killed after each of its steps."""
     warnings.simplefilter("ignore")
     # Low-precision optimizers compile their step, which takes far longer than the step.
     torch.compiler.set_stance("force_eager")
     for name, make in _CASES[world_size > 1].items():
-        whole, state = _train(make, node_store() / name / "whole", _STEPS, seed=1)
-        _train(make, node_store() / name / "resumed", _STOPPED_AT, seed=1)
-        resumed, resumed_state = _train(make, node_store() / name / "resumed", _STEPS, seed=2)
-        assert resumed == whole[_SAVED_AT + 1 :], name
-        assert _is_equal(state, resumed_state), name
+        losses, found, count = lives(rank, _train, node_store() / name, "nodes", None, make)
+        assert found == losses, name
+        assert count == _STEPS + 1
 
 
-def _train(
-    make: Callable[[], _Training], local: Path, steps: int, *, seed: int
-) -> tuple[list[str], list[Any]]:
-    torch.manual_seed(seed)
+def _train(note: Callable[[str, Any], None], make: Callable[[], _Training], **options: Any) -> None:
     training = make()
     parts = {"model": training.model, "optimizer": training.optimizer}
-    losses = []
-    with localckpt.Checkpointer(
-        parts, local=local, every=localckpt.Every(steps=10**6), events=()
-    ) as checkpointer:
-        for step in range(checkpointer.resume(), steps):
+    with localckpt.Checkpointer(parts, events=(), **options) as checkpointer:
+        for step in range(checkpointer.resume(), _STEPS):
             loss = training.loss()
             loss.backward()
             training.optimizer.step()
             training.optimizer.zero_grad()
-            losses.append(loss.item().hex())
+            note(f"{step}", loss.item())
             checkpointer.step(step)
-            if step == _SAVED_AT:
-                checkpointer.save(step)
-    states = training.model.state_dict(), training.optimizer.state_dict()
-    return losses, torch.utils._pytree.tree_leaves(states)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values of states are equal, tensors bit for bit and of the same class."""
-    if isinstance(one, list):
-        pairs = zip(one, other, strict=True)
-        return len(one) == len(other) and all(_is_equal(*pair) for pair in pairs)
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    if type(one) is not type(other) or one.dtype is not other.dtype:
-        return False
-    if hasattr(one, "__tensor_flatten__"):
-        names, _ = one.__tensor_flatten__()
-        return all(_is_equal(getattr(one, name), getattr(other, name)) for name in names)
-    ours, others = (value.flatten().view(torch.uint8) for value in (one, other))
-    return torch.equal(ours, others)

@@ -33,7 +33,9 @@ def _kill_each(rank: int, world_size: int, ranks: int, stages: list[Any]) -> lis
     def of(stage: int, precision: str, zero: Any = None) -> Any:
         named = partial(train, stage=stage, precision=precision, zero=zero)
         # Within a step: the step that was cut off is done again.
-        return jobs.killed(f"{stage} {precision}", named, 1, 8, ranks, loses_node=ranks > 1)
+        return jobs.killed(
+            *(f"{stage} {precision}", named, 8, ranks), every=1, loses_node=ranks > 1
+        )
 
     return [of(*stage) for stage in stages]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from importlib import import_module
@@ -29,6 +27,7 @@ from localckpt import (
 from localckpt.integrations.nvrx.changeover import find_nvrx_files, read_nvrx_file
 from localckpt.integrations.nvrx.finder import VERSION
 from localckpt.waiting import wait_until
+from tests.cli.commands import python
 from tests.managers.jobs import (
     MAX_S,
     Dirs,
@@ -41,23 +40,13 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import node_store, run_ranks
+from tests.state_dict.states import Call
 
-_LOCAL = "nvidia_resiliency_ext.checkpointing.local"
-
-
-def _run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(localckpt.__file__).parents[1]), **variables},
-        check=False,
-    )
+_ROOT = str(Path(localckpt.__file__).parents[1])
 
 
 def test_every_module_is_answered_for_with_every_name_and_another_is_named() -> None:
-    done = _run_python(
+    done = python(
         "-c",
         "import importlib, sys\n"
         "from localckpt.integrations import nvrx\n"
@@ -72,50 +61,10 @@ def test_every_module_is_answered_for_with_every_name_and_another_is_named() -> 
         "import nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt\n",
     )
 
-    assert done.stdout.strip() == VERSION
+    assert done.out.strip() == VERSION
     missing = "ModuleNotFoundError: nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
-    assert missing in done.stderr
-    assert "async_ckpt.core" in done.stderr
-
-
-_PROGRAM = f"""
-import multiprocessing, pathlib, sys, torch
-from {_LOCAL}.basic_state_dict import BasicTensorAwareStateDict
-from {_LOCAL}.ckpt_managers.local_manager import LocalCheckpointManager
-
-def look(_):
-    import nvidia_resiliency_ext.checkpointing.async_ckpt.core as core
-    return core.__doc__
-
-if __name__ == "__main__":
-    manager = LocalCheckpointManager(sys.argv[1])
-    for iteration in (1, 2):
-        manager.save(BasicTensorAwareStateDict({{"a": torch.full((2,), iteration)}}), iteration)
-    assert manager.find_latest() == 2
-    state, (iteration, rank, session) = manager.load()
-    assert state.state_dict["a"].tolist() == [2, 2]
-    assert len(list(manager.local_ckpt_dir.glob("*.safetensors"))) == 1
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(iteration, rank, *pool.map(look, [0]))
-"""
-
-
-def test_a_program_that_is_not_changed_runs_with_all_processes_it_starts(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(_PROGRAM)
-    other = tmp_path / "site"
-    other.mkdir()
-    (other / "sitecustomize.py").write_text("print('the other runs too')")
-    path = os.pathsep.join([str(Path(localckpt.__file__).parents[1]), str(other)])
-
-    done = _run_python(
-        *("-m", "localckpt.integrations.nvrx", "run", str(tmp_path / "program.py")),
-        str(tmp_path / "checkpoints"),
-        PYTHONPATH=path,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "the other runs too" in done.stdout
-    assert "2 0 localckpt in place of NVRx's nvidia_resiliency_ext" in done.stdout
+    assert missing in done.err
+    assert "async_ckpt.core" in done.err
 
 
 def _nvrx(name: str) -> Any:
@@ -124,19 +73,26 @@ def _nvrx(name: str) -> Any:
 
 
 @pytest.mark.framework
-def test_the_example_resumes(tmp_path: Path) -> None:
+@pytest.mark.example
+def test_the_example_runs_and_resumes_with_all_processes_that_it_starts(tmp_path: Path) -> None:
     run = ("-m", "localckpt.integrations.nvrx", "run", "-m", "torch.distributed.run")
     ranks = ("--standalone", "--nproc-per-node=2", "-m", "examples.integrations.nvrx_training")
-    wrong = _run_python("-m", "localckpt.integrations.nvrx", "walk")
-    assert (wrong.returncode, "nvrx run pretrain_gpt.py" in wrong.stderr) == (2, True)
+    wrong = python("-m", "localckpt.integrations.nvrx", "walk")
+    assert (wrong.status, "nvrx run pretrain_gpt.py" in wrong.err) == (2, True)
+    other = tmp_path / "site"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('the other runs too')")
+    variables = {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([_ROOT, str(other)])}
     printed = []
     for iterations in ("8", "12"):
         options = ("--directory", str(tmp_path), "--iterations", iterations)
-        done = _run_python(*run, *ranks, *options, TMPDIR=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        printed += done.stdout.splitlines()
+        done = python(*run, *ranks, *options, env=variables)
+        assert done.status == 0, done.err
+        printed += done.out.splitlines()
 
-    assert printed == ["trained iteration 0 to iteration 7", "trained iteration 8 to iteration 11"]
+    trained = [line for line in printed if line.startswith("trained")]
+    assert trained == ["trained iteration 0 to iteration 7", "trained iteration 8 to iteration 11"]
+    assert "the other runs too" in printed
 
 
 def _use_their_names(rank: int, world_size: int) -> list[list[torch.Tensor]]:
@@ -344,11 +300,6 @@ def test_a_global_save_that_fails_is_torchs_error_too_and_names_the_rank(tmp_pat
     assert "no state" in planned
 
 
-class _RunsCode:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("made by a file",)
-
-
 class _Own:
     def __init__(self) -> None:
         self.values = [1, 2]
@@ -358,7 +309,9 @@ def test_a_file_that_names_code_is_refused_and_runs_nothing_and_a_class_must_be_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"weight": torch.ones(2), "hook": _RunsCode()}, tmp_path / "file.pt")
+    torch.save(
+        {"weight": torch.ones(2), "hook": Call(os.mkdir, "made by a file")}, tmp_path / "file.pt"
+    )
     torch.save({"own": _Own()}, tmp_path / "own.pt")
 
     with pytest.raises(UnsafeGlobalError, match="mkdir"):

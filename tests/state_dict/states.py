@@ -43,6 +43,18 @@ class FrozenSettings:
     value: Any
 
 
+class Call:
+    """Pickles as a call of a function, and as what is done with its result."""
+
+    def __init__(
+        self, function: Any, *args: Any, state: Any = None, items: Iterator[Any] | None = None
+    ) -> None:
+        self._reduced = function, args, state, None, items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
 class Tagged(torch.Tensor):
     """A tensor subclass without behaviour of its own."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -112,6 +111,10 @@ def test_a_wrapper_is_saved_and_loaded_as_it_is(
     assert_same(loaded.to_state_dict(), state.to_state_dict())
 
 
+def _nothing(*_: Any, **__: Any) -> tuple[()]:
+    return ()
+
+
 class OnlyWhatMustBe(TensorAwareStateDict):
     """Keeps tensors in attributes of its own, and its methods do nothing."""
 
@@ -119,28 +122,10 @@ class OnlyWhatMustBe(TensorAwareStateDict):
         self.values = values
         self.extra = (torch.arange(3), "x")
 
-    def pop_tensors(self) -> list[torch.Tensor]:
-        return []
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        return iter(())
-
-    @property
-    def is_hollow(self) -> bool:
-        return False
-
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        pass
-
-    def init_tensors(self) -> None:
-        pass
-
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        pass
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        pass
+    tensors = property(_nothing)
+    is_hollow = property(lambda _: False)
+    pop_tensors = insert_tensors = init_tensors = _nothing
+    copy_tensors_to_cpu = restore_tensor_device = _nothing
 
 
 def test_a_users_own_class_is_saved_whole_whatever_its_methods_do() -> None:

@@ -21,10 +21,10 @@ from localckpt.memory.digests import (
     digests_nbytes,
 )
 from localckpt.state_dict.image import unpack
-from localckpt.state_dict.source import MemorySource, read_header, read_verified_record
-from tests.state_dict.states import IDENTITY, assert_same, image_of, source_of
+from localckpt.state_dict.source import read_header, read_verified_record
+from tests.state_dict.states import IDENTITY, image_of, source_of
 
-SMALL = {"weight": torch.arange(20.0), "step": torch.tensor(3), "note": "text", "view": [1, 2]}
+SMALL = {"weight": torch.arange(20.0), "step": torch.tensor(3)}
 
 
 def large_state() -> dict[str, Any]:
@@ -35,26 +35,6 @@ def large_state() -> dict[str, Any]:
         f"t{n}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         for n, size in enumerate(sizes)
     }
-
-
-@pytest.mark.fault("flipped-bit")
-def test_a_flipped_bit_in_any_byte_of_a_small_image_is_seen() -> None:
-    image = memoryview(bytearray(image_of(SMALL)))
-    source = MemorySource(image)
-
-    unseen = []
-    for position in range(len(image)):
-        image[position] ^= 1 << position % 8
-        try:
-            unpack(source)
-        except CorruptShardError:
-            pass
-        else:
-            unseen.append(position)
-        image[position] ^= 1 << position % 8
-
-    assert unseen == []
-    assert_same(unpack(source), SMALL)
 
 
 OTHERS = {

@@ -21,7 +21,14 @@ from localckpt.state_dict.foreign_values import (
 )
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
-from tests.state_dict.states import IDENTITY, assert_same, round_trip, source_of, with_pickle
+from tests.state_dict.states import (
+    IDENTITY,
+    Call,
+    assert_same,
+    round_trip,
+    source_of,
+    with_pickle,
+)
 
 DTYPES = [
     *("?", "i1", "u2", "<i4", ">i4", "u8", "f2", ">f4", "f8", "c8", "c16", "g", "G"),
@@ -105,16 +112,6 @@ def test_a_save_refuses_arrays_and_dtypes_that_are_not_plain(value: Any) -> None
     )
     assert all(words in str(refused.value) for words in told)
     assert "(at 'a.0')" in str(refused.value)
-
-
-class Call:
-    """Pickles as a call, and what follows it."""
-
-    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
-        self._reduced = (function, args) if state is None else (function, args, state)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
 
 
 _MT = numpy.random.MT19937(1).state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError, RestoreError
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.memory.copying import Copier
-from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.header import Skeleton
@@ -24,8 +22,8 @@ from localckpt.state_dict.parts import deal
 from localckpt.state_dict.reader import ImageReader
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets
+from tests.state_dict.states import source_of, written
 
 _ALLOWED = SafeGlobals(())
 _RANKS = 3
@@ -47,18 +45,25 @@ def _captured(rank: int) -> Capture:
 
 
 def _reader(rank: int, capture: Capture) -> ImageReader:
-    image = memoryview(bytearray(capture.nbytes(_identity(rank))))
-    assert capture.write(image, _identity(rank), Copier(1), SideStreams()).has_digests
-    return ImageReader(MemorySource(image), _ALLOWED, _identity(rank))
+    image = written(capture, _identity(rank))
+    return ImageReader(source_of(image), _ALLOWED, _identity(rank))
 
 
-def _changed(capture: Capture, change: Callable[[Any, Any], None]) -> Capture:
-    """The image with another table of parts, which has good digests."""
+def _changed(
+    capture: Capture, ranks: Sequence[Any] = range(_RANKS), rows: Sequence[dict[int, Any]] = ({},)
+) -> Capture:
+    """The image with another table of parts, which has good digests.
+
+    It has other ranks, or other rows for the one of ``all.a``, whose columns are name, division and
+    owner.
+    """
     skeleton = Skeleton.split(capture.skeleton)
-    groups, rows = json.loads(skeleton.parts)
-    change(groups, rows)
-    changed = skeleton._replace(parts=json.dumps([groups, rows]).encode())
-    return dataclasses.replace(capture, skeleton=changed.join())
+    _, (of_a, *others) = json.loads(skeleton.parts)
+    assert of_a[0] == "all.a"
+    changed = [[row.get(at, value) for at, value in enumerate(of_a)] for row in rows]
+    table = [[list(ranks)], [*changed, *others]]
+    parts = skeleton._replace(parts=json.dumps(table).encode())
+    return dataclasses.replace(capture, skeleton=parts.join())
 
 
 def _load(of_rank_0: ImageReader, co_owners: dict[int, ImageReader]) -> dict[str, Any]:
@@ -91,62 +96,34 @@ def test_an_image_of_parts_is_not_loaded_by_itself() -> None:
         _load(_reader(0, _captured(0)), {})
 
 
-def _row(rows: Any, slot: str) -> Any:
-    return next(row for row in rows if row[0] == slot)
-
-
-def _set(slot: str, at: int, value: Any) -> Callable[[Any, Any], None]:
-    def change(groups: Any, rows: Any) -> None:
-        _row(rows, slot)[at] = value
-
-    return change
-
-
-def _rename(groups: Any, rows: Any) -> None:
-    _row(rows, "all.a")[0] = "own"
-
-
-def _repeat(groups: Any, rows: Any) -> None:
-    rows.append(_row(rows, "all.a"))
-
-
-def _other_ranks(*ranks: Any) -> Callable[[Any, Any], None]:
-    def change(groups: Any, rows: Any) -> None:
-        groups[0] = list(ranks)
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("changes", "why"),
     [
-        (_set("all.a", 2, 0), "the header 0"),
-        (_set("all.a", 2, 2), "not so in"),
-        (_set("all.a", 2, -1), "an owner"),
-        (_set("all.a", 2, True), "an owner"),
-        (_set("all.a", 2, 3), "an owner"),
-        (_set("all.a", 1, 7), "division"),
-        (_rename, "do not share|a part of"),
-        (_repeat, "a part of"),
-        (_other_ranks(0, 1), "an owner"),
-        (_other_ranks(0, 1, 3), "ranks"),
-        (_other_ranks(1, 2), "ranks"),
-        (_other_ranks(0, 0, 1), "ranks"),
-        (_other_ranks(0, "1", 2), "ranks"),
+        ({"rows": [{2: 0}]}, "the header 0"),
+        ({"rows": [{2: 2}]}, "not so in"),
+        ({"rows": [{2: -1}]}, "an owner"),
+        ({"rows": [{2: True}]}, "an owner"),
+        ({"rows": [{2: 3}]}, "an owner"),
+        ({"rows": [{1: 7}]}, "division"),
+        ({"rows": [{0: "own"}]}, "do not share|a part of"),
+        ({"rows": [{}, {}]}, "a part of"),
+        ({"ranks": [0, 1]}, "an owner"),
+        ({"ranks": [0, 1, 3]}, "ranks"),
+        ({"ranks": [1, 2]}, "ranks"),
+        ({"ranks": [0, 0, 1]}, "ranks"),
+        ({"ranks": [0, "1", 2]}, "ranks"),
     ],
 )
-def test_a_table_of_parts_that_cannot_be_is_refused(
-    change: Callable[[Any, Any], None], why: str
-) -> None:
+def test_a_table_of_parts_that_cannot_be_is_refused(changes: dict[str, Any], why: str) -> None:
     co_owners = {rank: _reader(rank, _captured(rank)) for rank in (1, 2)}
 
     with pytest.raises(CorruptShardError, match=why):
-        _load(_reader(0, _changed(_captured(0), change)), co_owners)
+        _load(_reader(0, _changed(_captured(0), **changes)), co_owners)
 
 
 @pytest.mark.parametrize("owner", [0, 2])
 def test_another_rank_that_does_not_hold_its_part_is_refused(owner: int) -> None:
-    changed = _changed(_captured(1), _set("all.a", 2, owner))
+    changed = _changed(_captured(1), rows=[{2: owner}])
     co_owners = {1: _reader(1, changed), 2: _reader(2, _captured(2))}
 
     with pytest.raises(CorruptShardError, match="the header 160000"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -30,22 +30,6 @@ _SOURCE = pack(torch.arange(_NBYTES // 4, dtype=torch.int32), _IDENTITY)
 _BYTES = bytes(_SOURCE.view)
 
 
-class _Part:
-    def __init__(self) -> None:
-        self.got: list[tuple[int, bytes]] = []
-
-    def take(self, offset: int, data: memoryview) -> None:
-        self.got.append((offset, bytes(data)))
-
-    def bytes(self) -> bytes:
-        """All that it has got, in order; nothing twice, and nothing lacking between."""
-        joined = b""
-        for offset, data in sorted(self.got):
-            assert offset == len(joined)
-            joined += data
-        return joined
-
-
 @given(
     st.lists(st.integers(0, _NBYTES), max_size=12, unique=True),
     st.lists(st.booleans(), min_size=6, max_size=6),
@@ -57,9 +41,13 @@ def test_each_run_goes_where_it_belongs(
     borders.sort()
     spans = list(zip(borders[::2], borders[1::2], strict=False))
     memories = [bytearray(stop - start) for start, stop in spans]
-    parts = [_Part() for _ in spans]
+    parts: list[list[tuple[int, bytes]]] = [[] for _ in spans]
+
+    def taking(part: list[tuple[int, bytes]]) -> Callable[[int, memoryview], None]:
+        return lambda offset, data: part.append((offset, bytes(data)))
+
     runs = [
-        ByteRange(*span, memoryview(memory) if is_direct else part.take)
+        ByteRange(*span, memoryview(memory) if is_direct else taking(part))
         for span, memory, part, is_direct in zip(spans, memories, parts, are_direct, strict=False)
     ]
     read: list[int] = []
@@ -70,7 +58,8 @@ def test_each_run_goes_where_it_belongs(
     for (start, stop), memory, part, is_direct in zip(
         spans, memories, parts, are_direct, strict=False
     ):
-        assert (bytes(memory) if is_direct else part.bytes()) == _BYTES[start:stop]
+        found = bytes(memory) if is_direct else b"".join(data for _, data in sorted(part))
+        assert found == _BYTES[start:stop]
     blocks = {n for a, b in spans for n in range(a // BLOCK_NBYTES, -(-b // BLOCK_NBYTES))}
     end = image.header.digests_start
     if is_all_verified:

@@ -10,7 +10,11 @@ import collections
 import datetime
 import decimal
 import math
+import pathlib
 import random
+import struct
+import types
+import uuid
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +31,7 @@ from tests.state_dict.states import (
     assert_same,
 )
 
-__all__ = ["DTYPES", "Zoo", "assert_same_state", "tensors_of"]
+__all__ = ["DTYPES", "PLAIN_VALUES", "Zoo", "assert_same_state", "tensors_of"]
 
 _QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted(
@@ -37,6 +41,30 @@ _LEARNED = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 # What torch negates by its sign alone; it rounds the payloads of shorter NaNs, now and then.
 _NEGATED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _MOST_ITEMS = 400
+
+
+PLAIN_VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 2**64, -(10**400), 0.1, -0.0, math.inf, 1e-320),
+    struct.unpack("<d", struct.pack("<Q", 0x7FF8DEAD_BEEF0001))[0],
+    *(complex(1, -0.0), "", "text \x00, 漢字, 🙂", b"", b"\xff\x00", bytearray(b"a")),
+    *((), [], {}, set(), frozenset({1, 2}), {1, "a", (2, b"b")}),
+    *(range(1, 9, 2), slice(1, None, 3), torch.Size([2, 3])),
+    *(torch.bfloat16, torch.device("cpu"), torch.device("cuda:3"), torch.strided),
+    *(torch.contiguous_format, torch.channels_last, torch.sparse_csr),
+    *(datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc), datetime.date(1, 1, 1)),
+    *(datetime.timedelta(1, 2, 3), datetime.time(1, 2), decimal.Decimal("1.10")),
+    *(uuid.UUID(int=5), pathlib.Path("/a/b"), types.SimpleNamespace(a=1, b=[2])),
+    collections.OrderedDict([("z", 1), ("a", 2)]),
+    collections.defaultdict(list, {"a": [1]}),
+    collections.Counter("aab"),
+    collections.deque([1, 2, 3], maxlen=3),
+    Point(1, Point("a", None)),
+    {(1, "a"): 1, 2: "b", None: 3, "k": {4.5: b"c"}},
+    *(numpy.float32(0.1), numpy.int64(3), numpy.str_("a")),
+    numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+    numpy.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+]
+"""Values that are no tensors, one of each kind."""
 
 
 class Zoo:
@@ -182,21 +210,8 @@ class Zoo:
         return make()
 
     def _plain_value(self) -> Any:
-        draw = self._random
-        return draw.choice(
-            [
-                *(None, True, draw.randint(-9, 9), draw.getrandbits(200), draw.random(), math.nan),
-                *(-0.0, 1j, "text \x00 漢", draw.randbytes(5), bytearray(b"a"), range(1, 9, 2)),
-                *({1, "a", (2, b"b")}, frozenset({3}), slice(1, None), torch.Size([2, 3])),
-                *(torch.float16, torch.device("cuda:1"), torch.channels_last, torch.sparse_csr),
-                *(datetime.date(2026, 1, 2), datetime.timedelta(3), decimal.Decimal("1.10")),
-                *(numpy.float32(draw.random()), numpy.int64(3), numpy.str_("a")),
-                numpy.arange(draw.randint(0, 9)).astype(draw.choice(["<i4", ">f8", "u1", "?"])),
-                numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
-                numpy.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
-                collections.Counter("aab"),
-            ]
-        )
+        numbers = self._random.randint(-9, 9), self._random.getrandbits(200), self._random.random()
+        return self._random.choice([*PLAIN_VALUES, *numbers, numpy.arange(numbers[0] + 9)])
 
     def _framework_object(self) -> Any:
         torch_random = torch.Generator().manual_seed(self._random.getrandbits(32))

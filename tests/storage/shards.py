@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,11 @@ def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:
     return {"iteration": iteration, "weight": words, "bias": torch.tensor(float(iteration))}
 
 
-def filled(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> Slot:
+def filled(
+    store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000, content: Any = None
+) -> Slot:
     """Reserve a slot for a shard, and fill it; its digests are still to be computed."""
-    capture = ImagePlanner().capture(state(who.iteration, nbytes))
+    capture = ImagePlanner().capture(content or state(who.iteration, nbytes))
     slot = store.reserve(who, capture.nbytes(who), 5.0)
     written = capture.write(slot.image, who, Copier(1), SideStreams())
     slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=False)
@@ -116,11 +118,14 @@ sys.stdin.read()
 
 @contextmanager
 def another_process(
-    kind: str, root: Path, session: str = "run", rank: int = 0
+    kind: str, root: Path, session: str = "run", rank: int = 0, within: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that has opened a store and is in the middle of a save; killed at the end."""
+    """A process that has opened a store and is in the middle of a save; killed at the end.
+
+    A command may start it ``within`` something.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank)],
+        [*within, sys.executable, "-c", HOLD, kind, str(root), session, str(rank)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,

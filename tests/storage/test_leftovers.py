@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,49 +14,7 @@ from hypothesis import strategies as st
 
 from localckpt.storage.owner import Owner, Running, owner_of
 from tests.storage.conftest import Node
-from tests.storage.shards import (
-    another_process,
-    assert_loads,
-    everything,
-    found,
-    identity,
-    kill,
-    save,
-)
-
-
-def files(*folders: Path) -> set[str]:
-    return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.fault("trainer-dies")
-def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Node) -> None:
-    first = node()
-    save(first, identity(7))
-    first.close()
-    with another_process(node.kind, node.root) as process:
-        folder = node.root / "session-run" / "0"
-        assert any(path.name.endswith(".dirty") for path in folder.iterdir())
-        kill(process)
-
-    store = node()
-
-    assert not [path for path in folder.iterdir() if path.name.endswith(".dirty")]
-    assert found(store) == {identity(7)}
-    assert_loads(store, identity(7))
-
-
-@pytest.mark.fault("two-jobs")
-def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
-    with another_process(node.kind, node.root, rank=3):
-        before = files(node.root)
-        assert any(name.endswith(".dirty") for name in before)
-
-        store = node(rank=0)
-        save(store, identity(1))
-        store.close()
-
-        assert before <= files(node.root)
+from tests.storage.shards import assert_loads, everything, identity, save
 
 
 @pytest.mark.fault("trainer-dies", "two-jobs")

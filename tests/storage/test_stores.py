@@ -141,12 +141,17 @@ def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
         with pytest.raises(StorageError, match=rf"in use by process {other.pid} of a job"):
             node(timeout_s=0.2)
 
-        # Another rank and another session are nobody's business.
-        node(rank=1).close()
+        # Another rank and another session are nobody's business, and touch nothing of it.
+        before = {path for path in node.root.rglob("*") if path.suffix != ".lock"}
+        assert any(path.suffix == ".dirty" for path in before)
+        save(node(rank=1), identity(1, rank=1))
         node(session="another").close()
+        assert before <= set(node.root.rglob("*"))
         kill(other)
 
-        save(node(), identity(2))
+        again = node()
+        assert "dirty" not in names(again.folder)
+        save(again, identity(2))
 
 
 @pytest.mark.fault("unusable-store", "hostile-file")

@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BlockHasher
-from localckpt.memory.gpu_copies import SideStreams
-from localckpt.state_dict.image import ImagePlanner, unpack
-from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.image import unpack
 from localckpt.storage.directory import DirectoryStore, MemoryStore
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.faults.loop_disk import new_disk
@@ -28,6 +25,7 @@ from tests.storage.conftest import Node
 from tests.storage.shards import (
     assert_loads,
     everything,
+    filled,
     found,
     identity,
     names,
@@ -127,10 +125,7 @@ def test_a_recycled_file_that_is_not_what_it_was_is_written_whole_or_found_damag
 
     def save_again(iteration: int) -> int:
         who = identity(iteration)
-        capture = ImagePlanner().capture({**state, "iteration": iteration})
-        slot = store.reserve(who, capture.nbytes(who), 5.0)
-        written = capture.write(slot.image, who, Copier(1), SideStreams())
-        slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=False)
+        slot = filled(store, who, content={**state, "iteration": iteration})
         store.commit([slot])
         assert store.holds(who)
         store.release([slot])
@@ -159,28 +154,12 @@ def free_nbytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-@pytest.fixture(params=[DirectoryStore, MemoryStore])
-def small_store(
-    request: pytest.FixtureRequest, small_disk: Callable[[str], Path]
-) -> Iterator[Callable[[str], DirectoryStore]]:
-    """``small_store(options)``: a store on a file system of its own."""
-    stores: list[DirectoryStore] = []
-
-    def make(options: str) -> DirectoryStore:
-        stores.append(request.param(small_disk(options), "run", 0, 5.0))
-        return stores[-1]
-
-    yield make
-
-    for store in stores:
-        store.close()
-
-
 @pytest.mark.fault("refused-io")
+@pytest.mark.parametrize("kind", [DirectoryStore, MemoryStore])
 def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
-    small_store: Callable[[str], DirectoryStore],
+    kind: type[DirectoryStore], small_disk: Callable[[str], Path]
 ) -> None:
-    store = small_store("size=8m")
+    store = kind(small_disk("size=8m"), "run", 0, 5.0)
     for n in (1, 2):
         save(store, identity(n), 3 * MIB)
     before = free_nbytes(store.root)
@@ -204,6 +183,7 @@ def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
     assert_loads(store, identity(2), 3 * MIB)
     save(store, identity(6), 4 * MIB)
     assert_loads(store, identity(6), 4 * MIB)
+    store.close()
 
 
 @pytest.mark.fault("unusable-store")

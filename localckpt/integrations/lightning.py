@@ -70,6 +70,7 @@ class LocalCheckpoint(Callback):
         self._options = absolute_paths(options)
         self._received: str | None = None
         self._position = _Position()
+        self._loader_states: list[Any] = []
         # Limits of the trainer that a stop has lifted, to be put back.
         self._lifted: tuple[Any, Any, Any] | None = None
 
@@ -98,11 +99,14 @@ class LocalCheckpoint(Callback):
                 f"begin a new run from that path"
             )
         self._position.enter_epoch()
+        # Lightning forgets them when it has restored the loaders.
+        self._loader_states = list(trainer.fit_loop._combined_loader_states_to_load)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on behind the last batch that was trained on, and take over the signals."""
         assert self.checkpointer is not None, "on_fit_start came before"
         if self._position.batches > 0:
+            _enter_epoch(trainer, self._position, self._loader_states)
             _skip_batches(trainer, self._position.batches)
             self.checkpointer.rewind_random()
         if threading.current_thread() is threading.main_thread():
@@ -258,6 +262,31 @@ def _state_of(trainer: Trainer, module: LightningModule, own: Callback) -> dict[
     if is_stateful(trainer.datamodule):
         state["datamodule"] = trainer.datamodule
     return state
+
+
+def _enter_epoch(trainer: Trainer, position: _Position, loader_states: list[Any]) -> None:
+    """Make the iterator of an epoch anew if samplers draw its order from its number.
+
+    Lightning has made one, and tells the samplers the number after ``on_train_start``.
+    """
+    loop = trainer.fit_loop
+    samplers = [
+        sampler
+        for loader in loop._combined_loader.flattened
+        for sampler in (
+            getattr(loader, "sampler", None),
+            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        )
+        if callable(getattr(sampler, "set_epoch", None))
+    ]
+    if not samplers:
+        return
+    for sampler in samplers:
+        sampler.set_epoch(loop.epoch_progress.current.processed)
+    position.enter_epoch()
+    loop._combined_loader_states_to_load = loader_states
+    loop._load_combined_loader_states()
+    iter(loop._data_fetcher)
 
 
 def _skip_batches(trainer: Trainer, batches: int) -> None:

@@ -90,13 +90,7 @@ def run_jobs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_run_goes_on_bit_for_bit_after_a_kill(
-    kind: str, outcomes: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    if kind == "ddp within the second epoch":
-        # The plug-in takes batches before Lightning tells the sampler the epoch.
-        wrong = pytest.mark.xfail(reason="the order is that of the first epoch", strict=True)
-        request.applymarker(wrong)
+def test_a_run_goes_on_bit_for_bit_after_a_kill(kind: str, outcomes: dict[str, Any]) -> None:
     assert_resumed(outcomes[kind], first=_KINDS[kind][-1])
 
 

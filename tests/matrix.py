@@ -92,7 +92,7 @@ def _install(folder: Path, python: Path, torch: str) -> bool:
     # Other versions of torch want other versions of what it needs.
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
     wheel = "torch" if torch == "newest" else f"torch=={torch}"
-    package = f"{_ROOT}[dev,bench]"
+    package = f"{_ROOT}[dev,bench,docs]"
     if not _pip_install(folder, "--constraint", constraints, "--editable", package, wheel):
         return False
     if not _install_frameworks(folder, torch == "newest"):

@@ -48,7 +48,7 @@ def main(local: str, epochs: int, strategy: Any = "auto") -> None:
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy=strategy,
         callbacks=[
-            EarlyStopping("loss", patience=epochs),
+            EarlyStopping("validation_loss", patience=epochs),
             LocalCheckpoint(local=local, every=Every(steps=5)),
         ],
         logger=False,

@@ -73,6 +73,7 @@ class LocalCheckpoint(Callback):
         self._loader_states: list[Any] = []
         # Limits of the trainer that a stop has lifted, to be put back.
         self._lifted: tuple[Any, Any, Any] | None = None
+        self._strict: list[Any] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest checkpoint, if there is one.
@@ -140,6 +141,8 @@ class LocalCheckpoint(Callback):
         if self._lifted is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps, limit = self._lifted
             trainer.limit_val_batches = limit
+            for one in self._strict:
+                one.strict = True
         checkpointer, self.checkpointer = self.checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
@@ -164,6 +167,12 @@ class LocalCheckpoint(Callback):
             self._lifted = limits
             fit_loop.min_epochs = fit_loop.epoch_loop.min_steps = None
             trainer.limit_val_batches = 0
+            # Early stopping, and schedulers, may look at a metric of the validation, of which in
+            # the first epoch there is none.
+            of_metrics = [*trainer.callbacks, *trainer.lr_scheduler_configs]
+            self._strict = [one for one in of_metrics if getattr(one, "strict", None) is True]
+            for one in self._strict:
+                one.strict = False
             trainer.should_stop = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

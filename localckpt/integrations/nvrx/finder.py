@@ -1,8 +1,7 @@
 """Import hook that replaces NVRx's checkpointing modules.
 
 Only ``nvidia_resiliency_ext.checkpointing`` and its submodules are replaced. If NVRx is installed,
-the rest of it (in-process restart, straggler detection) is imported as usual. A table says for each
-module of NVRx its names, and where localckpt defines each.
+the rest of it (in-process restart, straggler detection) is imported as usual.
 """
 
 from __future__ import annotations
@@ -96,6 +95,9 @@ MODULES: dict[str, dict[str, str]] = {
 }
 """For each module of NVRx its names, and the module of localckpt that defines each."""
 
+# Modules of an installed NVRx that work with our queue, and make no object that would not fit ours.
+_KEPT = {f"{CHECKPOINTING}.utils", f"{CHECKPOINTING}.async_ckpt.torch_ckpt"}
+
 # A module of Megatron-Core whose class takes NVRx's class as its base, if the import finds it.
 _MEGATRON_STATE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
 
@@ -140,16 +142,21 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == PACKAGE:
-            return _package_spec(_true_spec(fullname, path, target))
+            return _package_spec(_true_spec(fullname, path))
         if not _is_below(fullname, CHECKPOINTING):
             return None
-        if fullname not in MODULES:
-            raise ModuleNotFoundError(
-                f"{fullname}: localckpt answers for {CHECKPOINTING} and has no such module; it has "
-                f"{', '.join(sorted(MODULES))}",
-                name=fullname,
-            )
-        return _spec(fullname)
+        if fullname in MODULES:
+            return _spec(fullname)
+        if fullname in _KEPT:
+            folders = fullname.split(".")[1:-1]
+            path = ["/".join([root, *folders]) for root in sys.modules[PACKAGE].__path__]
+            if true := _true_spec(fullname, path):
+                return true
+        raise ModuleNotFoundError(
+            f"{fullname}: localckpt answers for {CHECKPOINTING} and has no such module; it has "
+            f"{', '.join(sorted(MODULES))}",
+            name=fullname,
+        )
 
 
 def _package_spec(true: ModuleSpec | None) -> ModuleSpec:
@@ -164,11 +171,9 @@ def _package_spec(true: ModuleSpec | None) -> ModuleSpec:
     return spec
 
 
-def _true_spec(
-    fullname: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
+def _true_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
     others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-    specs = (finder.find_spec(fullname, path, target) for finder in others)
+    specs = (finder.find_spec(fullname, path) for finder in others)
     return next((spec for spec in specs if spec is not None), None)
 
 

@@ -36,12 +36,7 @@ class GroupWrapper(_GroupWrapper):
 
     @classmethod
     def from_list_of_groups(cls, groups: Sequence[Any], **options: Any) -> _GroupWrapper:
-        """Return the group that this rank is in; all ranks call this with the same list.
-
-        Args:
-            groups: Process groups, as for NVRx, or lists of ranks.
-            options: As for :meth:`localckpt.GroupWrapper.from_list_of_groups`, with lists of ranks.
-        """
+        """As :meth:`localckpt.GroupWrapper.from_list_of_groups`, also of process groups."""
         mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
         return cls(mine[0]) if mine else super().from_list_of_groups(groups, **options)
 

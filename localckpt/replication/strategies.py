@@ -58,9 +58,9 @@ class CliqueReplicationStrategy(MemberStrategy):
         local_group: This rank's clique, if the job forms its own. Its members must be on different
             nodes. With ``None`` all ranks form cliques together, of ranks in different failure
             domains, when their managers meet; see :func:`place_cliques`.
+        target_device: Accepted without effect, as an argument of NVRx's.
         timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
-            shorter than that of the manager that uses the strategy; see
-            :class:`ReplicationStrategy`.
+            shorter than that of the manager; see :class:`ReplicationStrategy`.
         process_group: The ranks of the job; ``None`` for all. Only with a ``local_group``.
         replication_jump: Distance between members of a clique, instead of failure domains.
         replication_factor: Copies of each shard, the owner's included.
@@ -76,6 +76,7 @@ class CliqueReplicationStrategy(MemberStrategy):
     def __init__(
         self,
         local_group: GroupWrapper | dist.ProcessGroup | None = None,
+        target_device: object = None,
         *,
         timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -110,8 +111,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         Args:
             replication_jump: Distance between members of a clique, for cliques by rank numbers.
                 With ``None`` they are formed from failure domains when a manager is made.
-            replication_factor, options: As for the class: ``timeout_s``, ``failure_domain``,
-                ``rate_limit``.
+            replication_factor, options: As for the class.
 
         Raises:
             MismatchError: The job has too few ranks, or ranks give different numbers.

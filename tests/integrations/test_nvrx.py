@@ -30,10 +30,7 @@ from localckpt.waiting import wait_until
 from tests.cli.commands import python
 from tests.managers.jobs import (
     MAX_S,
-    Dirs,
-    assert_same,
     error_of,
-    files,
     make_manager,
     resume,
     save,
@@ -95,36 +92,12 @@ def test_the_example_runs_and_resumes_with_all_processes_that_it_starts(tmp_path
     assert "the other runs too" in printed
 
 
-def _use_their_names(rank: int, world_size: int) -> list[list[torch.Tensor]]:
-    groups, states = _nvrx("local.replication.group_utils"), _nvrx("local.basic_state_dict")
-    managers = _nvrx("local.ckpt_managers.local_manager")
-    strategies, core = _nvrx("local.replication.strategies"), _nvrx("async_ckpt.core")
-    core.AsyncCallsQueue.warmup_persistent_caller(rank, cpu_priority=10, io_priority=3)
-    queue = core.AsyncCallsQueue(persistent=True, cpu_priority=5, io_priority=2)
-    repl = strategies.CliqueReplicationStrategy.from_replication_params(1, 2)
-    manager = managers.LocalCheckpointManager(node_store(), repl_strategy=repl)
-    for iteration in (1, 2):
-        state = states.BasicTensorAwareStateDict(state_of(rank, iteration))
-        queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
-    assert len([name for name in files(node_store()) if name.endswith(".safetensors")]) == 2
-    # Files that somebody removes are found to be gone, and the job begins anew.
-    dist.barrier()
-    for path in node_store().rglob("*.safetensors"):
-        path.unlink(missing_ok=True)
-    dist.barrier()
-    manager.latest_iteration = -1
-    assert manager.find_latest() == -1
-    save(manager, states.BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    assert manager.find_latest() == 1
-    assert_same(manager.load()[0].state_dict, state_of(rank, 1))
-    for each in (queue, manager, repl):
-        each.close()
-
-    alone = groups.GroupWrapper(dist.new_group([0]))
+def _use_a_group_of_others(rank: int, world_size: int) -> None:
+    alone = _nvrx("local.replication.group_utils").GroupWrapper(dist.new_group([0]))
     assert not hasattr(alone, "no_such_name")
     if rank == 0:
-        assert (alone.my_group_rank, alone.world_size) == (0, 1)
+        kind = _nvrx("local.replication.strategies").CliqueReplicationStrategy
+        kind(alone, target_device="cpu").close()
     else:
         uses = (
             lambda: alone.ranks,
@@ -133,23 +106,10 @@ def _use_their_names(rank: int, world_size: int) -> list[list[torch.Tensor]]:
         )
         (told,) = {error_of(use, localckpt.MismatchError) for use in uses}
         assert "rank 1 is not a member of the process group" in told
-    group = groups.GroupWrapper.from_list_of_groups([dist.new_group([0, 1])])
-    assert group.all_gather_object(rank) == [0, 1]
-    mine = [torch.full((2, rank + 1), float(rank)), torch.arange(3, dtype=torch.bfloat16)]
-    gathered: list[list[torch.Tensor]] = group.all_gather_batch(mine[: rank + 1], "cpu")
-    return gathered
 
 
-def test_a_job_with_their_names_saves_again_what_was_removed_and_gathers_what_each_has(
-    node_dirs: Dirs,
-) -> None:
-    gathered, also_gathered = run_ranks(_use_their_names, 2, store_per_node=node_dirs(2))
-
-    assert [[t.tolist() for t in part] for part in gathered] == [
-        [[[0.0], [0.0]]],
-        [[[1.0, 1.0], [1.0, 1.0]], [0.0, 1.0, 2.0]],
-    ]
-    assert_same(gathered, also_gathered)
+def test_a_group_may_be_wrapped_outside_of_it_and_is_refused_when_it_is_used() -> None:
+    run_ranks(_use_a_group_of_others, 2)
 
 
 def _begin_anew(number: int) -> None:

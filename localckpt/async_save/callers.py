@@ -379,8 +379,8 @@ class WaitForTrainer:
             return False
 
 
-def wait_for(rank: int, wait: Callable[[], None]) -> None:
-    """Function of a request whose ``preload_fn`` has begun the work, and returns how to wait."""
+def wait_for(rank: int, wait: Callable[[], None], results: None = None) -> None:
+    """Function of a request whose ``preload_fn`` has begun the work; Megatron-Core wants three."""
     wait()
 
 

@@ -214,16 +214,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         A thread of the trainer writes, whatever queue calls the function, which waits for it.
 
         Returns:
-            The function; what stages the tensors before training goes on, and gives the function
-            its second argument; and the function's arguments. ``(None, None, [])`` when there is
-            nothing to write on this rank, or something went wrong, which finalizing raises.
+            The function; what stages the tensors and returns the function's second argument; and
+            three arguments. ``(None, None, [])`` if nothing is to be written, or it failed before.
         """
         if self._failed is not None:
             return None, None, []
         prepared = self._require_prepared()
         if not prepared.files:
             return None, None, []
-        return wait_for, _Begin(self), [int(prepared.plan.storage_data.prefix.strip("_")), None]
+        rank = int(prepared.plan.storage_data.prefix.strip("_"))
+        return wait_for, _Begin(self), [rank, None, None]
 
     def preload_tensors(self) -> StagedFiles | None:
         """Copy this rank's tensors to a buffer; return the files to write, if there are any."""

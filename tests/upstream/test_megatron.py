@@ -38,6 +38,8 @@ def _make_true_managers() -> tuple[Any, Any]:
 def _make_manager() -> Any:
     """As Megatron-LM's ``training.py`` does, with the names that it imports."""
     nvrx.install()
+    kept = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt")
+    assert kept.AsyncCallsQueue.__module__.startswith("localckpt.")
     local = "nvidia_resiliency_ext.checkpointing.local"
     strategies = import_module(f"{local}.replication.strategies")
     managers = import_module(f"{local}.ckpt_managers.local_manager")
@@ -84,11 +86,11 @@ def _save_globally(training: Training, shared: Path, queue: Any) -> None:
     for number in range(2):
         folder = shared / f"{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        request = serialization.save(
-            training.sharded_state(number), folder, how, async_sharded_save=True
-        )
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
+        state, is_async = training.sharded_state(number), number == 0
+        request = serialization.save(state, folder, how, async_sharded_save=is_async)
+        if is_async:
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
         # Before 0.16 Megatron-Core does not say what torch may load of what it has saved.
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         wanted = training.sharded_state(is_loading=True)

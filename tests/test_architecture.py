@@ -102,7 +102,7 @@ _BUDGETS = {
     "events": (597, 700, 4),
     "exporters": (321, 500, 3),
     "global_tier": (6629, 4900, 18),
-    "integrations": (3139, 2900, 20),
+    "integrations": (3137, 2900, 20),
     "managers": (5731, 3600, 19),
     "memory": (856, 700, 7),
     "parity": (1676, 1700, 12),
@@ -116,7 +116,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 38_362
+_TEST_LINES = 38_749
 
 
 def _module_name(path: Path) -> str:

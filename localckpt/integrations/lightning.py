@@ -279,18 +279,16 @@ def _enter_epoch(trainer: Trainer, position: _Position, loader_states: list[Any]
     Lightning has made one, and tells the samplers the number after ``on_train_start``.
     """
     loop = trainer.fit_loop
-    samplers = [
-        sampler
+    holders = [
+        holder
         for loader in loop._combined_loader.flattened
-        for sampler in (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        )
-        if callable(getattr(sampler, "set_epoch", None))
+        for holder in (loader, getattr(loader, "batch_sampler", None))
     ]
-    if not samplers:
+    samplers = [holder.sampler for holder in holders if hasattr(holder, "sampler")]
+    counting: list[Any] = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+    if not counting:
         return
-    for sampler in samplers:
+    for sampler in counting:
         sampler.set_epoch(loop.epoch_progress.current.processed)
     position.enter_epoch()
     loop._combined_loader_states_to_load = loader_states

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import collections
-import gzip
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from localckpt import CheckpointingException, SaveFailedError, StorageError
@@ -138,38 +135,6 @@ def test_a_checkpoint_is_replaced_only_if_asked_and_can_be_loaded_until_the_new_
     assert_same(load_with_torch(tmp_path, new), new)
     assert_same(load_with_ours(tmp_path, new), new)
     assert set(files).isdisjoint(data_files(tmp_path))
-
-
-class Zipped(StreamTransformExtension):
-    """Compresses each item; as torch's ZStandard, which needs a package."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "tests.zipped"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Zipped:
-        return Zipped()
-
-    def get_descriptor(self) -> str:
-        return f"{self.registry_name()}/1"
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return cast(IO[bytes], gzip.GzipFile(fileobj=output, mode="wb"))
-
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        return io.BytesIO(gzip.decompress(input.read()))
-
-
-def test_what_torch_wrote_through_an_extension_is_read_by_who_knows_it(tmp_path: Path) -> None:
-    state, registry = state_of(1), ExtensionRegistry()
-    registry.register(Zipped)
-    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Zipped()])
-    dcp.save(state, storage_writer=writer, no_dist=True)
-
-    assert_same(load_with_ours(tmp_path, state, _extension_registry=registry), state)
-    with pytest.raises(Exception, match=r"tests\.zipped"):
-        load_with_ours(tmp_path, state)
 
 
 class _Doubling(DefaultSavePlanner):

@@ -30,16 +30,18 @@ torch.Tensor.type = lambda self, *args, **options: (  # type: ignore[method-assi
 )
 
 
-def _on_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, **options: Any) -> torch.Tensor:
-        if "cuda" in str(options.get("device")):
-            options["device"] = "cpu"
-        return make(*args, **options)
+def _on_the_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    def cpu(value: Any) -> Any:
+        return "cpu" if isinstance(value, (str, torch.device)) and "cuda" in str(value) else value
 
-    return made
+    return lambda *args, **options: call(*map(cpu, args), **{n: cpu(options[n]) for n in options})
 
 
-for _name in ("empty", "empty_like", "ones", "tensor", "zeros"):
+torch.Tensor.to = _on_the_cpu(torch.Tensor.to)  # type: ignore[method-assign,assignment]
+for _name in (
+    *("arange", "empty", "empty_like", "full", "load", "ones", "rand", "randn", "tensor"),
+    *("zeros", "zeros_like"),
+):
     setattr(torch, _name, _on_the_cpu(getattr(torch, _name)))
 # Importing Megatron-Core compiles functions that no test calls often.
 torch.compile = lambda function=None, **_: function or (lambda compiled: compiled)  # type: ignore[assignment]

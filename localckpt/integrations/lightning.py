@@ -284,8 +284,8 @@ def _enter_epoch(trainer: Trainer, position: _Position, loader_states: list[Any]
         for loader in loop._combined_loader.flattened
         for holder in (loader, getattr(loader, "batch_sampler", None))
     ]
-    samplers = [holder.sampler for holder in holders if hasattr(holder, "sampler")]
-    counting: list[Any] = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+    samplers: list[Any] = [getattr(holder, "sampler", None) for holder in holders]
+    counting = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
     if not counting:
         return
     for sampler in counting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,8 @@ def resume_each(rank: int, world_size: int) -> None:
     # Low-precision optimizers compile their step, which takes far longer than the step.
     torch.compiler.set_stance("force_eager")
     for name, make in _CASES[world_size > 1].items():
-        losses, found, count = lives(rank, _train, node_store() / name, "nodes", None, make)
+        program = partial(_train, make=make)
+        losses, found, count = lives(rank, program, node_store() / name, "nodes")
         assert found == losses, name
         assert count == _STEPS + 1
 

@@ -20,7 +20,7 @@ from localckpt import (
     StorageError,
 )
 from localckpt.storage.write import StagedImage
-from tests.managers.jobs import assert_same, make_manager
+from tests.managers.jobs import assert_same, make_manager, state_of
 from tests.ranks import run_ranks
 from tests.scenarios import Begin
 from tests.state_dict.zoo import assert_same_state
@@ -30,8 +30,12 @@ _MIB = 1 << 20
 _LIMIT, _NBYTES = 140 * _MIB, 90 * _MIB
 
 
+def _state(rank: int, iteration: int) -> dict[str, Any]:
+    return state_of(rank, iteration, _NBYTES * (1 + rank))
+
+
 def test_images_staged_in_pieces_survive_the_loss_of_nodes(job: Begin) -> None:
-    saved = job(2, redundancy=(1, 2), nbytes=_NBYTES, staging_limit=_LIMIT).save(1, 2, 3)
+    saved = job(2, redundancy=(1, 2), state=_state, staging_limit=_LIMIT).save(1, 2, 3)
     lost = saved.restart().expect(3).save(4, 5).lose(1)
 
     again = lost.restart().expect(5, {1: "peer rank 0"}).repaired().save(6).lose(0)

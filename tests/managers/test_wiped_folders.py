@@ -32,7 +32,8 @@ def _wipe(manager: Any, what: str) -> None:
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
     if how == "emptied":
-        path.mkdir()
+        # A save may have made it meanwhile.
+        path.mkdir(exist_ok=True)
 
 
 @on_ranks(4, nodes=2, timeout_s=120.0)

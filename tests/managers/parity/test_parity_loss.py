@@ -124,8 +124,8 @@ def test_a_peer_that_dies_costs_the_parity_or_with_strict_the_save(
             # The others connect again, and this one does not come.
             reserve = manager.store.reserve
 
-            def die_for_parity(identity: ShardIdentity, *args: Any) -> Any:
-                return reserve(identity, *args) if identity.is_shard else die()
+            def die_for_parity(identity: ShardIdentity, *args: Any, **given: Any) -> Any:
+                return reserve(identity, *args, **given) if identity.is_shard else die()
 
             manager.store.reserve = die_for_parity
         try:

@@ -116,7 +116,7 @@ _BUDGETS = {
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 38_756
+_TEST_LINES = 38_758
 
 
 def _module_name(path: Path) -> str:

@@ -177,7 +177,9 @@ _LONG = pytest.mark.long
         _Job(2, is_queued=True, is_buffered=True, names_at_once=True),
         pytest.param(_Job(2, False, True, False, frozen_nbytes=7 << 20), marks=_LONG),
         pytest.param(_Job(1, True, False, True), marks=_LONG),
-        _Job(1, True, False, False, frozen_nbytes=IN_PIECES_NBYTES, kind="pieces"),
+        pytest.param(
+            _Job(1, True, False, False, frozen_nbytes=IN_PIECES_NBYTES, kind="pieces"), marks=_LONG
+        ),
         _Job(1, is_queued=True, is_buffered=True, names_at_once=True, is_shared=True),
         pytest.param(_Job(1, True, False, False, is_shared=True), marks=_LONG),
     ],

@@ -283,7 +283,7 @@ def _must_be_told(job: _Job, hit: Call) -> bool:
         is_written = any(path.endswith((".distcp", ".new")) for path in hit.paths)
         return hit.name in _WRITES - {"fallocate"} and is_written
     # Memory is not written through what is closed: that may be the descriptor of an old mapping.
-    if hit.name in _LOOKS or (hit.name == "close" and job.kind == "memory"):
+    if hit.name in {*_LOOKS, *_READS} or (hit.name == "close" and job.kind == "memory"):
         return False
     return hit.name == "fsync" or any(p.endswith(".safetensors.dirty") for p in hit.paths)
 

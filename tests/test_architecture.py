@@ -109,14 +109,14 @@ _BUDGETS = {
     "ranks": (2586, 1600, 10),
     "replication": (3323, 2900, 19),
     "state_dict": (7557, 5000, 31),
-    "storage": (3720, 3100, 15),
+    "storage": (3721, 3100, 15),
 }
 
 # Rooms around the core, which the goals count by themselves.
 _ROOMS_AROUND = {"cli", "exporters", "integrations", "parity"}
 _CORE_MODULES = (170, 150)
 # All lanes; the goal is 36,000.
-_TEST_LINES = 38_758
+_TEST_LINES = 38_759
 
 
 def _module_name(path: Path) -> str:

@@ -364,7 +364,8 @@ class DirectoryStore(Store):
         self._sizes[piece] = nbytes
         if self.in_place:
             self._map_ahead(nbytes, gpu)
-        else:
+        elif self._staging_limit is None:
+            # How a limit is divided among buffers is known when the ranks have planned.
             self._pool.prepare(piece, self._memory_for(nbytes, is_planned=False), gpu)
 
     @one_at_a_time

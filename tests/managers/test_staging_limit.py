@@ -60,6 +60,7 @@ def _save_in(rank: int, world_size: int, root: Path, limit: int) -> tuple[int, i
     process, state = psutil.Process(), _awkward(160)
     with make_manager("disk", root, staging_limit=limit) as manager:
         before = process.memory_info().rss
+        manager.warm_up(state)
         # The peak is counted from now on.
         Path("/proc/self/clear_refs").write_text("5")
         for iteration in (1, 2, 3):
